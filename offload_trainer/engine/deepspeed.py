@@ -413,19 +413,15 @@ class Parts:
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
-        wrong = [
-            f"{name} {list(found)} for {list(expected)}"
-            for name, found in shapes.items()
-            if tuple(found) != (expected := self._expected(name))
-        ]
+        wrong = []
+        for name, found in shapes.items():
+            expected, dim = list(self.shape(name)), self._dim(name)
+            if dim is not None:
+                expected[dim] //= self.count
+            if list(found) != expected:
+                wrong.append(f"{name} {list(found)} for {expected}")
         if wrong:
             raise TrainerError(f"{len(wrong)} weights were not split as planned: {', '.join(wrong[:3])}")
-
-    def _expected(self, name: str) -> tuple[int, ...]:
-        shape, dim = list(self.shape(name)), self._dim(name)
-        if dim is not None:
-            shape[dim] //= self.count
-        return tuple(shape)
 
     def _dim(self, name: str) -> int | None:
         return _DIVIDED.get(self.weights[name].split) if self.count > 1 else None

@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.tiers import Placement
@@ -142,10 +144,4 @@ def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:
 def _someone_works_in(directory: Path) -> bool:
     """Return whether a build runs in `directory`: ninja and its compilers use it as their working directory."""
     place = str(directory.resolve())
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "cwd") == place:
-                return True
-        except OSError:
-            continue
-    return False
+    return any(process.info["cwd"] == place for process in psutil.process_iter(["cwd"]))

@@ -132,16 +132,14 @@ class DividedAttention:
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, *, send: Send, count: int) -> DividedAttention:
-    """Make `model` compute on pieces of rows; `send` exchanges parts with the `count` ranks that share a row."""
-    made = DividedAttention(SharedRows(send, count=count))
-    set_attention(model, made, name="sequence")
-    return made
+def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> DividedAttention:
+    """Make `model` compute on pieces of rows, with an attention function of this name, and return that.
 
-
-def set_attention(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> None:
-    """Set the attention function; raise ValueError if the model does not use transformers' attention interface."""
+    Raises ValueError if the model does not use transformers' attention interface.
+    """
+    attention = DividedAttention(rows)
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError("its attention is its own, and not transformers' interface")
+    return attention

@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.loader import ModelSource
-from offload_trainer.model.ulysses import share_rows
+from offload_trainer.model.ulysses import SharedRows, share_rows
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.planner import make_plan
 
@@ -87,7 +87,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
         module.train()
         length, positions = config.data.seq_len, list[torch.Tensor]()
         if (count := config.parallel.sequence) > 1:
-            share_rows(module.model, send=torch.empty_like, count=count)
+            share_rows(module.model, SharedRows(torch.empty_like, count=count))
             length //= count
             positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
         tied = {} if session else _take_apart(module)

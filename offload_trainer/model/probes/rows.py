@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from offload_trainer.errors import UserError
 from offload_trainer.model.loss import adds_router_loss
 from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
-from offload_trainer.model.ulysses import DividedAttention, StackedRows, set_attention
+from offload_trainer.model.ulysses import StackedRows, share_rows
 
 _EQUAL, _SHOWS = 1e-4, 1e-2  # relative to the largest logit, in fp32: limit for equality; least effect of a mistake
 _LENGTHS = 13, 9, 10  # tokens of the documents; windows and chunks of a tiny model have 8 tokens
@@ -101,8 +101,7 @@ def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
     rows = random_ids(tiny, 2, _TOKENS)
     whole = _logits(tiny, rows)
     pieces, places = (torch.cat(tokens.chunk(_PIECES, 1)) for tokens in (rows, torch.arange(_TOKENS).expand_as(rows)))
-    attention = DividedAttention(StackedRows(_PIECES))
-    set_attention(tiny, attention, name="sequence, tried")
+    attention = share_rows(tiny, StackedRows(_PIECES), name="sequence, tried")
 
     def in_pieces() -> torch.Tensor:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)

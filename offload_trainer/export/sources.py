@@ -1,9 +1,6 @@
 """Sources of weights for an export: a checkpoint, a dead run's page files, or a run's final weights.
 
-A run directory stands for its newest checkpoint, or for the final weights of a run without checkpoints:
-
-    RUN/export/        fp32, in transformers' layout
-    RUN/export.json    the step, the run and its identity; written before export/ gets its name
+A run directory stands for its newest checkpoint, or for the final weights of a run without checkpoints.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
     """
     for key, value in given.items():
         if key not in KEYS:
-            raise UserError(f"{key}={value!r}: {_unknown(key)}")
+            near = get_close_matches(key, KEYS, n=1, cutoff=0.5)
+            hint = "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
+            raise UserError(f"{key}={value!r}: {INSTEAD.get(key, hint)}")
         if name is None and key in _OF_LOAD and value and value not in ("auto", "model"):
             raise UserError(f"{key}={value!r}: {_OF_LOAD[key]}")
     if given.get("overlap") == "backward":
@@ -116,14 +118,6 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
         values.setdefault(section, {})[leaf] = value
     with translate_errors():
         return validated(values)
-
-
-def _unknown(key: str) -> str:
-    """Return what is wrong with a keyword that is not among `KEYS`."""
-    if key in INSTEAD:
-        return INSTEAD[key]
-    near = get_close_matches(key, KEYS, n=1, cutoff=0.5)
-    return "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
 
 
 _FLAGS = {valued: "|".join(flag for flag in FLAGS if bool(FLAGS[flag].metavar) == valued) for valued in (True, False)}

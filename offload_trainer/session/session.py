@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
@@ -369,11 +369,8 @@ class Session:
 
         Called directly, it returns copies on the CPU. Raises UserError if they take more than half of the free memory.
         """
-        found = listed(self.model, self.weight, destination=destination, **words)
         if destination is not None:
-            return found
-        named = self.model.named_parameters(remove_duplicate=False)
-        names = {name: p.weight for name, p in named if isinstance(p, OffloadedParameter)}
+            return listed(self.model, self.weight, destination=destination, **words)
         size, free = sum(p.nbytes for p in self._model_parameters), psutil.virtual_memory().available
         if 2 * size > free:
             raise UserError(
@@ -381,9 +378,8 @@ class Session:
                 f"{format_bytes(free)} that are free: use session.export(directory) for a model, "
                 "session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
             )
-        whole = {weight: self.weight(weight) for weight in names.values()}
-        prefix = words.get("prefix", "")
-        return found | {prefix + name: whole[weight] for name, weight in names.items()}
+        found = listed(self.model, cache(self.weight), **words)  # each tied weight once
+        return {name: value.read() if isinstance(value, LazyWeight) else value for name, value in found.items()}
 
     def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """Before load_state_dict: remove weights whose given values equal the current ones.

@@ -113,7 +113,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # it is as tokenizer.json says, in both releases
         if isinstance(settings.get("extra_special_tokens"), list):
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    for name in _FILES:
+    for name in _FILES if source.absolute() != directory.absolute() else ():
         if (source / name).is_file() and (kept or not (directory / name).exists()):
             shutil.copyfile(source / name, directory / name)
     if not kept or template != tokenizer.init_kwargs.get("chat_template"):

@@ -106,6 +106,11 @@ def _zero(
     section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None
 ) -> dict[str, Any]:
     on_gpu = accelerator == "cuda"
+
+    def away(device: str, **on_drive: Any) -> dict[str, Any]:
+        kept = {"device": str(device), "pin_memory": on_gpu}
+        return kept | {"nvme_path": swap_directory, **on_drive} if device == "nvme" else kept
+
     zero: dict[str, Any] = {
         "stage": placement.stage,
         "contiguous_gradients": True,
@@ -114,18 +119,14 @@ def _zero(
         "reduce_bucket_size": sizes.reduce_bucket,
         "allgather_bucket_size": sizes.reduce_bucket,
     }
-    if placement.optimizer == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-    elif placement.optimizer == "nvme":
-        zero["offload_optimizer"] = {
-            "device": "nvme",
-            "nvme_path": swap_directory,
-            "pin_memory": on_gpu,
-            "buffer_count": sizes.optimizer_buffers,
-            "pipeline_read": section.pipeline_read,
-            "pipeline_write": section.pipeline_write,
-            "fast_init": False,
-        }
+    if placement.optimizer != "gpu":
+        zero["offload_optimizer"] = away(
+            placement.optimizer,
+            buffer_count=sizes.optimizer_buffers,
+            pipeline_read=section.pipeline_read,
+            pipeline_write=section.pipeline_write,
+            fast_init=False,
+        )
     if placement.stage < 3:
         zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
     if placement.stage == 3:
@@ -137,15 +138,11 @@ def _zero(
             "stage3_max_reuse_distance": sizes.max_live,
             "stage3_gather_16bit_weights_on_model_save": False,
         }
-    if placement.params == "cpu":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    elif placement.params == "nvme":
-        zero["offload_param"] = {
-            "device": "nvme",
-            "nvme_path": swap_directory,
-            "pin_memory": on_gpu,
-            "buffer_count": sizes.weight_buffers,
-            "buffer_size": sizes.weight_buffer_elements,
-            "max_in_cpu": 0,
-        }
+    if placement.params != "gpu":
+        zero["offload_param"] = away(
+            placement.params,
+            buffer_count=sizes.weight_buffers,
+            buffer_size=sizes.weight_buffer_elements,
+            max_in_cpu=0,
+        )
     return zero

@@ -105,12 +105,11 @@ class PlainEngine:
         for name, master in self._masters.items():
             grad = self._weights[name].grad
             self._weights[name].grad = None
-            if grad is None:
-                continue
-            if master.grad is None:
-                master.grad = grad.to(self._sum_dtype).to(torch.float32)
-            else:
-                master.grad = (master.grad.to(self._sum_dtype) + grad.to(self._sum_dtype)).to(torch.float32)
+            if grad is not None:
+                total = grad.to(self._sum_dtype)
+                if master.grad is not None:
+                    total = master.grad.to(self._sum_dtype) + total
+                master.grad = total.to(torch.float32)
 
     @torch.no_grad()
     def _update(self, *, lr: float) -> float | None:

@@ -370,7 +370,8 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     processor. Buffers that belong to the weights are saved in a separate file, from which exports read them.
     """
     config = copy.deepcopy(source.config)
-    config.architectures = [type(source._meta()).__name__]
+    model = source._meta()
+    config.architectures = [type(model).__name__]
     config.dtype = dtype
     if source.random and end_of_text is not None:
         config.bos_token_id = config.eos_token_id = end_of_text
@@ -381,7 +382,7 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         for name in (*_BESIDE, *(_OF_PROCESSOR if reads_images else ())):
             if (source.directory / name).is_file():
                 shutil.copyfile(source.directory / name, directory / name)
-    kept = persistent_buffers(source._meta())
+    kept = persistent_buffers(model)
     if kept:
         held = source.buffers()
         save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

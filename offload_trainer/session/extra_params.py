@@ -108,11 +108,6 @@ def update_residents(groups: Groups, state: State, *, scale: float) -> None:
             adamw.step()
 
 
-def steps_of(state: State) -> int:
-    """Return the largest step count in an optimizer's state."""
-    return max((int(kept["step"]) for kept in state.values() if kept), default=0)
-
-
 @torch.no_grad()
 def broadcast_residents(parameters: Iterable[nn.Parameter], node: Node) -> None:
     """Set the parameters that are not offloaded to the values of rank 0. All ranks call it."""

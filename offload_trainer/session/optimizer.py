@@ -19,7 +19,7 @@ from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import UpdateRule
-from offload_trainer.session.extra_params import named_residents, update_residents
+from offload_trainer.session.extra_params import named_residents
 
 if TYPE_CHECKING:
     from offload_trainer.session.session import Session
@@ -91,10 +91,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ours = [weights[p.weight] for p in group["params"] if isinstance(p, OffloadedParameter)]
             found |= hypers_of(self.rule, group, ours)
         return found
-
-    def update_residents(self, *, scale: float) -> None:
-        """Update the parameters that are not offloaded, with gradients multiplied by `scale`."""
-        update_residents(self.param_groups, self.state, scale=scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the groups that has a gradient, and clear the gradients."""

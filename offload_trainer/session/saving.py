@@ -35,7 +35,7 @@ from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
-from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
+from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, write_residents
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import clear
@@ -205,7 +205,8 @@ def _rounded(units: Sequence[Unit]) -> str:
 
 def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
     """Return the largest number of updates of any weight, offloaded or not."""
-    return max(offloaded.steps_done, steps_of(optimizer.state) if optimizer else 0)
+    states = optimizer.state.values() if optimizer else ()
+    return max([offloaded.steps_done, *(int(state["step"]) for state in states if state)])
 
 
 def _base(offloaded: OffloadedModel) -> int | None:

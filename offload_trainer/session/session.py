@@ -43,6 +43,7 @@ from offload_trainer.session.extra_params import (
     changes_of,
     counted_in,
     norm_of_all,
+    update_residents,
     with_gradient,
 )
 from offload_trainer.session.optimizer import OffloadedOptimizer
@@ -306,7 +307,7 @@ class Session:
         if arrived:
             weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
             self._offloaded.step(made.rules(weights), scale=self._clip / self.world)
-        made.update_residents(scale=self._clip)
+        update_residents(made.param_groups, made.state, scale=self._clip)
         self._clear()
         self._offloaded.begin()
 

@@ -108,7 +108,7 @@ def _zero(
     on_gpu = accelerator == "cuda"
 
     def away(device: str, **on_drive: Any) -> dict[str, Any]:
-        kept = {"device": str(device), "pin_memory": on_gpu}
+        kept: dict[str, Any] = {"device": str(device), "pin_memory": on_gpu}
         return kept | {"nvme_path": swap_directory, **on_drive} if device == "nvme" else kept
 
     zero: dict[str, Any] = {

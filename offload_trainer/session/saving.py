@@ -205,8 +205,8 @@ def _rounded(units: Sequence[Unit]) -> str:
 
 def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
     """Return the largest number of updates of any weight, offloaded or not."""
-    states = optimizer.state.values() if optimizer else ()
-    return max([offloaded.steps_done, *(int(state["step"]) for state in states if state)])
+    steps = [int(state["step"]) for state in optimizer.state.values() if state] if optimizer else []
+    return max([offloaded.steps_done, *steps])
 
 
 def _base(offloaded: OffloadedModel) -> int | None:

@@ -37,7 +37,7 @@ from offload_trainer.export.sources import (
     opened,
 )
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_model_config, saved_groups
-from offload_trainer.model.loader import BUFFERS, with_old_keys
+from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import read_back
@@ -136,7 +136,6 @@ def write_model(
 def _describe(directory: Path, source: Source, *, dtype: str) -> None:
     """Write the card, and the dtype into the model's configuration."""
     config = read_model_config(directory)
-    config = with_old_keys(config) | config  # runs of earlier versions have no old keys
     config["dtype"] = config["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(directory / "README.md", source.card(dtype))

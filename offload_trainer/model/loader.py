@@ -332,11 +332,11 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
 
 
 def _content(config: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=with_old_keys)
+    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=_with_old_keys)
     return content
 
 
-def with_old_keys(values: dict[str, Any]) -> Any:
+def _with_old_keys(values: dict[str, Any]) -> Any:
     """Return an object of a config.json with the keys that transformers 4 and llama.cpp read.
 
     Of layers with different rotary embeddings, these are the values of full attention, and the base of the others.

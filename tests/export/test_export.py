@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import export
-from offload_trainer.model import loader
 from offload_trainer.model.loader import resolve_model, write_config
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
@@ -260,18 +259,6 @@ def test_an_export_keeps_the_keys_of_the_configuration_that_it_began_from(tmp_pa
     assert held.items() >= own.items()
     assert held.keys() - own.keys() == {"rope_parameters", "dtype", "torch_dtype"}
     assert held["torch_dtype"] == held["dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize(("name", "key"), [("gpt2", "n_ctx"), ("llama", "rope_theta")])
-def test_an_export_of_an_earlier_versions_run_has_old_keys(
-    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a run's configuration is as transformers 5 writes it. llama.cpp's converter needs GPT-2's n_ctx."""
-    monkeypatch.setattr(loader, "write_config", lambda config, directory, **_: config.save_pretrained(directory))
-    write(tmp_path / "given", name)
-    held = json.loads((exported(tmp_path / "given", tmp_path, dtype="bf16") / "config.json").read_text())
-    assert key not in json.loads((tmp_path / "run/config.json").read_text())
-    assert held[key] == (held["n_positions"] if name == "gpt2" else held["rope_parameters"]["rope_theta"])
 
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,17 @@
-"""Loading and saving of transformers tokenizers, the facts that a token file records of them, and bytes of tokens."""
+"""Loading and saving of transformers tokenizers, the facts that a token file records of them, and bytes of text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import string
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.data.tokenfile import IDS
@@ -27,7 +24,6 @@ _FILES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 _PROBE = "It's  the\n\n\tBEST of 12345 times, a.b--c: naïve 東京 🙂\u00a0(x) "
-_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
@@ -179,54 +175,13 @@ def known_ids(ids: np.ndarray, *, tokenizer: PreTrainedTokenizerBase, vocabulary
     return ids
 
 
-class TokenBytes:
-    """UTF-8 bytes per token id in running text, to report the loss in bits per byte.
+def text_bytes(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int | None:
+    """Return the UTF-8 bytes of the text of consecutive token ids, without special tokens such as the end of a turn.
 
-    Each id is examined when it first occurs. Special tokens, such as the end of a turn, count 0 bytes. The tokens of a
-    byte-level tokenizer show their bytes. For other tokenizers, a token counts the bytes that it adds to the decoded
-    text before it, so a word's leading space counts with the word.
+    Returns None if the text of one is not known (an unknown word, an invalid id). A character that the first or the
+    last id cuts counts 3 bytes, as the replacement character for it.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._added = tokenizer.added_tokens_decoder
-        # Does each letter of a token stand for a byte (GPT-2's way)? The tokenizer's decoder tells.
-        if tokenizer.is_fast:
-            is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-        else:
-            is_byte_level = hasattr(tokenizer, "byte_decoder")
-        self._alphabet = frozenset(ByteLevel.alphabet()) if is_byte_level else frozenset()
-        self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._bytes = cache(self._count)
-
-    def of(self, ids: torch.Tensor) -> int | None:
-        """Return the bytes of all `ids` together.
-
-        Returns None if the text of one is not known (an unknown word, an invalid id).
-        """
-        found, counts = ids.unique(return_counts=True)
-        total = 0
-        for id_, count in zip(found.tolist(), counts.tolist(), strict=True):
-            if (size := self._bytes(id_)) is None:
-                return None
-            total += size * count
-        return total
-
-    def _count(self, id_: int) -> int | None:
-        tokenizer = self._tokenizer
-        if id_ == tokenizer.eos_token_id:
-            return 0
-        token, added = tokenizer.convert_ids_to_tokens(id_), self._added.get(id_)
-        if id_ == tokenizer.unk_token_id or token is None:
-            return None
-        if not self._alphabet and _ONE_BYTE.fullmatch(token):
-            return 1
-        if added and added.special:
-            return 0
-        if self._alphabet:
-            return sum(1 if letter in self._alphabet and not added else len(letter.encode()) for letter in token)
-        return self._decoded([*self._before, id_]) - self._decoded(self._before)
-
-    def _decoded(self, ids: list[int]) -> int:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return len(text.encode())
+    values, unknown = ids.tolist(), tokenizer.unk_token_id
+    if None in tokenizer.convert_ids_to_tokens(values) or (unknown != tokenizer.eos_token_id and unknown in values):
+        return None
+    return len(tokenizer.decode(values, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())

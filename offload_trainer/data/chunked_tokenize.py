@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.documents import Seen, read_documents, text_in
+from offload_trainer.data.documents import read_documents, text_in
 from offload_trainer.data.tokenizer import document_marks
 
 PIECE = 1 << 16  # characters
@@ -108,9 +108,9 @@ class DocumentEncoder:
         without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
         return f"note: {inexact} {without}" if inexact else ""
 
-    def read(self, source: Path, *, seen: Seen | None = None) -> Iterator[Iterable[str]]:
+    def read(self, source: Path) -> Iterator[Iterable[str]]:
         """Yield the documents of a file as `read_documents` does."""
-        return read_documents(source, text_field=self._field, seen=seen)
+        return read_documents(source, text_field=self._field)
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""

@@ -1,13 +1,11 @@
 """Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
 
-    any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
-    .jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
-    .json                    the same, or an array of them
-    .csv, .tsv               one a row; the first row has the names
-    .parquet, .arrow         one a row, a few rows in memory (pyarrow)
-    .gz, .bz2, .xz, .zst     the same, decompressed as a stream          opened         -> the bytes
-
-`seen`, where a function takes it, is called with every byte of the file itself, for a hash of what was read.
+any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
+.jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
+.json                    the same, or an array of them
+.csv, .tsv               one a row; the first row has the names
+.parquet, .arrow         one a row, a few rows in memory (pyarrow)
+.gz, .bz2, .xz, .zst     the same, decompressed as a stream          opened         -> the bytes
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given
@@ -40,31 +38,11 @@ _ROWS = 256  # rows of a table converted to records at a time
 _LITERAL = 16  # more characters than a JSON literal or escape that a block may cut
 _BETWEEN = re.compile(r"[\s,]*")  # what separates the items of a JSON array
 
-Seen = Callable[[bytes], object]
-
-
-class _Stream(io.RawIOBase):
-    """A Python raw stream over an object with `read`, which passes all bytes to `seen`."""
-
-    def __init__(self, source: Any, seen: Seen | None = None) -> None:
-        self._source, self._seen = source, seen
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._source.read(len(buffer))
-        if self._seen:
-            self._seen(data)
-        buffer[: len(data)] = data
-        return len(data)
-
 
 def _zstd(raw: io.BufferedReader) -> io.BufferedReader:
     import pyarrow
 
-    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(_Stream(stream), _BLOCK)
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"), _BLOCK)
 
 
 _DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
@@ -92,17 +70,15 @@ def printable(path: Path | str) -> str:
 
 
 @contextmanager
-def opened(path: Path, *, seen: Seen | None = None) -> Iterator[Any]:
-    """Open `path` for reading and peeking its decompressed bytes. On exit, `seen` has got every byte of the file.
+def opened(path: Path) -> Iterator[Any]:
+    """Open `path` for reading and peeking its decompressed bytes.
 
     Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
     """
     with open_given(path) as file:
-        raw: Any = io.BufferedReader(_Stream(file, seen), _BLOCK)
+        raw = io.BufferedReader(file)  # type: ignore[type-var]
         try:
             yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(raw)
-            while raw.read(_BLOCK):  # bytes that the decompressor did not need
-                pass
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # one without errno is a decompressor's
                 raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error
@@ -114,7 +90,7 @@ def opened(path: Path, *, seen: Seen | None = None) -> Iterator[Any]:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def read_documents(source: Path, *, text_field: str, seen: Seen | None = None) -> Iterator[Iterable[str]]:
+def read_documents(source: Path, *, text_field: str) -> Iterator[Iterable[str]]:
     """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
 
     A text file is one document. Each record of any other file is one document: the string in its `text_field`. Blank
@@ -124,10 +100,10 @@ def read_documents(source: Path, *, text_field: str, seen: Seen | None = None) -
     `LINE_BYTES`, a row of CSV without the header's number of fields, and a field that is missing or not a string.
     """
     if not holds_records(source):
-        with opened(source, seen=seen) as file:
+        with opened(source) as file:
             yield _text_blocks(source, file)
         return
-    for where, record in read_records(source, wanted=(text_field,), seen=seen):
+    for where, record in read_records(source, wanted=(text_field,)):
         yield [text_in(record, text_field, where=where)]
 
 
@@ -145,14 +121,14 @@ def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
 
 
 def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    data = b"any"
+    decoder, data, line = codecs.getincrementaldecoder("utf-8-sig")(), b"any", 1
     while data:
         data = file.read(_BLOCK)
         try:
             text = decoder.decode(data, final=not data)
-        except UnicodeDecodeError:
-            _refuse_not_utf8(source)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(source, error, line=line + error.object.count(b"\n", 0, error.start)) from error
+        line += text.count("\n")
         yield text
 
 
@@ -160,7 +136,7 @@ def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
 
 
 def read_records(
-    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Seen | None = None
+    source: Path, *, wanted: Collection[str], strings: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a file of JSON or the rows of a table, each as (file and line, object).
 
@@ -169,10 +145,10 @@ def read_records(
     values are left out. Raises UserError as `read_documents`.
     """
     if source.suffix.lower() in TABLES:
-        yield from _table_rows(source, wanted=wanted, strings=strings, seen=seen)
+        yield from _table_rows(source, wanted=wanted, strings=strings)
         return
     kind = kind_of(source)
-    with opened(source, seen=seen) as file:
+    with opened(source) as file:
         if kind in (".csv", ".tsv"):
             yield from _csv_rows(source, file, delimiter="\t" if kind == ".tsv" else ",")
         elif kind == ".json" and file.peek(1).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
@@ -196,8 +172,8 @@ def _lines(source: Path, file: BinaryIO) -> Iterator[str]:
             raise _too_long(f"{printable(source)}, line {number}")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            _refuse_not_utf8(source)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(source, error, line=number) from error
         del raw
         yield line
 
@@ -269,10 +245,8 @@ def _too_long(where: str) -> UserError:
     return UserError(f"{where}: {limit}; split that document, or give it as a separate text file")
 
 
-def _table_rows(
-    source: Path, *, wanted: Collection[str], strings: bool, seen: Seen | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table as `read_records` does; `seen` is called at the end, when the file is read again."""
+def _table_rows(source: Path, *, wanted: Collection[str], strings: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a table as `read_records` does."""
     import pyarrow
 
     number = 0
@@ -284,10 +258,6 @@ def _table_rows(
                     number += 1
                     where = f"{printable(source)}, row {number}"
                     yield where, {key: without_nulls(value) for key, value in record.items()}
-        if seen:
-            with open_given(source) as file:
-                while block := file.read(_BLOCK):
-                    seen(block)
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
@@ -325,26 +295,11 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _refuse_not_utf8(source: Path) -> NoReturn:
-    """Read a file that is not UTF-8 again, up to its first wrong byte, and raise the UserError that names it."""
-    decoder, block = codecs.getincrementaldecoder("utf-8")(), b"any"
-    line, before, column = 1, 0, 0  # bytes before the block, in the text and in its line
-    with opened(source) as file:
-        while block:
-            block = file.readline(_BLOCK)
-            begun = len(decoder.getstate()[0])  # bytes of a character that the block before begins
-            try:
-                decoder.decode(block, final=block[-1:] in (b"", b"\n"))
-            except UnicodeDecodeError as error:
-                at = error.start - begun + 1
-                raise UserError(
-                    f"{printable(source)}, line {line}: not UTF-8: byte {column + at} of the line, byte {before + at} "
-                    f"of the text, is 0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or "
-                    "decompress it"
-                ) from error
-            before += len(block)
-            line, column = (line + 1, 0) if block.endswith(b"\n") else (line, column + len(block))
-    raise UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
+def _not_utf8(source: Path, error: UnicodeDecodeError, *, line: int) -> UserError:
+    return UserError(
+        f"{printable(source)}, line {line}: not UTF-8: its byte 0x{error.object[error.start]:02x} begins no character "
+        "that is whole; convert the file (iconv -t UTF-8), or decompress it"
+    )
 
 
 # -- fields of a record ------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from transformers.utils import chat_template_utils
 from offload_trainer.config import DataSection
 from offload_trainer.data.chunked_tokenize import DocumentEncoder
 from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
-from offload_trainer.data.documents import Seen, read_records
+from offload_trainer.data.documents import read_records
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
 from offload_trainer.data.tokenizer import document_marks
@@ -104,9 +104,9 @@ class RowEncoder:
         told = self._maker.counts.told(rows=self._maker.complete + self.open_rows, length=self.row_length)
         return "; ".join([told, *self._answers.unsaid.told()])
 
-    def read(self, source: Path, *, seen: Seen | None = None) -> Iterator[Example]:
+    def read(self, source: Path) -> Iterator[Example]:
         """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
-        for where, record in read_records(source, wanted=COLUMNS, strings=True, seen=seen):
+        for where, record in read_records(source, wanted=COLUMNS, strings=True):
             yield self.parsed(record, where=where)
 
     def parsed(self, record: dict[str, Any], *, where: str) -> Example:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -46,8 +46,6 @@ _SECONDS_BETWEEN_REPORTS = 5.0
 _LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
-
-Found = TypeVar("Found")
 
 
 def prepare_tokens(
@@ -122,8 +120,13 @@ def _tokenised(
             row_length=encoder.row_length,
             packed=encoder.packed,
         ) as writer:
-            records: Iterator[Any] = _of_all(sources, sums=sums, read=encoder.read, writer=writer)
-            _write(writer, encoder, map(known, encoder.encode(records)), say=say)
+            records: Any = (record for source in sources for record in encoder.read(source))
+            _write(writer, encoder, map(known, encoder.encode(records)), total=total, say=say)
+            for source, before, after in zip(sources, sums, source_sums(sources, memory=memory, say=say), strict=True):
+                if before != after:
+                    raise TrainerError(
+                        f"{source}: the text changed while it was tokenised: start again when it is complete"
+                    )
             if not writer.tokens:
                 raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
             if encoder.row_length is not None:
@@ -133,9 +136,13 @@ def _tokenised(
     return TokenFile.open(target, owned=True)
 
 
-def _write(writer: TokenWriter, encoder: Encoder, encoded: Iterator[np.ndarray], *, say: Callable[[str], None]) -> None:
-    """Write all ids that `encoder` has made, and report progress."""
+def _write(
+    writer: TokenWriter, encoder: Encoder, encoded: Iterator[np.ndarray], *, total: int, say: Callable[[str], None]
+) -> None:
+    """Write all ids that `encoder` makes of `total` bytes of files, and report progress."""
     begin = reported = time.monotonic()
+    before = _bytes_read()
+    writer.share = lambda: min(1.0, (_bytes_read() - before) / max(1, total))
     for ids in encoded:
         writer.write(ids)
         now = time.monotonic()
@@ -211,35 +218,15 @@ def _digest(content: object) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
-def _of_all(
-    sources: Sequence[Path], *, sums: Sequence[str], read: Callable[..., Iterator[Found]], writer: TokenWriter
-) -> Iterator[Found]:
-    """Yield what `read` finds in the files. Raises TrainerError after a file whose hash is not the `sums` entry.
-
-    Sets `writer.share` to the share of the bytes read before the current block.
-    """
-    total, done = sum(source.stat().st_size for source in sources), 0
-    for source, expected in zip(sources, sums, strict=True):
-        found = _new_hash()
-
-        def see(data: bytes, found: Any = found) -> None:
-            nonlocal done
-            found.update(data)
-            writer.share = done / max(1, total)
-            done += len(data)
-
-        yield from read(source, seen=see)
-        if found.hexdigest() != expected:
-            raise TrainerError(
-                f"{source}: the text changed while it was being tokenised: start again when it is complete"
-            )
+def _bytes_read() -> int:
+    """Return the bytes that this process has read (rchar of proc(5)), 0 where the system does not count them."""
+    try:
+        return int(Path("/proc/self/io").read_text().split()[1])
+    except OSError:
+        return 0
 
 
 # -- hashes of the text ------------------------------------------------------------------------------------------------
-
-
-def _new_hash() -> Any:
-    return hashlib.blake2b(digest_size=16)
 
 
 def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
@@ -283,6 +270,6 @@ def _is_known(then: Any, now: dict[str, int]) -> bool:
 def _sum(path: Path) -> str:
     try:
         with open_given(path) as file:
-            return str(hashlib.file_digest(file, _new_hash).hexdigest())  # type: ignore[arg-type]
+            return str(hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest())  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -318,7 +318,7 @@ class TokenWriter:
         self.path = path
         self.tokens = 0
         self.summary: str | None = None  # the caller may set it before the end
-        self.share = 0.0  # share of the text that has been read, set by its reader
+        self.share: Callable[[], float] = lambda: 0.0  # returns the share of the text that its reader has read
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._row_length, self._packed = row_length, packed
         # the narrower one that holds the ids; rows have marks in the upper bits
@@ -354,7 +354,7 @@ class TokenWriter:
 
     @property
     def read(self) -> str:
-        return f", {self.share:.0%} of the text read" if self.share else ""
+        return f", {share:.0%} of the text read" if (share := self.share()) else ""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -406,7 +406,11 @@ class TokenWriter:
                 f"writing failed ({error.strerror}): {self.path.parent}, at {format_bytes(made)} of tokens. Choose "
                 "another directory with data.cache=DIR"
             )
-        need = f"about {format_bytes(made / self.share)}" if 0 < self.share < 1 else f"at least {format_bytes(made)}"
+        need = (
+            f"about {format_bytes(made / share)}"
+            if 0 < (share := self.share()) < 1
+            else f"at least {format_bytes(made)}"
+        )
         return TrainerError(
             f"the drive is full: {self.path.parent} has {format_bytes(free)} free, now that the unfinished file is "
             f"removed, and the tokens take {need} ({format_bytes(made)} so far{self.read}; {self._dtype.itemsize} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -51,28 +50,22 @@ def test_a_bad_jsonl_line_is_named(bad: bytes, message: str, tmp_path: Path) -> 
 
 def test_a_character_that_a_text_file_cuts_at_its_end_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 40 + b"and \xe2\x82")
-    told = rf"a\.txt, line 41: not UTF-8: byte 5 of the line, byte {40 * 15 + 5} of the text, is 0xe2"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=r"a\.txt, line 41: not UTF-8: its byte 0xe2"):
         read(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize(("line", "mark"), [(1, b""), (1, b"\xef\xbb\xbf"), (3, b"\xef\xbb\xbf")])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_the_place_of_a_byte_is_where_a_hex_editor_finds_it(
+def test_the_line_of_a_wrong_byte_is_named(
     name: str, line: int, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reported byte counts every byte of a multi-byte character and of a byte-order mark."""
     lines = [json.dumps({"text": f"é€ {number}" * 5}, ensure_ascii=False).encode() for number in range(4)]
     bad = lines[line - 1].replace(str(line - 1).encode(), b"\xff")
-    whole = mark + b"\n".join([*lines[: line - 1], bad, *lines[line:]])
-    (tmp_path / name).write_bytes(whole)
+    (tmp_path / name).write_bytes(mark + b"\n".join([*lines[: line - 1], bad, *lines[line:]]))
     for block in (1, 7, 1 << 18):
         monkeypatch.setattr(documents, "_BLOCK", block)
-        with pytest.raises(UserError, match=rf"line {line}: not UTF-8") as caught:
+        with pytest.raises(UserError, match=rf"line {line}: not UTF-8: its byte 0xff"):
             read(tmp_path / name)
-        in_line, in_text = map(int, re.findall(r"byte (\d+) of the", str(caught.value)))
-        assert in_text == whole.index(b"\xff") + 1
-        assert in_line == whole.split(b"\n")[line - 1].index(b"\xff") + 1
 
 
 def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +92,3 @@ def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
     source.write_text("{")
     with pytest.raises(UserError, match=r"a\\x1b\[31m\.jsonl', line 1: not JSON"):
         read(source)
-
-
-def test_all_bytes_of_a_file_are_seen(tmp_path: Path) -> None:
-    """The checksum covers exactly the bytes of the file."""
-    for name in ("a.txt", "a.jsonl"):
-        seen: list[bytes] = []
-        (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "b"}')
-        assert all(list(blocks) for blocks in read_documents(tmp_path / name, text_field="text", seen=seen.append))
-        assert b"".join(seen) == (tmp_path / name).read_bytes()

@@ -210,17 +210,17 @@ def test_an_unchanged_text_is_not_read_again(
     monkeypatch.setattr(prepare, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
-    assert len(read) == 2  # a text that was just written may change again within one tick of the clock
+    assert len(read) == 3  # a text that was just written may change again within one tick of the clock
     now[0] += 10**10
     prepared(source, tokenizer=tokenizer, cache=cache)
-    assert len(read) == 3
+    assert len(read) == 4
     assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path
-    assert len(read) == 3
+    assert len(read) == 4
     (memory,) = cache.glob("*.sums.json")
     for damaged in ("{", "[]", '{"x": 1}', json.dumps({str(source): {"sum": 5}})):
         memory.write_text(damaged)
         assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path
-    assert len(read) == 7
+    assert len(read) == 8
     assert tokenizer.calls == 1
 
 
@@ -424,7 +424,7 @@ def test_a_full_drive_is_reported_and_left_clean(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reported size is between the file's real size and a third more."""
+    """The reported size is between 5 % less than the real size and a third more."""
     talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     record = {"text": TEXT[:400]} if kind == "text" else {"messages": talk}
     source, tokenizer = tmp_path / "a.jsonl", load_tokenizer("builtin")
@@ -435,7 +435,7 @@ def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkey
     with pytest.raises(TrainerError, match="the tokens take about") as caught:
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "small")
     (need,) = re.findall(r"take about (\S+ [kM]?B) ", str(caught.value))
-    assert 0.99 * size < parse_bytes(need) < 1.33 * size
+    assert 0.95 * size < parse_bytes(need) < 1.33 * size
     assert not [name for name in leftovers(tmp_path / "small") if ".bin" in name]
 
 

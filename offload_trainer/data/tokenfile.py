@@ -1,24 +1,21 @@
 """Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) with a JSON sidecar that describes them.
 
-    TokenWriter   ids -> NAME.bin.<random>.tmp -> fsync -> NAME.bin, then NAME.bin.json in the same way
+    TokenWriter   ids -> a scratch directory -> fsync -> NAME.bin, then NAME.bin.json
     TokenFile     NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
-temporary file that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the process
-without a message.
+scratch directory that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the
+process without a message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
-import stat
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +29,8 @@ from pydantic import Field, with_config
 
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
-from offload_trainer.storage.atomic_io import sync_directory
+from offload_trainer.storage import owned_dirs
+from offload_trainer.storage.atomic_io import sync_directory, write_bytes
 from offload_trainer.storage.cache_files import MODE, open_owned
 from offload_trainer.units import format_bytes
 
@@ -43,14 +41,13 @@ BEGINS = 1 << 30  # a conversation or the padding begins here
 IDS = BEGINS - 1
 
 _SCAN_TOKENS = 1 << 24
-_TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
+_SCRATCH, _WHAT = "offload-trainer-tokens-", "unfinished tokens"
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
 
 # Detection of the dtype of a raw file
 _CHUNK = 16 * BLOCK
-_PAGE = 4096  # values
 _UPPER = 15  # the largest upper half of an id in every vocabulary of up to 2^20 ids
 _TELLING = 32  # number of uint32 ids from which the pattern is not a coincidence
 _FOREIGN = {
@@ -242,34 +239,25 @@ class _Scan(NamedTuple):
     """Result of one pass over a file."""
 
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes
-    lanes: tuple[int, int, int, int]  # the largest 16-bit value at each place of every 8 bytes
+    lanes: tuple[int, ...]  # the largest 16-bit value at each of the four places in every 8 bytes
     largest32: int  # the largest 32-bit value
 
 
 def _scan(path: Path, file: BinaryIO, *, size: int) -> _Scan:
     """Read all of `file` (`size` bytes, a multiple of 2). Raises TrainerError if it cannot be read to its end."""
     sums: list[int] = []
-    lanes = np.zeros(4, dtype=np.uint16)
-    largest = seen = 0
+    lanes, largest, done = (0, 0, 0, 0), 0, 0
     file.seek(0)
-    while seen < size:
-        data = file.read(min(_CHUNK, size - seen))
-        if not data or (len(data) % BLOCK and seen + len(data) != size):
-            raise TrainerError(
-                f"{path}: {size} bytes were expected, but only {seen + len(data)} can be read; start again"
-            )
-        seen += len(data)
+    while done < size:
+        data = file.read(min(_CHUNK, size - done))
+        done += len(data)
+        if not data or (len(data) % BLOCK and done != size):
+            raise TrainerError(f"{path}: {size} bytes were expected, but only {done} can be read; start again")
         sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
-        # Rows of 4096 values are reduced first, so that the reduction is vectorised.
         halves = np.frombuffer(data, dtype="<u2")
-        whole = len(halves) // _PAGE * _PAGE
-        rest = np.zeros(_PAGE, dtype=np.uint16)
-        rest[: len(halves) - whole] = halves[whole:]
-        page = np.maximum(halves[:whole].reshape(-1, _PAGE).max(axis=0, initial=0), rest)
-        lanes = np.maximum(lanes, page.reshape(-1, 4).max(axis=0))
+        lanes = tuple(max(most, int(halves[lane::4].max(initial=0))) for lane, most in enumerate(lanes))
         largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
-    first, second, third, fourth = map(int, lanes)
-    return _Scan(tuple(sums), (first, second, third, fourth), largest)
+    return _Scan(tuple(sums), lanes, largest)
 
 
 def _dtype_of(path: Path, found: _Scan, *, size: int) -> str:
@@ -328,13 +316,17 @@ class TokenWriter:
         self._file: BinaryIO
 
     def __enter__(self) -> TokenWriter:
+        folder = self.path.parent
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_dead(self.path.parent)
-            self._file = _open_temporary(self.path)
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f".{_SCRATCH}*"):
+                with contextlib.suppress(OSError, TrainerError):  # it is gone, its writer lives, or another user's
+                    owned_dirs.remove_dead(left, what=_WHAT)
+            self._scratch = owned_dirs.ScratchDirectory(folder / f".{_SCRATCH}{secrets.token_hex(4)}", what=_WHAT)
+            self._file = open(self._scratch.path / "ids", "xb", opener=partial(os.open, mode=MODE))
         except OSError as error:
             raise UserError(
-                f"cannot write in {self.path.parent}: {error.strerror}; choose another directory with data.cache=DIR"
+                f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
             ) from error
         return self
 
@@ -365,7 +357,7 @@ class TokenWriter:
         except OSError as failure:
             raise self._failed(failure) from failure
         finally:
-            _discard(self._file)
+            self._discard()
 
     def _commit(self) -> None:
         fields = {
@@ -389,16 +381,20 @@ class TokenWriter:
                 equal = False
             if not equal:
                 sidecar.unlink()
-        _publish(self._file, self.path)
-        temporary = _open_temporary(sidecar)
-        try:
-            temporary.write(content)
-            _publish(temporary, sidecar)
-        finally:
-            _discard(temporary)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._file.name, self.path)
+        write_bytes(self._scratch.path / "sidecar", content, mode=MODE)
+        os.replace(self._scratch.path / "sidecar", sidecar)
+        sync_directory(self.path.parent)
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError):  # the last flush fails too on a full drive
+            self._file.close()
+        self._scratch.close()
 
     def _failed(self, error: OSError) -> TrainerError:
-        _discard(self._file)  # remove the file first, so that the free space includes it
+        self._discard()  # remove the file first, so that the free space includes it
         made = self.tokens * self._dtype.itemsize
         free = shutil.disk_usage(self.path.parent).free
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -416,52 +412,3 @@ class TokenWriter:
             f"removed, and the tokens take {need} ({format_bytes(made)} so far{self.read}; {self._dtype.itemsize} "
             "bytes a token). Free that much there, or choose another directory with data.cache=DIR"
         )
-
-
-def _open_temporary(path: Path) -> BinaryIO:
-    """Create and lock a new file next to `path` with a unique name.
-
-    Each process has its own, so that renaming it to `path` is atomic.
-    """
-    while True:
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(temporary, "xb", opener=partial(os.open, mode=MODE))  # noqa: SIM115 - closed by the caller
-        with contextlib.suppress(OSError):  # without locks no other process can lock it either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:  # otherwise another process removed it as abandoned before it was locked
-            return file
-        file.close()
-
-
-def remove_dead(directory: Path) -> None:
-    """Remove temporary token files whose writers are gone: this user's regular files with such a name and no lock."""
-    for path in directory.iterdir():
-        if not _TEMPORARY.search(path.name):
-            continue
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # another user's, a link, or gone meanwhile
-            continue
-        # OSError: the file is locked, so its writer lives
-        with open(descriptor, "rb") as file, contextlib.suppress(OSError):
-            about = os.fstat(descriptor)
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-
-
-def _publish(file: BinaryIO, path: Path) -> None:
-    """Sync `file` to the disk, rename it to `path`, and sync the directory."""
-    file.flush()
-    os.fsync(file.fileno())
-    os.replace(file.name, path)
-    sync_directory(path.parent)
-
-
-def _discard(file: BinaryIO) -> None:
-    """Close the file and remove it unless it was published."""
-    try:
-        file.close()
-    except OSError:
-        pass  # the last flush fails too on a full drive, and the first error is already propagating
-    Path(file.name).unlink(missing_ok=True)

@@ -243,7 +243,8 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
     replace = os.replace
 
     def watched(old: str, new: Path) -> None:
-        seen.append((new.name, sidecar_path(path).exists()))
+        if new.parent == tmp_path:
+            seen.append((new.name, sidecar_path(path).exists()))
         replace(old, new)
 
     monkeypatch.setattr(tokenfile.os, "replace", watched)
@@ -269,22 +270,20 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
     cache = tmp_path / "cache"
-    cache.mkdir()
-    (tmp_path / "precious").write_text("x")
-    dead = ["text-0123.bin.0a1b2c3d.tmp", "text-0123.bin.json.0a1b2c3d.tmp"]
-    others = ["mine.tmp", "text.bin.notes.tmp", "text.bin", "text.bin.0a1b2c3d.tmp.bak"]
-    for name in (*dead, *others):
-        (cache / name).write_bytes(b"\1\0")
-    (cache / "linked.bin.0a1b2c3d.tmp").symlink_to(tmp_path / "precious")
-    os.mkfifo(cache / "pipe.bin.0a1b2c3d.tmp")
     with TokenWriter(cache / "alive.bin", tokenizer=None, vocabulary=9) as alive:
         alive.write([1, 2, 3])
-        before = set(leftovers(cache)) - set(dead)
-        prepared(source, tokenizer=tokenizer, cache=cache)
-        assert before <= set(leftovers(cache))
-        assert not set(dead) & set(leftovers(cache))
+        with TokenWriter(cache / "dead.bin", tokenizer=None, vocabulary=9) as dead:
+            dead.write([1])
+            dead._scratch.leave()
+            (cache / ".offload-trainer-tokens-mine").mkdir()
+            (cache / ".offload-trainer-tokens-mine/precious").touch()
+            before = set(leftovers(cache)) - {dead._scratch.path.name}
+            prepared(source, tokenizer=tokenizer, cache=cache)
+            assert before <= set(leftovers(cache))
+            assert not dead._scratch.path.exists()
+            dead._commit = lambda: None  # type: ignore[method-assign]
     assert TokenFile.open(cache / "alive.bin").read(0, 3).tolist() == [1, 2, 3]
-    assert (tmp_path / "precious").exists()
+    assert (cache / ".offload-trainer-tokens-mine/precious").exists()
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
@@ -388,8 +387,8 @@ class SmallDrive:
 
     budget = 0
 
-    def __init__(self, path: Path) -> None:
-        self.file = open_temporary(path)
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        self.file = open(*given, **settings)  # noqa: SIM115
         self.name, self.close, self.flush, self.fileno = (
             getattr(self.file, name) for name in ("name", "close", "flush", "fileno")
         )
@@ -401,24 +400,28 @@ class SmallDrive:
         return self.file.write(data)
 
 
-open_temporary = tokenfile._open_temporary
-
-
 @pytest.mark.parametrize("failing", ["write", "fsync"])
 def test_a_full_drive_is_reported_and_left_clean(
     failing: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    fsync = os.fsync
 
-    monkeypatch.setattr(SmallDrive, "budget", 0)
-    monkeypatch.setattr(tokenfile, *(("_publish", full) if failing == "fsync" else ("_open_temporary", SmallDrive)))
+    def full(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith("/ids"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    if failing == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        monkeypatch.setattr(SmallDrive, "budget", 0)
+        monkeypatch.setattr(tokenfile, "open", SmallDrive, raising=False)
     cache = tmp_path / "cache"
     told = r"drive is full: .*has .*B free, now .* the tokens take at least .*B \(.*B so far"
     with pytest.raises(TrainerError, match=told) as caught:
         prepared(source, tokenizer=tokenizer, cache=cache)
     assert caught.value.exit_code == 1
-    assert not [name for name in leftovers(cache) if ".bin" in name]
+    assert not [name for name in leftovers(cache) if ".bin" in name or "tokens" in name]
 
 
 @pytest.mark.slow
@@ -431,12 +434,12 @@ def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkey
     source.write_text((json.dumps(record | {"id": "0" * 300}) + "\n") * 6000)
     size = prepared(source, tokenizer=tokenizer, cache=tmp_path / "roomy").path.stat().st_size
     monkeypatch.setattr(SmallDrive, "budget", size // 2)
-    monkeypatch.setattr(tokenfile, "_open_temporary", SmallDrive)
+    monkeypatch.setattr(tokenfile, "open", SmallDrive, raising=False)
     with pytest.raises(TrainerError, match="the tokens take about") as caught:
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "small")
     (need,) = re.findall(r"take about (\S+ [kM]?B) ", str(caught.value))
     assert 0.95 * size < parse_bytes(need) < 1.33 * size
-    assert not [name for name in leftovers(tmp_path / "small") if ".bin" in name]
+    assert not [name for name in leftovers(tmp_path / "small") if ".bin" in name or "tokens" in name]
 
 
 class WaitingTokenizer(CountingTokenizer):

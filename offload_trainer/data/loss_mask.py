@@ -12,9 +12,7 @@ The generation prompt is not learned, since a model never writes it. An answer i
 at which generation stops. Without marks both are proven, or the template is refused; white space after the end of a
 turn is then excluded. With marks the template decides, and answers without an end are counted.
 
-A template may drop text of a line. Fields whose text is missing from the result are counted. A message of which nothing
-is printed, tool calls or tool descriptions that are not printed are errors: the rest would teach another answer, or the
-answer to another question.
+A template may drop text of a line, such as calls of tools. Fields whose text is missing from the result are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,8 +42,8 @@ from offload_trainer.packages import is_installed, to_install
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between these: reasoning moves, lines are stripped
 _NAMED, _WHERE = 12, 120  # number of fields named in a summary; characters shown of a file and line
-_OWN_TEMPLATE = "give data.chat_template=FILE with a template that prints"
 _TEXT = "\ufdd0"  # stands for the text of an answer; Unicode reserves it, so no template and no data contain it
+_NAME = "offload_trainer_function"  # stands for the name of a function
 _ASKING = [{"role": "user", "content": "?"}]
 _QUESTIONS = (_ASKING, [{"role": "system", "content": "."}, *_ASKING])  # some templates require a system message
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
@@ -172,13 +170,15 @@ class AnswerEncoder:
         if example.pair is not None:
             prompt, completion = example.pair
             start = 0 if self._everything else len(prompt)
-            omitted = {name for name, field in example.texts if not _contains(prompt + completion, field)}
-            self.unsaid.add(omitted, where=example.where)
+            text = prompt + completion
+            self.unsaid.add({name for name, field in example.texts if not _contains(text, field)}, where=example.where)
             self.unsaid.empty += not completion.strip()
-            return prompt + completion, [(start, len(prompt + completion))]
+            return text, [(start, len(text))]
         messages = tuple(_with_functions(message, self._printable) for message in example.messages)
         example = replace(example, messages=messages)
         text, marked = self._render(example, example.messages)
+        omitted = {name for name, field in example.texts if not _contains(text, field)}
+        self.unsaid.add(omitted | self._omitted_functions(example), where=example.where)
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         # A line may exclude an answer from learning.
         answers = [
@@ -188,7 +188,6 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        self._count_omitted_text(example, text)
         learned = (example.messages[number] for number in answers)
         self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
         if self._everything:
@@ -351,19 +350,16 @@ class AnswerEncoder:
         except UserError:
             return "", []
 
-    def _render(
-        self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
-    ) -> tuple[str, list[Span]]:
-        """Render messages to text, with the generation prompt at the end if `prompt`, and with the tools if `tools`.
+    def _render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
+        """Render messages to text, with the generation prompt at the end if `prompt`.
 
         Also return the spans that the template's generation blocks wrote.
         """
-        has_tools = tools and example.tools is not None
-        template = self.templates[has_tools]
+        template = self.templates[example.tools is not None]
         try:
             texts, spans = render_jinja_template(
                 [[{key: value for key, value in message.items() if value is not None} for message in messages]],
-                tools=list(example.tools or ()) if has_tools else None,
+                tools=None if example.tools is None else list(example.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=bool(_MARKED.search(template)),
                 add_generation_prompt=prompt,
@@ -402,48 +398,21 @@ class AnswerEncoder:
         )
         return text in as_text, "a" in as_object and "'a'" not in as_object
 
-    def _count_omitted_text(self, example: Example, text: str) -> None:
-        """Count the fields whose text is not all in `text`.
+    def _omitted_functions(self, example: Example) -> set[str]:
+        """Return which of an example's tools and calls of tools the template does not print, or not all of them.
 
-        Raises UserError if the whole content of a message or all the tools are missing.
+        They are rendered with another name, which can only be in the text if the template prints it.
         """
-        omitted = {name for name, field in example.texts if not _contains(text, field)}
-        self.unsaid.add(omitted, where=example.where)
-        for number, message in enumerate(example.messages, 1) if omitted else ():
-            content = _content(message)
-            printed = message.get("tool_calls") or _contains(text, content, any_piece=True)
-            if content.strip() and not printed:
-                raise UserError(
-                    f"{example.where}: the chat template leaves out message {number} "
-                    f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
-                )
-        self._refuse_unprinted_calls(example)
-        if example.tools is not None and text == self._render(example, example.messages, tools=False)[0]:
-            raise UserError(
-                f"{example.where}: the chat template prints no 'tools', which this conversation has: {_OWN_TEMPLATE} "
-                "them, or leave them out"
-            )
-
-    def _refuse_unprinted_calls(self, example: Example) -> None:
-        """Raise UserError for tool calls that the template does not print.
-
-        The calls are rendered with unique function names, which can only be in the text if the template prints them.
-        """
-        owners: list[int] = []  # the message of each call
-
-        def renamed(number: int, function: dict[str, Any]) -> dict[str, Any]:
-            owners.append(number)
-            return function | {"name": f"offload_trainer_{len(owners) - 1}_"}
-
-        messages = [_with_functions(message, partial(renamed, n)) for n, message in enumerate(example.messages)]
-        found = self._render(example, messages)[0] if owners else ""
-        for call, number in enumerate(owners):
-            if f"offload_trainer_{call}_" not in found:
-                raise UserError(
-                    f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, or "
-                    f"not all of them, and the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave "
-                    "that conversation out"
-                )
+        omitted = set()
+        of_tools, calls = Message(tool_calls=example.tools), [one for one in example.messages if one.get("tool_calls")]
+        for name, owners in (("tools", [of_tools] if example.tools else []), ("tool_calls", calls)):
+            renamed = {id(one): _with_functions(one, lambda its: its | {"name": _NAME}) for one in owners}
+            tools = renamed.get(id(of_tools), of_tools)["tool_calls"]
+            messages = [renamed.get(id(one), one) for one in example.messages]
+            text, _ = self._tried(replace(example, tools=tools), messages)
+            if text and text.count(_NAME) < sum(len(one["tool_calls"]) for one in owners):
+                omitted.add(name)
+        return omitted
 
 
 def _calling(arguments: Any) -> Message:
@@ -470,25 +439,21 @@ def _content(message: Message) -> str:
     return str(message.get("content") or "")
 
 
-def _contains(text: str, content: str, *, any_piece: bool = False) -> bool:
-    """Return whether `text` contains all of `content`, or with `any_piece` at least one piece of it.
-
-    A piece may be in the text verbatim or as JSON escapes it.
-    """
+def _contains(text: str, content: str) -> bool:
+    """Return whether `text` contains all of `content`, its pieces verbatim or as JSON escapes them."""
     if (content := content.strip()) in text:
         return True
-    if content[:1] in ("{", "[") and not any_piece:
+    if content[:1] in ("{", "["):
         try:
             return all(_contains(text, one) for _, one in texts_in(json_in(content)))
         except ValueError:
             pass
     pieces = (piece.strip() for piece in _PIECES.split(content))
-    found = (
+    return all(
         piece in text or any(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))
         for piece in pieces
         if piece
     )
-    return any(found) if any_piece else all(found)
 
 
 def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:

@@ -14,8 +14,9 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml, read_back
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -60,6 +61,7 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _CARD = "README.md"
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.\w+")  # one of several files, by its name
 # Licences, what `datasets` writes beside its data, and descriptions of token files
 _ABOUT = re.compile(
     r"(licen[cs]e|notice|citation)\.(txt|md)|(config|state|dataset_(infos?|dict)|.*\.bin)\.json|cache-\w+\.arrow", re.I
@@ -74,10 +76,10 @@ def find_sources(
     ``builtin`` is the text that ships with the package. A directory stands for its files of TEXT_SUFFIXES, also
     compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split, or with
     `validation` of the validation or else the test split. Hidden files, linked directories, licences and cards of data
-    sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. A directory written by
-    `datasets` stands for the files that it lists, and ``hub:NAME`` for those that are downloaded. `say` is told of
-    files that are left. A file that is named itself may have any suffix except that of another format. Either all are
-    text, or all are ``.bin`` token files. A path that is named twice is read twice.
+    sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. ``hub:NAME`` stands for
+    the files that are downloaded. `say` is told of files that are left, and of numbered ones that are missing. A file
+    that is named itself may have any suffix except that of another format. Either all are text, or all are ``.bin``
+    token files. A path that is named twice is read twice.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.
@@ -101,8 +103,7 @@ def find_sources(
     splits = ("validation", "test") if validation else ("train",)
     for path in named:
         if path.is_dir():
-            saved = _saved_by_datasets(path, splits, say=say)
-            sources += _files_inside(path, splits, say=say) if saved is None else saved
+            sources += _files_inside(path, splits, say=say)
         else:
             _refuse_other(path)
             sources.append(path)
@@ -168,31 +169,6 @@ def _is_read(path: Path) -> bool:
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
-def _saved_by_datasets(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path] | None:
-    """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory.
-
-    Of a directory of several splits, the first of the `wanted` ones is read.
-    """
-    read = partial(read_back, kind=dict[str, Any], links=True, fix="Copy or save the data set again")
-    if (directory / "dataset_dict.json").is_file():
-        splits = [str(name) for name in read(directory / "dataset_dict.json").get("splits") or ["SPLIT"]]
-        if split := next(filter(splits.__contains__, wanted), None):
-            say(f"data: {directory}: of its splits {', '.join(map(printable, splits))}, {split} is read")
-            return _saved_by_datasets(directory / split, wanted, say=say)
-        choices = " or ".join(f"--data {printable(directory / name)}" for name in splits)
-        raise UserError(f"{directory} holds several datasets: choose one, {choices}")
-    state = directory / "state.json"
-    if not state.is_file() or not (directory / "dataset_info.json").is_file():
-        return None
-    named = read(state).get("_data_files") or []
-    files = [str(one["filename"]) for one in named if isinstance(one, dict) and "filename" in one]
-    if not files or any(Path(name).name != name for name in files):
-        raise UserError(f"{state} names no files of a dataset; save it again with save_to_disk")
-    if missing := [name for name in files if not (directory / name).is_file()]:
-        raise UserError(f"{directory / missing[0]} does not exist, but {state} names it; copy it again")
-    return [directory / name for name in files]
-
-
 def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
     """Return a directory's files of text and tables, sorted by path; of several splits the first of `wanted`."""
 
@@ -222,7 +198,8 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
         texts = [path for path in files if not holds_records(path)]
         if texts:
             files = [path for path in files if path in texts or kind_of(path) not in (".json", ".csv", ".tsv")]
-        splits = {path: _split_of(path.relative_to(directory)) for path in files}
+        saved = (directory / "dataset_dict.json").is_file()  # `datasets` saved it, with a folder for each split
+        splits = {path: path.parent.name if saved else _split_of(path.relative_to(directory)) for path in files}
         if not front and not all(splits[path] for path in texts):  # pages and chapters may have such names too
             splits |= dict.fromkeys(texts, "")
         named = set(splits.values())
@@ -236,6 +213,10 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
             f"{directory} holds no {' or '.join(filter(None, wanted))} split, only files named {there} "
             f"({first(files)}): name the files themselves to read them"
         )
+    shards = Counter((found[1], int(found[2])) for found in map(_SHARD.fullmatch, map(str, chosen)) if found)
+    for (name, count), there in shards.items():
+        if there < count:
+            say(f"note: only {there} of the {count} files {printable(name)}-*-of-{count:05} are there")
     taken = set(chosen)
     if left := [path for path in known if path not in taken]:
         what = f", the {split} split" if split else ""

@@ -267,19 +267,17 @@ def test_a_table_is_found_again_and_seen_to_change(tmp_path: Path, monkeypatch: 
             prepared(file)
 
 
-def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
+def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_named(tmp_path: Path) -> None:
     one, said = Dataset.from_list(texts()[:5]), list[str]()
     DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path / "neither")
-    with pytest.raises(
-        UserError, match=r"holds several datasets: choose one, --data .*neither/a or --data .*neither/b"
-    ):
+    with pytest.raises(UserError, match="holds no train split, only files named a and b"):
         prepared(tmp_path / "neither")
-    DatasetDict({"train": one, "test": Dataset.from_list(texts()[5:])}).save_to_disk(tmp_path / "both")
+    DatasetDict({"train": one, "test": Dataset.from_list(texts()[5:])}).save_to_disk(
+        tmp_path / "both", num_shards={"train": 2, "test": 1}
+    )
     assert prepared(tmp_path / "both", say=said.append).sums == prepared(tmp_path / "neither" / "a").sums
-    assert f"data: {tmp_path / 'both'}: of its splits train, test, train is read" in said
-    (tmp_path / "both/train/data-00000-of-00001.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow does not exist, but .*state\.json names it"):
-        prepared(tmp_path / "both" / "train")
-    (tmp_path / "both/train/state.json").write_text('{"_data_files": [{"filename": "../../x"}]}')
-    with pytest.raises(UserError, match="names no files of a dataset"):
-        prepared(tmp_path / "both" / "train")
+    assert not [line for line in said if line.startswith("note: only")]
+    (tmp_path / "both/train/data-00001-of-00002.arrow").unlink()
+    prepared(tmp_path / "both", say=said.append)
+    (note,) = [line for line in said if line.startswith("note: only")]
+    assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,41 +196,39 @@ class AnswerEncoder:
         turn = self._turn_of(example)
         if not _MARKED.search(self.templates[example.tools is not None]):
             return text, [self._searched(example, text, number, turn) for number in answers]
-        one_each = len(marked) == len(everyone)
-        owned: dict[int, set[int]] = {}  # the marked spans of each answer, where they have to be known
-        following = len(marked)  # the first marked span of the answer that follows, or 0 if it is not known
-        for n in reversed(everyone if answers != everyone or not one_each else []):
-            found = self._marks_of(example, marked, n, needed=n not in answers)
-            owned[n] = found | set(range(min(found, default=following), following))
-            following = min(found, default=0)
-        last = {max(spans) for spans in owned.values() if spans}
-        others = set().union(*(spans for n, spans in owned.items() if n not in answers))
-        spans = [
-            self._trimmed(text, span, turn, ends=one_each or n in last, final=n == len(marked) - 1)
-            for n, span in enumerate(marked)
-            if n not in others
+        is_simple = answers == everyone and len(marked) == len(everyone)
+        owners = everyone if is_simple else self._owners(example, marked)
+        if unknown := set(everyone) - set(answers) - set(owners):
+            raise UserError(
+                f"{example.where}: message {min(unknown) + 1} is not to be learned, and it cannot be told which of the "
+                "text that the chat template marks is that message's: leave the message or its 'weight' out"
+            )
+        following = [*owners[1:], None] if owners else []
+        return text, [
+            self._trimmed(text, span, turn, ends=owner not in (None, after), final=span == marked[-1])
+            for span, owner, after in zip_longest(marked, owners, following)
+            if owner is None or owner in answers
         ]
-        return text, spans
 
-    def _marks_of(self, example: Example, marked: Sequence[Span], number: int, *, needed: bool) -> set[int]:
-        """Return which marked spans belong to message `number`: with `_TEXT` in the message, these contain it.
+    def _owners(self, example: Example, marked: Sequence[Span]) -> list[int | None]:
+        """Return the number of the message that each marked span is of, or nothing if that cannot be told.
 
-        If that cannot be told, return none of them, or raise UserError if it is `needed`.
+        Answers are rendered with their numbers as text. A span without one belongs to the answer before it.
         """
-        messages = list(example.messages)
-        texts = {key: _TEXT for key, value in messages[number].items() if isinstance(value, str) and value}
-        messages[number] = messages[number] | texts | {"content": _TEXT, "role": messages[number]["role"]}
-        messages[number] = _with_functions(messages[number], lambda its: its | {"name": _TEXT})
+
+        def numbered(n: int, message: Message) -> Message:
+            number = f"{_TEXT}{n}{_TEXT}"
+            texts = {key: number for key, value in message.items() if isinstance(value, str) and value}
+            message = message | texts | {"content": number, "role": message["role"]}
+            return _with_functions(message, lambda its: its | {"name": number})
+
+        messages = [numbered(n, one) if one["role"] == "assistant" else one for n, one in enumerate(example.messages)]
         text, spans = self._tried(example, messages)
-        found = {n for n, span in enumerate(spans) if _TEXT in text[slice(*span)]}
-        if found and len(spans) == len(marked):
-            return found
-        if not needed:
-            return set()
-        raise UserError(
-            f"{example.where}: message {number + 1} is not to be learned, and it cannot be told which of the text that "
-            "the chat template marks is that message's: leave the message or its 'weight' out"
-        )
+        owners: list[int | None] = []
+        for start, end in spans:
+            found = re.search(rf"{_TEXT}(\d+){_TEXT}", text[start:end])
+            owners.append(int(found[1]) if found else owners[-1] if owners else None)
+        return owners if len(spans) == len(marked) else []
 
     def _trimmed(self, text: str, span: Span, turn: _Turn, *, ends: bool, final: bool) -> Span:
         """Exclude a generation prompt from a marked span, and if it `ends` an answer, an end that ends no generation.

@@ -31,29 +31,6 @@ TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
 _HEAD = 1 << 16  # bytes by which a file's format is judged
 
-# Formats that are not read: the suffix, and what to do with such a file.
-_NAMED = "it is compressed: give it a name that shows its kind, such as NAME.txt{0} or NAME.jsonl{0}; or decompress it"
-_REFUSED = {
-    ".parquet": "rename it to .parquet",
-    ".arrow": "rename it to .arrow",
-    **{suffix: _NAMED.format(suffix) for suffix in COMPRESSED},
-    ".zip": "decompress it",
-    ".tar": "decompress it",
-    ".pdf": "extract its text: pdftotext FILE data.txt",
-    ".docx": "save it as text",
-    ".npy": "write its ids alone: numpy.load('FILE').tofile('ids.bin')",
-}
-_MAGIC = {
-    b"PAR1": ".parquet",
-    b"ARROW1": ".arrow",
-    b"\x1f\x8b": ".gz",
-    b"\x28\xb5\x2f\xfd": ".zst",
-    b"\xfd7zXZ": ".xz",
-    b"BZh": ".bz2",
-    b"PK\x03\x04": ".zip",
-    b"%PDF-": ".pdf",
-    b"\x93NUMPY": ".npy",
-}
 # The split that a word in the name of a file or folder means to `datasets`
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -183,7 +160,7 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
     ]
     if linked := [path for path in inside if path.is_symlink() and path.is_dir()]:
         say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
-    known = [path for path in inside if (_is_read(path) or path.suffix.lower() in _REFUSED) and path.is_file()]
+    known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
     front = _front_matter(directory / _CARD)
     has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
@@ -213,10 +190,10 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
             f"{directory} holds no {' or '.join(filter(None, wanted))} split, only files named {there} "
             f"({first(files)}): name the files themselves to read them"
         )
-    shards = Counter((found[1], int(found[2])) for found in map(_SHARD.fullmatch, map(str, chosen)) if found)
-    for (name, count), there in shards.items():
-        if there < count:
-            say(f"note: only {there} of the {count} files {printable(name)}-*-of-{count:05} are there")
+    shards = Counter(found.groups() for found in map(_SHARD.fullmatch, map(str, chosen)) if found)
+    for (name, count), number in shards.items():
+        if number < int(count):
+            say(f"note: only {number} of the {int(count)} files {printable(name)}-*-of-{count} are there")
     taken = set(chosen)
     if left := [path for path in known if path not in taken]:
         what = f", the {split} split" if split else ""
@@ -290,16 +267,15 @@ def _refuse_other(path: Path) -> None:
             head = file.read(_HEAD)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), suffix)
-    as_named = _is_read(path) and kind in (suffix, *TABLES * (suffix in TABLES))
-    if kind in _REFUSED and not as_named:
-        raise UserError(f"{path}: {_REFUSED[kind].replace('FILE', str(path))}")
-    if _is_read(path):
-        return
-    if b"\0" in head:
-        raise UserError(f"{path}: holds zero bytes, so it is not UTF-8 text (UTF-16? a binary file?); convert it")
+    is_packed = suffix in (*TABLES, *COMPRESSED)
+    if (is_packed and not _is_read(path)) or (b"\0" in head and not is_packed):
+        raise UserError(
+            f"{path}: neither UTF-8 text nor what its name says. Convert it, decompress it, or give it a name that "
+            f"shows its kind: {', '.join(TEXT_SUFFIXES)}, these compressed (NAME.jsonl"
+            f"{suffix if is_packed else '.gz'}), {', '.join(TABLES)}, or .bin for ids of tokens"
+        )
     try:
-        is_object = isinstance(json.loads(head.partition(b"\n")[0]), dict)
+        is_object = not _is_read(path) and isinstance(json.loads(head.partition(b"\n")[0]), dict)
     except (ValueError, RecursionError):
         is_object = False
     if is_object:

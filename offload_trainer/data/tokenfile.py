@@ -246,7 +246,8 @@ class _Scan(NamedTuple):
 def _scan(path: Path, file: BinaryIO, *, size: int) -> _Scan:
     """Read all of `file` (`size` bytes, a multiple of 2). Raises TrainerError if it cannot be read to its end."""
     sums: list[int] = []
-    lanes, largest, done = (0, 0, 0, 0), 0, 0
+    lanes: tuple[int, ...] = (0, 0, 0, 0)
+    largest = done = 0
     file.seek(0)
     while done < size:
         data = file.read(min(_CHUNK, size - done))

@@ -60,13 +60,13 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.dump", b"PAR1 and more", r"rename it to \.parquet"),
-        ("a.txt", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
-        ("a.gz", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
-        ("a.tar.gz", gzip.compress(b"text", mtime=0), "or decompress it"),
-        ("a.tar.zst", b"(\xb5/\xfd", r"NAME\.txt\.zst"),
-        ("a.xz", b"", r"NAME\.txt\.xz"),
-        ("a", "text".encode("utf-16"), "zero bytes"),
+        ("a.dump", b"PAR1\0", r"\.parquet, \.arrow, or \.bin"),
+        ("a.txt", gzip.compress(b"text", mtime=0), r"these compressed \(NAME\.jsonl\.gz\)"),
+        ("a.gz", gzip.compress(b"text", mtime=0), r"a name that shows its kind: \.txt, .*NAME\.jsonl\.gz"),
+        ("a.tar.gz", gzip.compress(b"text", mtime=0), "decompress it"),
+        ("a.tar.zst", b"(\xb5/\xfd", r"NAME\.jsonl\.zst"),
+        ("a.xz", b"", r"NAME\.jsonl\.xz"),
+        ("a", "text".encode("utf-16"), "neither UTF-8 text nor what its name says"),
         ("a.dump", b'{"text": "a"}\n{"text": "b"}\n', r"a JSON object; rename it to \.jsonl"),
     ],
 )
@@ -105,7 +105,7 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
     assert len(messages) == 2
     assert "1 linked directories" in messages[0]
     assert "(linked)" in messages[0]
-    assert "2 of 4 files are read (a.txt, b.txt), and not a.pdf, b.zip; name one" in messages[1]
+    assert "2 of 5 files are read (a.txt, b.txt), and not a.pdf, b.zip, c.py; name one" in messages[1]
 
 
 # -- directories of data sets, as a download from the hub leaves them --------------------------------------------------

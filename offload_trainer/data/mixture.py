@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -120,57 +119,31 @@ class Shares:
 # -- several files -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class TokenShards:
     """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
 
-    An attribute on which the files disagree, or that one lacks, is None.
+    Has the attributes of a `TokenFile` that its readers use. One on which the files disagree is None.
     """
 
-    files: tuple[Tokens, ...]
-    # Of a mixture alone:
-    seq_len: int = 0
-    splits: tuple[Split, ...] = ()  # rows of each text
-    shares: Shares | None = None
-
-    @property
-    def name(self) -> str:
-        first, *others = (file.name for file in self.files)
-        return " and ".join([first, *others]) if self.shares else f"{first} and {len(others)} more"
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(path for file in self.files for path in file.paths)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.files[0].dtype
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        return tuple(crc for file in self.files for crc in (len(file), *file.sums))
-
-    @property
-    def row_length(self) -> int | None:
-        return self.files[0].row_length
-
-    @property
-    def packed(self) -> bool:
-        return self.files[0].packed
-
-    @property
-    def tokenizer(self) -> str | None:
-        found = {file.tokenizer for file in self.files}
-        return found.pop() if len(found) == 1 else None
-
-    @property
-    def summary(self) -> str | None:
-        return "; ".join(file.summary for file in self.files if file.summary) or None
+    def __init__(
+        self, files: Sequence[Tokens], *, seq_len: int = 0, splits: Sequence[Split] = (), shares: Shares | None = None
+    ) -> None:
+        """Set the files and, of a mixture alone, the row length, the rows of each text and their shares of an epoch."""
+        self._files, self._seq_len, self._splits, self.shares = tuple(files), seq_len, tuple(splits), shares
+        first, *others = (file.name for file in files)
+        self.name: str = " and ".join([first, *others]) if shares else f"{first} and {len(others)} more"
+        self.paths: tuple[Path, ...] = tuple(path for file in files for path in file.paths)
+        self.sums: tuple[int, ...] = tuple(crc for file in files for crc in (len(file), *file.sums))
+        self.dtype: np.dtype = files[0].dtype
+        self.row_length: int | None = files[0].row_length
+        self.packed: bool = files[0].packed
+        self.tokenizer: str | None = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
+        self.summary: str | None = "; ".join(file.summary for file in files if file.summary) or None
 
     def __len__(self) -> int:
         if self.shares is None:
-            return sum(map(len, self.files))
-        return sum(len(rows) for split in self.splits for rows in split) * self.seq_len + 1
+            return sum(map(len, self._files))
+        return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from `start` on, in the files' dtype; of a mixture, one row and the one id after it.
@@ -181,7 +154,7 @@ class TokenShards:
             return self._row_of_mixture(start, count)
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         parts = []
-        for file, end in zip(self.files, accumulate(map(len, self.files)), strict=True):
+        for file, end in zip(self._files, accumulate(map(len, self._files)), strict=True):
             begin = end - len(file)
             first, last = max(start, begin), min(start + count, end)
             if first < last:
@@ -189,16 +162,16 @@ class TokenShards:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
 
     def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
-        row, inside = divmod(start, self.seq_len)
+        row, inside = divmod(start, self._seq_len)
         assert inside == 0, start
-        assert count == self.seq_len + 1, count
-        train, validation = zip(*self.splits, strict=True)
+        assert count == self._seq_len + 1, count
+        train, validation = zip(*self._splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
             row = trained + order(row - trained, held_out, seed=0, epoch=0)
-        for file, rows in zip(self.files * 2, (*train, *validation), strict=True):
+        for file, rows in zip(self._files * 2, (*train, *validation), strict=True):
             if row < len(rows):
-                return file.read(rows[row] * self.seq_len, count)
+                return file.read(rows[row] * self._seq_len, count)
             row -= len(rows)
         raise AssertionError(start)
 
@@ -222,7 +195,7 @@ def joined(files: Sequence[TokenFile]) -> Tokens:
             f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
             "the conversations of all files as .jsonl"
         )
-    return files[0] if len(files) == 1 else TokenShards(tuple(files))
+    return files[0] if len(files) == 1 else TokenShards(files)
 
 
 def mixed(
@@ -246,4 +219,4 @@ def mixed(
         raise UserError(
             f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
         )
-    return TokenShards(tuple(files), seq_len, splits, shares)
+    return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)

@@ -1,21 +1,13 @@
 """Training data: text or conversations are tokenised once into a cached token file and read as fixed rows.
 
-    sources.find_sources           paths from the user           -> files
-    documents                      a file, plain or compressed   -> documents (blocks of text) or records (objects)
-    chunked_tokenize               documents                     -> ids
-    conversations, loss_mask       a record                      -> messages -> ids with a loss mask
-    packing                        ids with a loss mask          -> rows, one or several conversations in each
-    stream.StreamedTokens          a streamed data set           -> ids or rows, tokenised while the run reads them
-    prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
-    mixture                        token files                   -> one, one after the other or mixed by weights
-    run_data.prepare_data          the data section             -> the token files of a run, split into rows
-    rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
-
-Where a new format goes:
-
-    files of text or records       `documents.py` reads them; their suffix goes into TABLES, RECORDS or _DECOMPRESSORS
-                                   there, or into TEXT_SUFFIXES of `sources.py`
-    records of conversations       `conversations.py`: its fields in _KEYS, a branch in `example_of`; its name also in
-                                   `data.format` of `config.py`
-    files of ids                   `tokenfile.py`
+sources.find_sources           paths from the user           -> files
+documents                      a file, plain or compressed   -> documents (blocks of text) or records (objects)
+chunked_tokenize               documents                     -> ids
+conversations, loss_mask       a record                      -> messages -> ids with a loss mask
+packing                        ids with a loss mask          -> rows, one or several conversations in each
+stream.StreamedTokens          a streamed data set           -> ids or rows, tokenised while the run reads them
+prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
+mixture                        token files                   -> one, one after the other or mixed by weights
+run_data.prepare_data          the data section             -> the token files of a run, split into rows
+rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
 """

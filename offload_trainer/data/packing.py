@@ -178,19 +178,10 @@ class Counts:
 
     def why_none(self, *, length: int) -> str:
         """Return why no conversation has produced a row, and what to do."""
-        without = (
-            f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
-            "'train': false)"
-        )
-        if self.unanswered and not self.left_out:
-            return (
-                f"of the conversations {without}, and there are no others; give them answers, or set data.train_on=all"
-            )
-        left = f": all {self.left_out} are left out" if self.left_out else ""
-        more = f"; {without}" if self.unanswered else ""
         return (
-            f"no conversation has tokens to train on within its first {length}{left}{more}; give more, a "
-            "larger --seq-len, or data.train_on=all"
+            f"no conversation has tokens to train on within its first {length}: {self.left_out} are longer, and "
+            f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
+            "'train': false); give answers, a larger --seq-len, or data.train_on=all"
         )
 
 

@@ -360,7 +360,7 @@ def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None
         ([{"text": 5}], TrainerError, "field 'text' holds a number, where a string is needed"),
         ([{"text": ""}, {"text": ""}], TrainerError, "it contains no text"),
         ([{"messages": "hello"}], TrainerError, "a.jsonl, line 1: 'messages' holds a string"),
-        ([{"messages": [message("user", "a")]}] * 3, TrainerError, "of the conversations 3 have no answer to train on"),
+        ([{"messages": [message("user", "a")]}] * 3, TrainerError, "3 have no answer to train on"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "a.jsonl, line 1: 'chosen' and 'rejected'"),
     ],
 )

@@ -110,12 +110,11 @@ def read_documents(source: Path, *, text_field: str) -> Iterator[Iterable[str]]:
 def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
-        near = get_close_matches(text_field, record, n=1)
-        fix = near[0] if near and near[0].isprintable() else "NAME"
+        near = filter(str.isprintable, get_close_matches(text_field, record, n=1))
         raise UserError(
-            f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field={fix} to "
-            "train on one of them as text; questions and answers are read from 'instruction' and 'output', "
-            "conversations from 'messages'"
+            f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field="
+            f"{next(near, 'NAME')} to train on one of them as text; questions and answers are read from 'instruction' "
+            "and 'output', conversations from 'messages'"
         )
     return string_in(record, text_field, where=where)
 

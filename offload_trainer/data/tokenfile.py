@@ -11,7 +11,6 @@ process without a message.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -27,7 +26,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, with_config
 
-from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
@@ -396,20 +395,10 @@ class TokenWriter:
 
     def _failed(self, error: OSError) -> TrainerError:
         self._discard()  # remove the file first, so that the free space includes it
-        made = self.tokens * self._dtype.itemsize
-        free = shutil.disk_usage(self.path.parent).free
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return TrainerError(
-                f"writing failed ({error.strerror}): {self.path.parent}, at {format_bytes(made)} of tokens. Choose "
-                "another directory with data.cache=DIR"
-            )
-        need = (
-            f"about {format_bytes(made / share)}"
-            if 0 < (share := self.share()) < 1
-            else f"at least {format_bytes(made)}"
-        )
+        folder, made = self.path.parent, format_bytes(self.tokens * self._dtype.itemsize)
+        free = format_bytes(shutil.disk_usage(folder).free)
         return TrainerError(
-            f"the drive is full: {self.path.parent} has {format_bytes(free)} free, now that the unfinished file is "
-            f"removed, and the tokens take {need} ({format_bytes(made)} so far{self.read}; {self._dtype.itemsize} "
-            "bytes a token). Free that much there, or choose another directory with data.cache=DIR"
+            f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}{self.read}, at "
+            f"{self._dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
+            "directory with data.cache=DIR"
         )

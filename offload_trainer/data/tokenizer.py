@@ -57,15 +57,11 @@ def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
     reason = f" ({str(error).strip().splitlines()[0]})" if error and str(error).strip() else ""
     if "trust_remote_code" in str(error):
         return f"the tokenizer of {name} has its own Python code: model.trust_remote_code=true allows it to run"
-    if is_directory:
-        return (
-            f"{name} holds no tokenizer that can be loaded{reason}; put its tokenizer.json there, "
-            "or set data.tokenizer=builtin or another directory"
-        )
-    return (
-        f"the tokenizer {name} is neither a directory here nor available from the hub{reason}; "
-        "check the name and the network, or set data.tokenizer=builtin or a directory"
+    wrong = (
+        "holds no tokenizer that can be loaded" if is_directory else "is no directory here, nor available from the hub"
     )
+    fix = "put its tokenizer.json there" if is_directory else "check the name and the network"
+    return f"{name} {wrong}{reason}; {fix}, or set data.tokenizer=builtin or a directory"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -88,5 +88,5 @@ def test_an_unreachable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("We couldn't connect to the hub\nand more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"someone/model is neither.*couldn't connect to the hub\).*network"):
+    with pytest.raises(UserError, match=r"someone/model is no directory here.*couldn't connect to the hub\).*network"):
         load_tokenizer("someone/model")

@@ -124,7 +124,7 @@ def test_an_unavailable_hub_tokenizer_is_requested_once(monkeypatch: pytest.Monk
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
-    with pytest.raises(UserError, match="neither a directory here nor available from the hub"):
+    with pytest.raises(UserError, match="is no directory here, nor available from the hub"):
         load_tokenizer("someone/something")
     assert asked == ["someone/something"]
 

@@ -190,9 +190,6 @@ COMMANDS = {
             "--trainer": _switch(
                 "also write moments and step, so that transformers' Trainer resumes from DEST; in fp32"
             ),
-            "--push-to-hub": _value(
-                "USER/NAME", "then upload DEST to that repository, which is created, private, if needed"
-            ),
         },
     ),
     "import": Command(

@@ -230,13 +230,7 @@ def _export(given: Namespace, _: list[str]) -> None:
     if given.trainer and (given.dtype not in (None, "fp32") or given.mixed):
         raise UserError("--trainer writes a checkpoint in fp32: leave out --dtype and --mixed")
     dtype = given.dtype or ("fp32" if given.trainer else "fp16")
-    repository = None
-    if given.push_to_hub:
-        from offload_trainer.export.hub import HubRepository
-
-        repository = HubRepository(given.push_to_hub)
-    else:
-        go_offline()
+    go_offline()
     how = {"shard_bytes": given.max_shard_size, "check": given.check}
     if given.trainer:
         from offload_trainer.run.commands.export_trainer import export_trainer
@@ -249,8 +243,6 @@ def _export(given: Namespace, _: list[str]) -> None:
     compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
     where = f"exported {done.source} in {dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
-    if repository is not None:
-        print(shown(f"pushed to {repository.push(given.destination, message=f'Export of {done.source}')}"))
 
 
 def _import(_: Namespace, words: list[str]) -> None:

@@ -30,7 +30,7 @@ LEADS: dict[str, str] = {
     "--optim adamw_8bit": "optim.moment_dtype=8bit",
     "--optim adamw_torch_fused": "optim.name=adamw",
     "--deepspeed ds.json": "--engine deepspeed",
-    "--push_to_hub": "--push-to-hub USER/NAME",
+    "--push_to_hub": "hf upload USER/NAME DIR",
     "--logging_steps 10": LOGGED,
     "--dataloader_num_workers 4": "nothing to set",
     "--attn_implementation flash_attention_2": "model.attention=sdpa",

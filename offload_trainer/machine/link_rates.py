@@ -1,8 +1,5 @@
 """Benchmarks of transfers between ranks on this machine, and to each from host memory, with all ranks active.
 
-    bench_links ──starts──> one process per rank: python -m offload_trainer.machine.link_rates
-                <──reads──  rank 0's output, as JSON
-
 With GPUs each rank uses one; copies are from pinned memory and the all-gather is NCCL's. Without GPUs, host memory
 replaces device memory and Unix sockets replace NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
@@ -12,17 +9,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import median
-from typing import IO
 
 import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from offload_trainer import ranks as all_ranks
 from offload_trainer.errors import TrainerError
@@ -30,6 +24,7 @@ from offload_trainer.mesh import RUN
 from offload_trainer.plan.machine import Links, Rate
 from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.units import format_bytes
 
 _ON_GPU, _ON_CPU = 256 << 20, 32 << 20  # bytes per rank
@@ -38,63 +33,43 @@ _PATIENCE = 300.0  # seconds for the whole benchmark: starting processes that im
 
 
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
-    """Return `known` with the rates that `ranks` processes on this machine measure together."""
+    """Return `known` with the rates that `ranks` processes on this machine measure together.
+
+    Raises TrainerError, with the last line of its traceback, if one of them fails or is not finished in time.
+    """
     say(f"bench: links between {ranks} ranks")
-    run = secrets.token_hex(16)
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * ranks)]
-        outputs, wrong = files[:ranks], files[ranks:]
-        started: list[subprocess.Popen[bytes]] = []
+    with scratch("offload-trainer-links-") as folder:
+        answer = folder / "links.json"
+        started = start_processes(run_rank, (ranks, secrets.token_hex(16), answer), nprocs=ranks, join=False)
+        until = time.monotonic() + _PATIENCE
         try:
-            for rank in range(ranks):
-                words = [sys.executable, "-m", "offload_trainer.machine.link_rates"]
-                place = {RUN: run, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-                place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCH_CPP_LOG_LEVEL": "FATAL"}
-                started.append(
-                    subprocess.Popen(words, env={**os.environ, **place}, stdout=outputs[rank], stderr=wrong[rank])
-                )
-            _wait_for(started, wrong)
+            while not started.join(max(0.0, until - time.monotonic())):
+                if time.monotonic() > until:
+                    raise TrainerError(f"links between {ranks} ranks could not be timed in {_PATIENCE:.0f} s")
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            why = str(error).strip().splitlines()[-1]
+            raise TrainerError(
+                f"links between {ranks} ranks could not be timed: rank {error.error_index}: {why}"
+            ) from error
         finally:
-            for process in started:
+            for process in started.processes:
                 process.kill()
-                process.wait()
-        outputs[0].seek(0)
-        found = parsed(outputs[0].read(), Links)
+        found = parsed(answer.read_bytes(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
-def _wait_for(started: Sequence[subprocess.Popen[bytes]], wrong: Sequence[IO[bytes]]) -> None:
-    """Wait until all processes have ended.
-
-    Raises TrainerError, with the last line of its error output, if one fails or is not finished in time.
-    """
-    until = time.monotonic() + _PATIENCE
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes) and time.monotonic() < until:
-        time.sleep(0.05)
-        codes = [process.poll() for process in started]
-    blamed = [rank for rank, code in enumerate(codes) if code] or [r for r, code in enumerate(codes) if code is None]
-    if blamed:
-        wrong[blamed[0]].seek(0)
-        lines = wrong[blamed[0]].read().decode(errors="replace").splitlines() or ["it said nothing"]
-        raise TrainerError(
-            f"links between {len(started)} ranks could not be timed: rank {blamed[0]} (exit code {codes[blamed[0]]}): "
-            f"{lines[-1]}"
-        )
-
-
-def main() -> None:
-    """Run the benchmark as one rank together with the others; rank 0 prints the result."""
-    gpu = torch.cuda.is_available()
+def run_rank(rank: int, ranks: int, run: str, answer: Path) -> None:
+    """Run the benchmark as one rank together with the others; rank 0 writes the result."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {RUN: run, **{name: str(value) for name, value in place.items()}}
+    torch.set_num_threads(1)
     all_ranks.join()
-    rank, ranks = all_ranks.place_here()
+    gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
     found = _measured(rank, ranks, size=_ON_GPU if gpu else _ON_CPU, gpu=gpu)
     if rank == 0:
-        print(json.dumps(asdict(found)), flush=True)
+        answer.write_text(json.dumps(asdict(found)))
     all_ranks.wait_for_all()
 
 
@@ -137,7 +112,3 @@ def _measured(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
         all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
         all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
     )
-
-
-if __name__ == "__main__":
-    main()

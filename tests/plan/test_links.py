@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,9 +45,15 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     assert "all gather" in describe_rates(again)
 
 
+def fails(rank: int, *_: object) -> None:
+    if rank:
+        raise OSError("no second rank")
+    time.sleep(300)
+
+
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_rates.sys, "executable", "/bin/false")
-    with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank [01] \(exit code 1\)"):
+    monkeypatch.setattr(link_rates, "run_rank", fails)
+    with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
         link_rates.bench_links(Links(), ranks=2, say=lambda line: None)
 
 

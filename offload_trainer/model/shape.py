@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -85,7 +85,6 @@ def model_shape(
             )
         )
     weights = _with_base(model, weights, section.base)
-    notes = _notes_of_frozen(model, {weight.name for weight in weights if weight.trainable})
     # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
@@ -122,7 +121,7 @@ def model_shape(
         whole_logits=whole,
         packed=packed,
         images=images,
-        notes=(*notes, *_notes(model, section, whole_logits=whole)),
+        notes=_notes(model, section, whole_logits=whole),
     )
     if order and images:
         order = with_images(order, images, weights)
@@ -187,33 +186,6 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
             "states; model.loss_chunk has no effect"
         )
     return tuple(notes)
-
-
-def _notes_of_frozen(model: PreTrainedModel, trained: Collection[str]) -> list[str]:
-    """Return a note if `trained` has weights that the model's constructor freezes, with what to freeze.
-
-    Idefics does so by its configuration (`freeze_text_layers`). transformers' `from_pretrained` trains them all the
-    same, so this program does too.
-    """
-    names = {name for name, weight in model.named_parameters() if not weight.requires_grad} & set(trained)
-    if not names:
-        return []
-    found: list[str] = []
-    for name, module in model.named_modules():  # Outer modules come before those inside them.
-        prefix = f"{name}." if name else ""
-        inside = {prefix + key for key, _ in module.named_parameters()}
-        if inside and inside <= names and not prefix.startswith(tuple(found)):
-            found.append(prefix)
-    others = sorted(name for name in names if not name.startswith(tuple(found)))
-    exact = [f"^{re.escape(prefix)}" for prefix in found] + [f"^{re.escape(name)}$" for name in others]
-    patterns = list(dict.fromkeys(re.sub(r"\d+", r"\\d+", one) for one in exact))  # one for all blocks
-    if {name for name, _ in model.named_parameters() if any(re.search(one, name) for one in patterns)} - names:
-        patterns = exact
-    listed = ",".join(f"'{one}'" for one in patterns)
-    return [
-        f"freezing: {len(names)} weights that {type(model).__name__} freezes when it is built are trained, as "
-        f"transformers trains them after from_pretrained; model.freeze=[{listed}] freezes them"
-    ]
 
 
 def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:

@@ -22,7 +22,7 @@ from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
-from offload_trainer.run.foreign.distributed_checkpoint import _Chunk, _Stored
+from offload_trainer.run.foreign import _Chunk, _Stored
 
 CASES = [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
 

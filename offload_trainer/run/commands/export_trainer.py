@@ -1,7 +1,7 @@
 """The export command with --trainer: write a checkpoint that transformers' Trainer resumes from.
 
 DEST/model.safetensors ...   fp32 masters, as in any export
-DEST/optimizer.pt            moments by position (foreign/trainer_checkpoint.py), with the run's settings
+DEST/optimizer.pt            moments by position (run/foreign.py), with the run's settings
 DEST/scheduler.pt            the position of a torch LambdaLR, whatever its function is
 DEST/trainer_state.json      completed steps, the length of the run, and its steps between logs, evaluations and saves
 """
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from offload_trainer.checkpoint import configuration_of, find_checkpoint, read_manifest, read_state
-from offload_trainer.config import ModelSection, OptimSection
+from offload_trainer.config import OptimSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import Exported, check_destination, write_model
 from offload_trainer.export.sources import opened
-from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.optim.state_files import EngineState, read_engine_state, read_tensors
 from offload_trainer.plan.tiered.state_formats import ADAMW, MOMENTS
-from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, SCHEDULER, STATE, decay_order
+from offload_trainer.run.foreign import OPTIMIZER, SCHEDULER, STATE, decay_order
 from offload_trainer.storage.atomic_io import bytes_below, write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 from offload_trainer.trainer import learning_rate, steps_between_saves
@@ -116,8 +116,7 @@ def _trainer_state(config: Mapping[str, Mapping[str, Any]], *, step: int, steps:
 
 def _order(checkpoint: Path) -> list[list[str]]:
     """Return the trained weights in the order of a Trainer's optimizer."""
-    section = ModelSection(name=str(checkpoint / "model"), random_init=True)
-    model = resolve_model(section, seed=0, image_patches=1)._meta()  # has the class that the configuration names
+    model = model_in(checkpoint / "model")
     with TensorFileReader(checkpoint / "master.safetensors") as masters:
         trained = set(masters.entries)
     for name, parameter in model.named_parameters():

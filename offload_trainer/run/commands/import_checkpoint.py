@@ -30,9 +30,15 @@ from offload_trainer.optim.loss_scale import INITIAL_SCALE, LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
-from offload_trainer.run.foreign.distributed_checkpoint import METADATA, read_distributed
-from offload_trainer.run.foreign.state import ForeignState
-from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, opened_trainer, with_trainer_files
+from offload_trainer.run.foreign import (
+    METADATA,
+    OPTIMIZER,
+    STATE,
+    ForeignState,
+    opened_trainer,
+    read_distributed,
+    with_trainer_files,
+)
 from offload_trainer.safe_files import is_there
 from offload_trainer.storage.atomic_io import bytes_below, make_directories, put_in_place, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
@@ -98,7 +104,7 @@ def import_checkpoint(
         model = model.model_copy(update={"name": str(source)})
     of = resolve_model(model, seed=0)
     with _opened(source, directories, of) as state:
-        buffers = [name for name, _ in of._meta().named_buffers()]
+        buffers = [name for name, _ in of.meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
         _refuse_destination(run, need)
@@ -164,7 +170,7 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
     if directories:
         yield with_trainer_files(read_distributed(source, directories), source)
         return
-    module = of._meta()
+    module = of.meta()
     trainable = {weight.name: weight.trainable for weight in of.shape.weights}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable[name])

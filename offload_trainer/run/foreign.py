@@ -1,0 +1,506 @@
+"""Read checkpoints of other trainers: masters and Adam's moments by name, one tensor at a time.
+
+    opened_trainer, read_distributed ──> ForeignState ── names_for(our weights) ──> commands/import_checkpoint.py
+
+A checkpoint directory of transformers' Trainer:
+
+    model.safetensors (or shards)   weights; fp32 unless the model was loaded in another dtype
+    optimizer.pt                    state by position: weights with decay in the model's order, then the others
+    trainer_state.json              steps
+    scheduler.pt                    steps that the learning rate scheduler has counted
+    scaler.pt                       the loss scale, in fp16
+
+The optimizer numbers parameters and does not name them. The order is that of `Trainer.create_optimizer`; every count
+and shape is compared with the model's before a number is taken for a weight.
+
+A directory of torch.distributed.checkpoint (DCP), as training with FSDP2 saves it:
+
+    .metadata       names, shapes, and the file, offset and length of each chunk of a tensor
+    __N_M.distcp    chunks, each written by torch.save
+
+Expected is what `get_state_dict` returns: weights `model.NAME`, state `optim.state.NAME.{step,exp_avg,exp_avg_sq}`,
+and settings `optim.param_groups...`. The words `model` and `optim` are the caller's and may be others. A Trainer that
+runs FSDP writes model and optimizer into two such directories, and the other files as above.
+
+torch's own reader of these directories is not used. It unpickles `.metadata` and the settings and runs what code they
+name, opens any path that `.metadata` names, and leaves elements unset that no chunk holds. Here torch's weights-only
+reader builds tensors, numbers, text and collections, and refuses every other class; for the classes in `.metadata`,
+whose protocol it does not know, `Record` stands. No other module of the package reads pickles.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import torch
+from pydantic import Field, with_config
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.pretrained import opened_weights
+from offload_trainer.plan.shape import Weight
+from offload_trainer.safe_files import LENIENT, Steps, as_kind, is_there, open_file, open_given, read_back, shown
+
+STATE = "trainer_state.json"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+METADATA = ".metadata"
+_SCALER = "scaler.pt"
+_NAMED = 5  # number of weights named in a message
+# The names that `Trainer.get_decay_parameter_names` exempts from weight decay; all weights of nn.LayerNorm are too.
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_MOMENT = re.compile(r"(?P<optimizer>.+?)\.state\.(?P<name>.+)\.exp_avg")
+_SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class ScalerState:
+    """The state of torch's GradScaler."""
+
+    scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
+    good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
+    window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
+    growth_factor: float
+    backoff_factor: float
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """A checkpoint of another trainer, under the names that it uses."""
+
+    told: str  # description for messages
+    step: int  # completed steps of the run
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the weights
+    trained: Collection[str]  # names of those with moments
+    updates: Callable[[str], int]  # number of updates of a trained weight
+    read: Callable[[str, str], torch.Tensor]  # (name, kind) -> a weight ("master"), or a trained weight's moment
+    rate: float  # learning rate of the next step
+    adam: Mapping[str, Any]  # as in the configuration's `optim`: lr (which the schedule multiplies), betas, eps, ...
+    steps: int | None = None  # length of the run, if it is known
+    position: int | None = None  # steps that its learning rate scheduler has counted, if it has one
+    scaler: ScalerState | None = None  # None: it does not train in fp16
+
+    @property
+    def optim(self) -> dict[str, Any]:
+        """Return the keys of the configuration's `optim` with which a run goes on as the source did.
+
+        `schedule_delay` gives the next step the rate at the scheduler's position. It is 1 for a scheduler that counts
+        each step, as torch's do, and more if overflows have held it up.
+        """
+        delay = 1 if self.position is None else self.step + 1 - self.position
+        # A scheduler that counts several steps at a time has no such number.
+        return {**self.adam, "schedule_delay": delay if delay >= 0 else 1}
+
+    def names_for(self, weights: Sequence[Weight], *, others: Iterable[str]) -> dict[str, str]:
+        """Return the name that this checkpoint has for each of the model's weights.
+
+        Its names may all have one prefix more, that of a wrapper. `others`: names of buffers, and second names of tied
+        weights. Raises UserError with the numbers of weights that
+        are missing, unexpected, of another shape, or trained on one side only.
+        """
+        held, shapes = self.shapes, {weight.name: weight.shape for weight in weights}
+        prefix = common_prefix(held, list(shapes))
+        names = {name: f"{prefix}{name}" for name in shapes}
+        known = {*names.values(), *(f"{prefix}{name}" for name in others)}
+        ours = {weight.name for weight in weights if weight.trainable}
+        theirs = {name for name, its in names.items() if its in self.trained}
+        problems = {
+            "missing there": [name for name, its in names.items() if its not in held],
+            "not in the model": [name for name in held if name not in known],
+            "of another shape": [
+                f"{name} {held[its]}, in the model {shapes[name]}"
+                for name, its in names.items()
+                if its in held and tuple(held[its]) != shapes[name]
+            ],
+            "trained by the model's configuration, without moments there": [
+                name for name in names if name in ours - theirs and names[name] in held
+            ],
+            "frozen by model.freeze, with moments there": [name for name in names if name in theirs - ours],
+        }
+        if told := [f"{len(found)} {what}: {_some(found)}" for what, found in problems.items() if found]:
+            raise UserError(
+                f"{self.told}: its weights do not fit the model\n  "
+                + "\n  ".join(told)
+                + "\nName the model that it trained with --model, and weights that it did not train with model.freeze"
+            )
+        return names
+
+
+def common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
+    """Return the prefix, such as "model.", that most of the names have among the keys; the shortest of several."""
+    for name in names:
+        if prefixes := [key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")]:
+            return max(sorted(prefixes, key=len), key=lambda prefix: sum(f"{prefix}{other}" in keys for other in names))
+    return ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[float, dict[str, Any]]:
+    """Return `rate` and `adam` of a ForeignState from a torch optimizer's groups of parameters.
+
+    Raises UserError unless all groups are of Adam or AdamW with one pair of betas, one eps and decoupled weight decay.
+    """
+    used = [group for group in groups if group.get("params")]
+    if not used:
+        raise UserError(f"{told}: its optimizer has no groups of parameters")
+    # torch's NAdam and RAdam have no amsgrad.
+    if lacking := [key for key in ("betas", "eps", "lr", "amsgrad") if any(key not in group for group in used)]:
+        raise UserError(f"{told}: its optimizer is neither Adam nor AdamW: its groups have no {', '.join(lacking)}")
+    for key in ("amsgrad", "maximize"):
+        if any(group.get(key) for group in used):
+            raise UserError(f"{told}: its optimizer has {key}=True, which AdamW here has not")
+    betas = {tuple(float(beta) for beta in group["betas"]) for group in used}
+    eps = {float(group["eps"]) for group in used}
+    decays = {float(group.get("weight_decay", 0.0)) for group in used} - {0.0}
+    for what, values in (("betas", betas), ("eps", eps), ("weight decays other than 0", decays)):
+        if len(values) > 1:
+            raise UserError(f"{told}: its groups have several {what}: {sorted(values)}; one run has one")
+    if decays and any(group.get("decoupled_weight_decay") is False for group in used):
+        raise UserError(
+            f"{told}: its optimizer is Adam with weight_decay={max(decays):g} added to the gradient, and AdamW here "
+            "decays the weights themselves: its moments cannot be continued"
+        )
+    rate = float(used[0]["lr"])
+    adam = {"betas": list(betas.pop()), "eps": eps.pop(), "weight_decay": max(decays, default=0.0)}
+    return rate, {"lr": float(used[0].get("initial_lr", rate)), **adam}
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+def load_pickle(source: Path | bytes, *, told: str | None = None) -> Any:
+    """Return what `torch.save` has written to a file, or the bytes of one. Tensors of a file are mapped, not read.
+
+    Raises UserError if the file is missing or damaged, or holds an object of another class.
+    """
+    told = told or str(source)
+    try:
+        if isinstance(source, Path):
+            os.close(open_file(source, links=True))  # refuses pipes, which would block
+            return torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{told} is missing") from None
+    except Exception as error:  # a damaged pickle may raise anything
+        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise UserError(
+                f"{told} holds a {shown(named[1])}, and an import reads tensors and plain data only: save the "
+                "checkpoint without that object"
+            ) from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{told} cannot be read as a file of torch.save: {shown(why)}") from error
+
+
+class Record:
+    """The attributes of a pickled object, without its class."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load_metadata(file: BinaryIO, *, told: str) -> Any:
+    """Return the content of a .metadata file of torch.distributed.checkpoint, with `Record` for its classes.
+
+    Raises UserError if the file is damaged, or holds an object of a class that such files do not have.
+    """
+    try:
+        return _Metadata(file).load()
+    except Exception as error:  # a damaged pickle may raise anything
+        raise UserError(f"{told} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
+
+
+class _Metadata(pickle.Unpickler):
+    """Unpickler that builds plain values and `Record`, and calls no function of another module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            return int if name == "_MEM_FORMAT_ENCODING" else Record
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        raise ValueError(f"it holds a {module}.{name}, which no .metadata file needs")
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
+    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),
+    ("builtins", "getattr"): lambda _, name: name,  # an enumeration's member as Python 3.11 stores it
+}
+
+
+# -- transformers' Trainer ---------------------------------------------------------------------------------------------
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _TrainerState:
+    """The part of trainer_state.json that an import reads."""
+
+    global_step: Steps
+    max_steps: Steps = 0
+
+
+@contextmanager
+def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
+    """Open a Trainer's checkpoint of `model`, a model on the meta device with its frozen weights marked.
+
+    Raises UserError for a file that is missing, another optimizer, and state that does not fit the model.
+    """
+    told = f"{directory} (transformers' Trainer)"
+    if is_there(directory / "adapter_config.json"):
+        raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
+    groups, state = _parts(load_pickle(directory / OPTIMIZER), told=told)
+    rate, adam = adam_settings(groups, told=told)
+    places = {name: state.get(number) for name, number in _positions(model, groups, state, told=told).items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with opened_weights(directory, model) as weights:
+
+        def read(name: str, kind: str) -> torch.Tensor:
+            if kind == "master":
+                return weights.read(name)
+            moments = places[name]
+            return torch.zeros(shapes[name]) if moments is None else moments[kind]
+
+        yield ForeignState(
+            told=told,
+            step=max((int(moments["step"]) for moments in state.values()), default=0),
+            shapes=shapes,
+            trained=set(places),
+            updates=lambda name: 0 if (moments := places[name]) is None else int(moments["step"]),
+            read=read,
+            rate=rate,
+            adam=adam,
+        )
+
+
+def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
+    """Return `state` with the step, the scheduler's position and the loss scale of the Trainer's files in `directory`.
+
+    A directory without trainer_state.json is not a Trainer's, and changes nothing. Raises UserError for a damaged file.
+    """
+    if not is_there(directory / STATE):
+        return state
+    fix = "Import another checkpoint of that run"
+    about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
+    position, scaler = None, None
+    if is_there(directory / SCHEDULER):
+        saved = load_pickle(directory / SCHEDULER)
+        # torch's ReduceLROnPlateau has no base_lrs, and counts evaluations as last_epoch.
+        position = saved.get("last_epoch") if isinstance(saved, Mapping) and "base_lrs" in saved else None
+    # A scaler that is switched off has an empty state.
+    if is_there(directory / _SCALER) and (saved := load_pickle(directory / _SCALER)):
+        try:
+            scaler = as_kind(saved, ScalerState)
+        except ValueError as error:
+            raise UserError(f"{directory / _SCALER} has no loss scale to go on with: {error}. {fix}") from error
+    return replace(state, step=about.global_step, steps=about.max_steps or None, position=position, scaler=scaler)
+
+
+def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the groups and the state of an optimizer's state_dict.
+
+    Raises UserError if it is not a state_dict of torch's Adam or AdamW.
+    """
+    groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise UserError(f"{told}: {OPTIMIZER} is not the state_dict of a torch optimizer")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise UserError(f"{told}: {OPTIMIZER} has no groups of numbered parameters")
+    wanted = {"step", "exp_avg", "exp_avg_sq"}
+    for number, moments in state.items():
+        held = set(moments) if isinstance(moments, dict) else set()
+        if held != wanted:
+            raise UserError(
+                f"{told}: its optimizer is neither torch's Adam nor its AdamW: parameter {number} has "
+                f"{', '.join(sorted(map(str, held))) or 'no state'}, expected {', '.join(sorted(wanted))}"
+            )
+    return groups, state
+
+
+def decay_order(model: nn.Module) -> list[list[str]]:
+    """Return the trained parameters with and without weight decay, in the order of a Trainer's optimizer."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
+    return [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
+
+
+def _positions(
+    model: nn.Module, groups: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]], *, told: str
+) -> dict[str, int]:
+    """Return the optimizer's number of each trained parameter.
+
+    Raises UserError, with the counts and shapes, if the numbers cannot be those of the model's parameters.
+    """
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    decayed = decay_order(model)
+    held = [group["params"] for group in groups]
+    orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
+    sizes = [len(numbers) for numbers in held]
+    fitting = [order for order in orders if [len(names) for names in order] == sizes]
+    if not fitting:
+        raise UserError(
+            f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed[0])} with weight "
+            f"decay and {len(decayed[1])} without. Freeze with model.freeze what it did not train"
+        )
+    found = dict(zip(chain.from_iterable(fitting[0]), chain.from_iterable(held), strict=True))
+    wrong = [
+        f"parameter {number} {tuple(state[number][kind].shape)}, {name} {trained[name]}"
+        for name, number in found.items()
+        if number in state
+        for kind in ("exp_avg", "exp_avg_sq")
+        if tuple(state[number][kind].shape) != trained[name]
+    ]
+    if wrong:
+        raise UserError(
+            f"{told}: {len(wrong)} moments do not have the shapes of the model's weights, the first: {wrong[0]}"
+        )
+    return found
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of a tensor, or a whole pickled object, in one file."""
+
+    offsets: tuple[int, ...]
+    path: Path
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Tensors and objects by name, of one directory or two."""
+
+    told: str  # name of the checkpoint in messages
+    shapes: dict[str, tuple[int, ...]]  # shapes of the tensors
+    chunks: dict[str, list[_Chunk]]
+
+    def object(self, name: str) -> Any:
+        """Return a tensor or an object."""
+        if name in self.shapes:
+            return self.tensor(name)
+        return self._load(name, self.chunks[name][0])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor in fp32. Raises UserError if its chunks do not fill it."""
+        shape = self.shapes[name]
+        whole, filled = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
+        for chunk in self.chunks.get(name, ()):
+            part = self._load(name, chunk)
+            try:
+                box = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, part.shape, strict=True))
+                whole[box] = part
+                filled[box] = True
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                raise UserError(f"{self.told}: a chunk of {name} at {chunk.offsets} does not fit {shape}") from error
+        if not filled.all():
+            raise UserError(f"{self.told}: the chunks of {name} hold {int(filled.sum())} of {filled.numel()} elements")
+        return whole
+
+    def _load(self, name: str, chunk: _Chunk) -> Any:
+        with open_given(chunk.path) as file:
+            file.seek(chunk.start)
+            data = file.read(chunk.bytes)
+        if len(data) < chunk.bytes:
+            raise UserError(f"{chunk.path} ends after {chunk.start + len(data)} bytes; {name} needs {chunk.bytes} more")
+        return load_pickle(data, told=f"{chunk.path}: {name}")
+
+
+def read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
+    """Return the state in the DCP directories of the checkpoint `source`.
+
+    Raises UserError if model or optimizer state is missing, or is another optimizer's.
+    """
+    told = f"{source} (torch.distributed.checkpoint)"
+    stored = _Stored(told, {}, {})
+    for directory in directories:
+        _add(directory, stored)
+    found = {match["name"]: match["optimizer"] for key in stored.shapes if (match := _MOMENT.fullmatch(key))}
+    if not found:
+        names = ", ".join(map(shown, sorted(stored.chunks)[:5])) or "nothing"
+        raise UserError(
+            f"{told}: holds no moments of Adam, named such as optim.state.NAME.exp_avg; it holds {names}. Save it with "
+            "get_state_dict of torch.distributed.checkpoint.state_dict, model and optimizer"
+        )
+    optimizers = sorted(set(found.values()))
+    if len(optimizers) > 1:
+        raise UserError(f"{told}: holds {len(optimizers)} optimizers, {', '.join(optimizers)}; a run has one")
+    state = f"{optimizers[0]}.state."
+    for name in found:
+        if lacking := [key for key in ("exp_avg_sq", "step") if f"{state}{name}.{key}" not in stored.chunks]:
+            raise UserError(f"{told}: its optimizer is not Adam: it has no {lacking[0]} for {name}")
+    prefix = common_prefix(stored.shapes, list(found))
+    if lost := [name for name in found if f"{prefix}{name}" not in stored.shapes]:
+        raise UserError(f"{told}: holds moments of {len(lost)} weights, such as {lost[0]}, and not the weights")
+
+    def read(name: str, kind: str) -> torch.Tensor:
+        return stored.tensor(f"{prefix}{name}" if kind == "master" else f"{state}{name}.{kind}")
+
+    def updates(name: str) -> int:
+        return int(stored.object(f"{state}{name}.step"))
+
+    rate, adam = adam_settings(_groups(stored, optimizers[0]), told=told)
+    return ForeignState(
+        told=told,
+        step=max(map(updates, found)),
+        shapes={key.removeprefix(prefix): shape for key, shape in stored.shapes.items() if key.startswith(prefix)},
+        trained=set(found),
+        updates=updates,
+        read=read,
+        rate=rate,
+        adam=adam,
+    )
+
+
+def _add(directory: Path, stored: _Stored) -> None:
+    """Add what the metadata of `directory` names. Raises UserError if it is damaged or names files outside."""
+    path = directory / METADATA
+    with open_given(path) as file:
+        about = load_metadata(file, told=str(path))
+    try:
+        tensors = {name: its for name, its in about.state_dict_metadata.items() if hasattr(its, "size")}
+        stored.shapes.update({name: tuple(tensor.size) for name, tensor in tensors.items()})
+        for index, place in about.storage_data.items():
+            if getattr(place, "transform_descriptors", None):
+                raise UserError(f"{path}: its files are compressed, which is not read: save it without extensions")
+            if Path(place.relative_path).name != place.relative_path:
+                raise UserError(f"{path} names {shown(place.relative_path)}, which lies outside the directory")
+            offsets = tuple(getattr(index, "offset", None) or ())
+            chunk = _Chunk(offsets, directory / place.relative_path, place.offset, place.length)
+            stored.chunks.setdefault(index.fqn, []).append(chunk)
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{path} is not of torch.distributed.checkpoint: {error}") from error
+
+
+def _groups(stored: _Stored, optimizer: str) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with its settings, stored by the number of a group or by the name of a weight."""
+    begin = f"{optimizer}.param_groups."
+    groups: dict[str, dict[str, Any]] = {}
+    for key in stored.chunks:
+        group, _, word = key.removeprefix(begin).rpartition(".")
+        if key.startswith(begin) and word in _SETTINGS:
+            groups.setdefault(group, {"params": [group]})[word] = stored.object(key)
+    return list(groups.values())

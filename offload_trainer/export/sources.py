@@ -25,10 +25,11 @@ from offload_trainer.checkpoint import (
     read_state,
     reading,
 )
-from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
-from offload_trainer.model.loader import BUFFERS, resolve_model
+from offload_trainer.model.checkpoint_mapping import model_in
+from offload_trainer.model.loader import BUFFERS
+from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
@@ -129,8 +130,13 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
     if left and all(read_state(checkpoint).step < left.step for checkpoint in newest):
-        with _opened_final(path, left) as source:
-            yield source.with_buffers()
+        with opened_model(path / "export") as source:
+            yield replace(
+                source,
+                model=path / "model",
+                description=f"{path / 'export'}, after step {left.step}",
+                card=lambda dtype: final_card(path / FINAL_RECORD, dtype=dtype),
+            )
         return
     try:
         checkpoint = find_checkpoint(path)
@@ -187,20 +193,23 @@ def _describe_page_files(run: Path) -> str:
 
 
 @contextmanager
-def _opened_final(run: Path, left: FinalExport) -> Iterator[Source]:
-    """Open RUN/export, in fp32, in the way that any pretrained model is read."""
-    # With a number of patches, the model is of the class that its configuration names.
-    source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0, image_patches=1)
-    shapes = {weight.name: weight.shape for weight in source.shape.weights}
-    with source.opened() as found:
-        yield Source(
+def opened_model(directory: Path) -> Iterator[Source]:
+    """Open a directory that transformers can load, such as an export, as any pretrained model is read.
+
+    One weight may be made of several tensors of the files.
+    """
+    model = model_in(directory)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with opened_weights(directory, model) as found:
+        source = Source(
             shapes={name: shapes[name] for name in found.order()},
-            weights=source.weights,
+            weights=lambda: found.each(found.parameters),
             read=found.read,
-            model=run / "model",
-            description=f"{run / 'export'}, after step {left.step}",
-            card=lambda dtype: final_card(run / FINAL_RECORD, dtype=dtype),
+            model=directory,
+            description=str(directory),
+            card=lambda dtype: "",
         )
+        yield source.with_buffers(dict(found.each(found.buffers)))
 
 
 def _page_files(directory: Path, *, mixed: bool) -> Source:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.safe_files import one_line, read_back, shown
+from offload_trainer.safe_files import one_line, read_back, refuse_pipes, shown
 
 _MOST_LAYERS = 10_000  # each is a module; models of 1,000 have been published
 
@@ -120,11 +120,31 @@ def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     if "auto_map" in read_model_config(directory):
         # transformers has no rules for a model with custom code, and an export must not run that code.
         return as_they_are(names)
+    return saving_groups(names, model_in(directory))
+
+
+def model_in(directory: Path) -> PreTrainedModel:
+    """Return the model that a directory's config.json describes, on the meta device."""
+    config = config_in(directory)
     try:
-        model = meta_model(AutoConfig.from_pretrained(directory))
+        return meta_model(config)
     except Exception as error:  # transformers' classes validate little, so anything may be raised
         raise UserError(f"{directory / 'config.json'}: transformers makes no model of it: {one_line(error)}") from error
-    return saving_groups(names, model)
+
+
+def config_in(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the transformers configuration of a model directory. Raises UserError if it cannot be read."""
+    refuse_pipes(directory)
+    read_model_config(directory)  # refuse files on which transformers would block or never finish
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers' classes validate in different ways or not at all
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
+                "with model.trust_remote_code=true"
+            ) from error
+        raise UserError(f"{directory}: {one_line(error)}") from error
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

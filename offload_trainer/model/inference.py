@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.initialization import no_init_weights
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError
 from offload_trainer.model.auto_class import auto_class
+from offload_trainer.model.checkpoint_mapping import config_in
 from offload_trainer.model.init_weights import parameters_without_memory, without_values
-from offload_trainer.safe_files import one_line, refuse_pipes
 
 _LIKELIEST = 50  # top_k for sampling
 
@@ -70,11 +70,7 @@ def empty_model(directory: Path) -> Any:
 
     Parameters are NaN, tied ones are the same parameter, and buffers have the values that transformers computes.
     """
-    refuse_pipes(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory} cannot be read: {one_line(error)}") from error
+    config = config_in(directory)
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()

@@ -28,7 +28,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.auto_class import Patches, auto_class, settle_class
-from offload_trainer.model.checkpoint_mapping import read_model_config, refuse_endless
+from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.image_parts import text_alone_requires_grads
 from offload_trainer.model.init_weights import (
     NamedTensor,
@@ -168,7 +168,7 @@ class ModelSource:
     def opened(self) -> AbstractContextManager[OpenedWeights]:
         """Open weights that are read from files, for access by name, any number of times."""
         assert self.directory is not None
-        return opened_weights(self.directory, self._meta())
+        return opened_weights(self.directory, self.meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
@@ -184,7 +184,8 @@ class ModelSource:
                 computed |= dict(found.each(found.buffers))
         return computed
 
-    def _meta(self) -> PreTrainedModel:
+    def meta(self) -> PreTrainedModel:
+        """Return the model on the meta device."""
         return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
 
 
@@ -214,7 +215,10 @@ def resolve_model(
     Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
     directory = None if section.name in PRESETS else _directory(section)
-    config = _config(section, directory)
+    if directory is None:
+        config = AutoConfig.for_model(**PRESETS[section.name])
+    else:
+        config = config_in(directory, trust_remote_code=section.trust_remote_code)
     random = directory is None or section.random_init
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
@@ -289,22 +293,6 @@ def _directory(section: ModelSection) -> Path:
         raise UserError(f"--model {section.name}: could not be downloaded{offline}: {one_line(error)}") from error
 
 
-def _config(section: ModelSection, directory: Path | None) -> Any:
-    if directory is None:
-        preset = dict(PRESETS[section.name])
-        return AutoConfig.for_model(preset.pop("model_type"), **preset)
-    read_model_config(directory)  # refuse files on which transformers would block or never finish
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # transformers' classes validate in different ways or not at all
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
-                "with model.trust_remote_code=true"
-            ) from error
-        raise UserError(f"{directory}: {one_line(error)}") from error
-
-
 def _override(config: Any, overrides: dict[str, Any]) -> None:
     known = set(config.to_dict())
     unknown = [key for key in overrides if key not in known]
@@ -370,7 +358,7 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     processor. Buffers that belong to the weights are saved in a separate file, from which exports read them.
     """
     config = copy.deepcopy(source.config)
-    model = source._meta()
+    model = source.meta()
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     if source.random and end_of_text is not None:

@@ -159,9 +159,9 @@ def with_block_order(config: TrainConfig, source: Any) -> Any:
     at_home = config.placement.params == "gpu" and order == "auto"
     if one or at_home or order == "depth_first" or config.placement.engine_name != "tiered":
         return source
-    from offload_trainer.model.probes.block_order import why_no_chain
+    from offload_trainer.model.probes.blocks import why_no_chain
 
-    why = why_no_chain(source._meta())
+    why = why_no_chain(source.meta())
     return replace(source, shape=replace(source.shape, no_chain=why))
 
 
@@ -344,7 +344,7 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
     """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them."""
     source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
     if config.tiered.fetch_granularity == "module":
-        from offload_trainer.model.probes.submodules import with_divided_blocks
+        from offload_trainer.model.probes.blocks import with_divided_blocks
 
         return source if is_divided(source.shape) else with_divided_blocks(source)
     return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
@@ -357,7 +357,7 @@ def may_tile(config: TrainConfig) -> bool:
 
 
 def _tiled(source: Any) -> Any:
-    from offload_trainer.model.probes.positionwise import with_tiles
+    from offload_trainer.model.probes.blocks import with_tiles
 
     return source if source.shape.tiles else with_tiles(source)
 

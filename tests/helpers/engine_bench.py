@@ -26,8 +26,7 @@ from offload_trainer.model import shape as model_shape
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes.positionwise import with_tiles
-from offload_trainer.model.probes.submodules import with_divided_blocks
+from offload_trainer.model.probes.blocks import with_divided_blocks, with_tiles
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.train import use_deterministic_algorithms

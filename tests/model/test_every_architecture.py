@@ -18,7 +18,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model import meta_trace
 from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.model.probes import submodules
+from offload_trainer.model.probes import blocks
 from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.planner import make_plan
 
@@ -203,13 +203,13 @@ def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wrong_parts_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that cannot be divided, or another order, is reported as wrong."""
-    inside, every = submodules._inside, lambda tiny: {kind for kind, _, _ in submodules._with_children(tiny)}
+    inside, every = blocks._inside, lambda tiny: {kind for kind, _, _ in blocks._with_children(tiny)}
     with monkeypatch.context() as patch:
-        patch.setattr(submodules, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
+        patch.setattr(blocks, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
         result = examine("Llama", tmp_path / "order", "modules")
         assert result.outcome == "wrong"
         assert "planned: model.layers" in result.why
-    monkeypatch.setattr(submodules, "_proven", every)
+    monkeypatch.setattr(blocks, "_separable", every)
     result = examine("Mamba", tmp_path / "divided", "modules")
     assert result.outcome == "wrong"
     assert "a loss is NaN" in result.why

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.config import ModelSection
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.probes.positionwise import tileable, with_tiles
+from offload_trainer.model.probes.blocks import tileable, with_tiles
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.offloading.device import CpuDevice

@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.probes.block_order import why_no_chain
+from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape

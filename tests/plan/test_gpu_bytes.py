@@ -19,7 +19,7 @@ from offload_trainer.model import meta_trace
 from offload_trainer.model import shape as model_shape
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.model.probes.positionwise import with_tiles
+from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, pruned

@@ -17,7 +17,7 @@ from sample_plans import GB, SHAPES, machine, wish
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.probes.positionwise import with_tiles
+from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import longest, longest_row, make_plan, resolve_and_plan, workload

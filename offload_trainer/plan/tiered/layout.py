@@ -491,7 +491,7 @@ def on_node(homes: TierMap, here: range) -> TierMap:
 #                      ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
 #
 # A part is a submodule with everything inside it. The largest module that cannot be divided further sets the maximum
-# size of a part. `shape.divisible` names the modules that may be divided; `model/probes/submodules.py` finds them.
+# size of a part. `shape.divisible` names the modules that may be divided; `model/probes/blocks.py` finds them.
 
 _STAYS = SMALL  # elements of a divided block that may stay on the device
 _WORTH = 0.9  # divide only if the largest part has at most this share of the largest block

@@ -1,9 +1,9 @@
 """The `sample` and `chat` commands: generate text from saved weights, on the CPU in fp32.
 
     run, checkpoint ─┐
-    export          ─┴─ _Weights ── all in memory, if they need at most half of the free RAM
-                                 └─ otherwise each module's weights are read when it is called and freed afterwards,
-                                    so that every token reads the whole model once
+    export          ─┴─ Source ── all in memory, if they need at most half of the free RAM
+                               └─ otherwise each module's weights are read when it is called and freed afterwards,
+                                  so that every token reads the whole model once
 
 The model's configuration, the tokenizer and the end-of-text token are those saved with the run.
 """
@@ -11,35 +11,17 @@ The model's configuration, the tokenizer and the end-of-text token are those sav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export.sources import NamedTensor, opened
+from offload_trainer.export.sources import opened, opened_model
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called, set_weight
 from offload_trainer.model.init_weights import set_buffer
-from offload_trainer.model.pretrained import opened_weights, persistent_buffers
 from offload_trainer.units import format_bytes
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A model without weights, and the access to its saved weights."""
-
-    model: Any
-    directory: Path  # configuration and tokenizer of the model
-    description: str  # what messages call the source
-    shapes: Mapping[str, tuple[int, ...]]  # shapes of the parameters, by the model's names
-    weights: Callable[[], Iterator[NamedTensor]]  # reads all weights in turn
-    read: Callable[[str], torch.Tensor]  # reads one weight by name
-    buffers: Mapping[str, torch.Tensor]  # buffers saved with the weights
 
 
 @contextmanager
@@ -52,15 +34,16 @@ def inference_model(
     `path` is none of these.
     """
     most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
-    with _of_export(path) if (path / "config.json").is_file() else _of_run(path) as found:
-        say(f"{found.description}, in fp32 on the CPU")
-        model = found.model
-        size = sum(4 * math.prod(shape) for shape in found.shapes.values())
-        for name, buffer in found.buffers.items():
+    with opened_model(path) if (path / "config.json").is_file() else opened(path, mixed=False) as source:
+        say(f"{source.description}, in fp32 on the CPU")
+        model = empty_model(source.model)
+        shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
+        size = sum(4 * math.prod(shape) for shape in shapes.values())
+        for name, buffer in source.buffers.items():
             set_buffer(model, name, buffer)
         if size <= most:
-            for name, tensor in found.weights():
-                if name in found.shapes:
+            for name, tensor in source.weights():
+                if name in shapes:
                     set_weight(model, name, tensor.float())
             model.tie_weights()
         else:
@@ -68,26 +51,8 @@ def inference_model(
                 f"the weights take {format_bytes(size)}, more than the {format_bytes(most)} that may be used: they are "
                 "read from the disk for each token"
             )
-            read_as_called(model, found.shapes, found.read)
-        yield InferenceModel(model, load_tokenizer(str(found.directory)))
-
-
-@contextmanager
-def _of_run(path: Path) -> Iterator[_Weights]:
-    with opened(path, mixed=False) as source:
-        shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
-        model = empty_model(source.model)
-        yield _Weights(model, source.model, source.description, shapes, source.weights, source.read, source.buffers)
-
-
-@contextmanager
-def _of_export(path: Path) -> Iterator[_Weights]:
-    """Open an exported directory. transformers may build one weight from several tensors of the files."""
-    model = empty_model(path)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    with opened_weights(path, model) as found:
-        buffers = {name: found.read(name) for name in persistent_buffers(model)}
-        yield _Weights(model, path, str(path), shapes, lambda: found.each(shapes.keys()), found.read, buffers)
+            read_as_called(model, shapes, source.read)
+        yield InferenceModel(model, load_tokenizer(str(source.model)))
 
 
 def sample(

@@ -192,12 +192,10 @@ def _first_that_fits(
 
 def _why_whole(models: MemoryFallbacks) -> str:
     """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
-    from offload_trainer.model.init_weights import meta_model
     from offload_trainer.model.probes.rows import refuse_pieces
 
-    trusted = models.source.section.trust_remote_code
     try:
-        refuse_pieces(meta_model(models.source.config, trust_remote_code=trusted))
+        refuse_pieces(models.source.meta())
     except UserError as error:
         return str(error)
     return ""

@@ -201,7 +201,6 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
 
 def _doctor(given: Namespace, words: list[str]) -> None:
-    threads = os.environ.get("OMP_NUM_THREADS")
     config = prepared(words)
     from offload_trainer.plan.engines import engine_of
     from offload_trainer.run.commands.doctor import examine, report
@@ -212,7 +211,6 @@ def _doctor(given: Namespace, words: list[str]) -> None:
             config.model,
             output=config.save.output,
             engine=engine_of(config),
-            threads_given=threads,
         )
     _answer(checks, as_json=given.json, told=lambda: report(checks))
     if any(check.state == "failure" for check in checks):

@@ -119,15 +119,6 @@ def _load(builder: Any) -> Any:
             ) from error
 
 
-def stale_locks() -> list[Path]:
-    """Return the lock files without a running build."""
-    try:
-        locks = [_build_directory(name) / "lock" for names in _BUILDS.values() for name in names]
-    except OSError:  # the cache cannot be created, so there are no builds
-        return []
-    return [lock for lock in locks if lock.exists() and not _someone_works_in(lock.parent)]
-
-
 def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:
     """Remove `directory/lock` if it stays for `patience` seconds while no process works in `directory`."""
     lock = directory / "lock"

@@ -27,7 +27,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_count
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
 # Limits on rows and sides of the timed products at a start. A CPU's rate no longer depends on them from there on, and
@@ -275,25 +275,6 @@ def _summary(machine: MachineProfile, dtype: str) -> list[str]:
             read, written = drive.rates.mixed_read.value, drive.rates.mixed_write.value
             told.append(f"{drive.directory} {format_bytes(read)}/s read with {format_bytes(written)}/s written")
     return told
-
-
-def choice_in_words(before: Plan, after: Plan) -> str:
-    """Return what measured rates decided: the chosen schedule or placement, and the seconds that it saves.
-
-    `before` is the plan of a start without rates.
-    """
-    step = after.forecast.step
-    if step is None:
-        return "no choice follows: a rate is still missing"
-    chosen = f"{after.way or 'the placement ' + after.homes}, {format_seconds(step)} a step"
-    others = {way.words: way.seconds for way in after.ways if way.seconds is not None and way.words != after.way}
-    default = others.get(before.way)
-    if default is not None and default > step:
-        return f"chose {chosen}, because {before.way}, the default without rates, would take {format_seconds(default)}"
-    if others:
-        words, seconds = min(others.items(), key=lambda item: item[1] or 0.0)
-        return f"chose {chosen}; the next best, {words}, would take {format_seconds(seconds)}"
-    return f"chose {chosen}"
 
 
 def _ranks_to_time(wish: int, *, gpus: int | None) -> int:

@@ -167,7 +167,6 @@ def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Pl
     machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
     planned = shared_plan(found[0] if found else before)
-    log.say(machine_rates.choice_in_words(before.plan, planned.plan))
     log.say(planned.plan.describe())
     on_rank_zero(lambda: refuse(planned))
     return planned

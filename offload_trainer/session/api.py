@@ -197,10 +197,9 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
     if several:
         refuse_other_programs(config.model_dump(mode="json"))
     machine = from_rank_zero(lambda: machine_here(config.placement), MachineProfile)
-    planned = before = _plan_on(machine, config, source, moves=moves)
-    if machine_rates.is_due_in_session(before):
-        planned = _plan_on(machine_rates.rates_at_start(before, say=say), config, source, moves=moves)
-        say(machine_rates.choice_in_words(before.plan, planned.plan))
+    planned = _plan_on(machine, config, source, moves=moves)
+    if machine_rates.is_due_in_session(planned):
+        planned = _plan_on(machine_rates.rates_at_start(planned, say=say), config, source, moves=moves)
     plan = planned.plan
     say(plan.describe())
     if not plan.fits and not planned.config.placement.force:

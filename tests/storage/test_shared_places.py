@@ -483,7 +483,6 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
     assert not op_builder.is_built("async_io")
-    assert op_builder.stale_locks() == []
     with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
         op_builder._load(SimpleNamespace(name="cpu_adam"))
 

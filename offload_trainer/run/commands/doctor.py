@@ -48,19 +48,14 @@ def examine(
     *,
     output: str,
     engine: Tiered | DeepSpeed | Plain,
-    threads_given: str | None = None,
 ) -> list[Check]:
-    """Run all checks for a run with these settings.
-
-    `threads_given`: OMP_NUM_THREADS when this process was started, before it was overridden.
-    """
+    """Run all checks for a run with these settings."""
     needed = [package for _, package in engine.packages()]
     stock = isinstance(engine, DeepSpeed)
-    checks = [_threads(place, threads_given), _torch(), *_packages(), _native_kernel()]
+    checks = [_threads(place), _torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(place.nvme))
     if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
-    checks += _stale_locks()
     try:
         machine = probe_machine(place, output=output)
     except UnusableGpu as error:
@@ -88,13 +83,10 @@ def report(checks: list[Check]) -> str:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def _threads(place: PlacementSection, given: str | None) -> Check:
+def _threads(place: PlacementSection) -> Check:
     cores, setting = len(os.sched_getaffinity(0)), place.threads
     if setting == 1 and cores > 1:
         return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
-    if given == "1" and cores > 1:
-        found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program uses its share of the cores"
-        return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
     return Check("threads", "ok", f"{cores if setting == 'auto' else setting} for {cores} cores")
 
 
@@ -182,14 +174,6 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check(f"kernel {name}", "ok", "built and loaded")
         except TrainerError as error:
             yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")
-
-
-def _stale_locks() -> Iterator[Check]:
-    from offload_trainer.engine.op_builder import stale_locks
-
-    for lock in stale_locks():
-        found = f"{lock} was left by a killed build; builds outside this program would wait for it forever"
-        yield Check("build lock", "warning", found, f"rm {lock}")
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ COMMANDS = {
                 type=_writable,
             ),
             "destination": _value("DEST", "the new directory", type=_writable),
-            "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32")),
+            "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32"), default="fp16"),
             "--max-shard-size": _value(
                 "SIZE", "largest file of a directory, such as 500MB (default %(default)s)", type=_size, default="5GB"
             ),
@@ -186,9 +186,6 @@ COMMANDS = {
             "--mixed": _switch(
                 "accept page files of a run that was killed during an update, in which some weights are one step "
                 "ahead of others; they are refused otherwise"
-            ),
-            "--trainer": _switch(
-                "also write moments and step, so that transformers' Trainer resumes from DEST; in fp32"
             ),
         },
     ),

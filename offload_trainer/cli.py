@@ -225,21 +225,19 @@ def _prepare(_: Namespace, words: list[str]) -> None:
 
 
 def _export(given: Namespace, _: list[str]) -> None:
-    if given.trainer and (given.dtype not in (None, "fp32") or given.mixed):
-        raise UserError("--trainer writes a checkpoint in fp32: leave out --dtype and --mixed")
-    dtype = given.dtype or ("fp32" if given.trainer else "fp16")
     go_offline()
-    how = {"shard_bytes": given.max_shard_size, "check": given.check}
-    if given.trainer:
-        from offload_trainer.run.commands.export_trainer import export_trainer
+    from offload_trainer.export.directory import export
 
-        done = export_trainer(given.source, given.destination, **how)
-    else:
-        from offload_trainer.export.directory import export
-
-        done = export(given.source, given.destination, dtype=dtype, mixed=given.mixed, **how)
+    done = export(
+        given.source,
+        given.destination,
+        dtype=given.dtype,
+        shard_bytes=given.max_shard_size,
+        check=given.check,
+        mixed=given.mixed,
+    )
     compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
-    where = f"exported {done.source} in {dtype} to {given.destination}"
+    where = f"exported {done.source} in {given.dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
 
 

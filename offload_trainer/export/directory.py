@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,14 @@ from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import read_back
-from offload_trainer.storage.atomic_io import bytes_below, copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.storage.atomic_io import (
+    bytes_below,
+    copy_tree,
+    make_directories,
+    put_in_place,
+    sync_directory,
+    write_text,
+)
 from offload_trainer.storage.owned_dirs import replacing
 from offload_trainer.storage.tensorfile import DTYPES, SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
@@ -88,13 +95,12 @@ def write_model(
     shard_bytes: int = 5 * 10**9,
     replace: bool = False,
     check: bool = False,
-    also: Callable[[Path], None] = lambda directory: None,
     by_name: bool = False,
 ) -> Exported:
     """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
 
-    `also` writes further files into the directory before it gets its name. `by_name` keeps the names of the weights and
-    the configuration as they are and writes no card, for a model that transformers does not build.
+    `by_name` keeps the names of the weights and the configuration as they are and writes no card, for a model that
+    transformers does not build.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
     fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
@@ -123,7 +129,6 @@ def write_model(
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
-            also(temporary)
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
@@ -153,17 +158,16 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
     assert next(stream, None) is None, "more weights came than groups take"
 
 
-def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
+def check_destination(destination: Path, total: int, *, replace: bool = False, what: str = "the export") -> None:
     """Raise UserError if the destination is in use or `total` bytes are not free."""
     if destination.exists() and not replace and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(destination.parent)
     except OSError as error:
         raise UserError(f"{destination}: cannot be made: {error.strerror}") from error
-    free = shutil.disk_usage(destination.parent).free
-    if free < total:
-        raise UserError(f"{destination}: the export takes {format_bytes(total)} and {format_bytes(free)} are free")
+    if (free := shutil.disk_usage(destination.parent).free) < total:
+        raise UserError(f"{destination}: {what} takes {format_bytes(total)} and {format_bytes(free)} are free")
 
 
 def _write_shards(

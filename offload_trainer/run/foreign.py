@@ -52,9 +52,8 @@ from offload_trainer.safe_files import LENIENT, Steps, as_kind, is_there, open_f
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
-SCHEDULER = "scheduler.pt"
 METADATA = ".metadata"
-_SCALER = "scaler.pt"
+_SCHEDULER, _SCALER = "scheduler.pt", "scaler.pt"
 _NAMED = 5  # number of weights named in a message
 # The names that `Trainer.get_decay_parameter_names` exempts from weight decay; all weights of nn.LayerNorm are too.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -302,8 +301,8 @@ def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
     fix = "Import another checkpoint of that run"
     about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
     position, scaler = None, None
-    if is_there(directory / SCHEDULER):
-        saved = load_pickle(directory / SCHEDULER)
+    if is_there(directory / _SCHEDULER):
+        saved = load_pickle(directory / _SCHEDULER)
         # torch's ReduceLROnPlateau has no base_lrs, and counts evaluations as last_epoch.
         position = saved.get("last_epoch") if isinstance(saved, Mapping) and "base_lrs" in saved else None
     # A scaler that is switched off has an empty state.
@@ -336,14 +335,6 @@ def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, di
     return groups, state
 
 
-def decay_order(model: nn.Module) -> list[list[str]]:
-    """Return the trained parameters with and without weight decay, in the order of a Trainer's optimizer."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
-    spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
-    return [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
-
-
 def _positions(
     model: nn.Module, groups: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]], *, told: str
 ) -> dict[str, int]:
@@ -352,7 +343,9 @@ def _positions(
     Raises UserError, with the counts and shapes, if the numbers cannot be those of the model's parameters.
     """
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    decayed = decay_order(model)
+    of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
+    decayed = [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
     held = [group["params"] for group in groups]
     orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
     sizes = [len(numbers) for numbers in held]

@@ -15,7 +15,6 @@ LINES, PARAMETERS, OF_MODULE = 100, 7, 700
 MANY_PARAMETERS: dict[str, str] = {
     "data.stream.StreamedTokens.__init__": "what one stream is read with; only a stream for validation names the last",
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
-    "export.directory.write_model": "an export's choices, and what its two callers write beside it",
     "optim.triton_adam.adamw": "pointers, and constants of the compilation",
     "plan.memory.peak_of": "counts, and all that changes which moment is the largest",
 }

@@ -1,4 +1,4 @@
-"""Tests of the memory of `import` and of `export --trainer`: some of the largest weights, not the model."""
+"""Tests of the memory of `import`: some of the largest weights, not the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from imported_state import assert_same_state, imported, state_of
 from synthetic_foreign import STEP, State, random_state, write_fsdp, write_trainer
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
-
-from offload_trainer.run.commands.export_trainer import export_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +59,3 @@ def test_an_import_holds_a_few_weights(writer: str, state: tuple[Path, State], t
     assert grown(lambda: imported(source, tmp_path / "run", "--model", str(folder)), tmp_path) < limit
     checkpoint = tmp_path / f"run/checkpoints/step-{STEP:08d}"
     assert_same_state(state_of(checkpoint), held)
-    if writer == "trainer":
-        out = {"shard_bytes": 10**9, "check": False}
-        assert grown(lambda: export_trainer(tmp_path / "run", tmp_path / "out", **out), tmp_path) < limit
-        written, given = (torch.load(path / "optimizer.pt")["state"] for path in (tmp_path / "out", source))
-        assert written.keys() == given.keys()
-        for number, moments in given.items():
-            assert all(torch.equal(written[number][kind], tensor) for kind, tensor in moments.items())

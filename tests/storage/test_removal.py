@@ -42,7 +42,6 @@ SINGLE_FILES = {
     ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
-    ("offload_trainer/run/commands/export_trainer.py", "unlink"): "the mapped moments in our workplace",
     (
         "offload_trainer/run/checks.py",
         "unlink",

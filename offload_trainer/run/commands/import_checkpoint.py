@@ -10,7 +10,6 @@ run directory.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.run_data import unknown_identity
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.export.directory import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.loss_scale import INITIAL_SCALE, LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
@@ -40,11 +40,10 @@ from offload_trainer.run.foreign import (
     with_trainer_files,
 )
 from offload_trainer.safe_files import is_there
-from offload_trainer.storage.atomic_io import bytes_below, make_directories, put_in_place, sync_directory
+from offload_trainer.storage.atomic_io import bytes_below, put_in_place, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 from offload_trainer.trainer import learning_rate
-from offload_trainer.units import format_bytes
 
 _WORK = "the import to"  # purpose written in the scratch directory's mark
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
@@ -107,7 +106,7 @@ def import_checkpoint(
         buffers = [name for name, _ in of.meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
-        _refuse_destination(run, need)
+        check_destination(run.absolute(), need, what="the import")
         steps = state.steps or config["train"]["steps"]
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
@@ -176,18 +175,6 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
         parameter.requires_grad_(trainable[name])
     with opened_trainer(source, module) as state:
         yield with_trainer_files(state, source)
-
-
-def _refuse_destination(run: Path, need: int) -> None:
-    """Raise UserError if `run` is in use, cannot be made, or has no room for a checkpoint of `need` bytes."""
-    if is_there(run) and (not run.is_dir() or any(run.iterdir())):
-        raise UserError(f"{run}: already holds something, and an import begins a run: name a new directory")
-    try:
-        make_directories(run.absolute().parent)
-    except OSError as error:
-        raise UserError(f"{run}: cannot be made: {error.strerror}") from error
-    if (free := shutil.disk_usage(run.absolute().parent).free) < need:
-        raise UserError(f"{run}: the import takes {format_bytes(need)} and {format_bytes(free)} are free")
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import EXACT, LENIENT, Count, Kind, Steps, is_there, open_file, read_back, shown
+from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Steps, is_there, open_file, read_back, shown
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -412,9 +412,11 @@ def find_checkpoint(path: Path) -> Path:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class RunConfiguration:
-    """The part of run.json that a resume reads."""
+    """The part of run.json that a resume and a model card read."""
 
     config: dict[str, dict[str, Any]]
+    random: Flag = False  # whether the run began from random weights
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:

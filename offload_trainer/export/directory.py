@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from offload_trainer.checkpoint import RunRecord
+from offload_trainer.checkpoint import RunConfiguration, RunRecord
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.model_card import model_card
 from offload_trainer.export.sources import (
@@ -40,7 +40,7 @@ from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_mo
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
-from offload_trainer.safe_files import read_back
+from offload_trainer.safe_files import as_kind, read_back
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -270,14 +270,14 @@ def write_final(
     refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
-    description = f"the run after step {step}"
+    description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)
     live = Source(
         shapes={weight.name: weight.shape for weight in order},
         weights=lambda: weights,
         read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
         model=output / "model",
         description=description,
-        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=record.run, step=step),
+        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=run, step=step),
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from pydantic import with_config
 
 from offload_trainer.checkpoint import (
+    MADE,
     RESIDENT,
     RunConfiguration,
     complete_checkpoints,
@@ -26,7 +28,7 @@ from offload_trainer.checkpoint import (
     reading,
 )
 from offload_trainer.errors import UserError
-from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
+from offload_trainer.export.model_card import model_card
 from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import opened_weights
@@ -135,7 +137,9 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
                 source,
                 model=path / "model",
                 description=f"{path / 'export'}, after step {left.step}",
-                card=lambda dtype: final_card(path / FINAL_RECORD, dtype=dtype),
+                card=lambda dtype: model_card(
+                    path, dtype=dtype, source=f"the run after step {left.step}", run=left.run, step=left.step
+                ),
             )
         return
     try:
@@ -161,9 +165,16 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
-            card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
+            card=partial(_checkpoint_card, checkpoint),
         )
         yield source.with_buffers()
+
+
+def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
+    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
+    run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
+    step = read_state(checkpoint).step
+    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
 @with_config(LENIENT)
@@ -228,5 +239,7 @@ def _page_files(directory: Path, *, mixed: bool) -> Source:
         read=stored.read,
         model=stored.model,
         description=text,
-        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=text, run={}, updates=stored.step),
+        card=lambda dtype: model_card(
+            stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
+        ),
     )

@@ -17,7 +17,7 @@ import offload_trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
-from offload_trainer.export.model_card import checkpoint_card
+from offload_trainer.export.sources import _checkpoint_card
 from offload_trainer.machine import rate_cache
 from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files
@@ -140,9 +140,9 @@ def test_a_manifest_may_hold_more_than_is_read(tmp_path: Path) -> None:
 
 def test_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 2)
-    _edit(checkpoint, lambda run: run.update(config={"model": {"name": 1}}), name="run.json")
-    with pytest.raises(UserError, match=r"run\.json cannot be read: config.model.name should be"):
-        checkpoint_card(checkpoint, dtype="fp16")
+    _edit(checkpoint, lambda run: run.update(config={"model": 1}), name="run.json")
+    with pytest.raises(UserError, match=r"run\.json cannot be read: config.model should be"):
+        _checkpoint_card(checkpoint, "fp16")
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
 from offload_trainer.arguments import COMMANDS, parse
+from offload_trainer.checkpoint import RunConfiguration
 from offload_trainer.config import PlacementSection
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -109,7 +110,7 @@ def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
         "data": {"path": ["[x](y)\n| Seed | 7 |"]},
         "train": {"steps": 3, "seed": 0},
     }
-    card = model_card(tmp_path, dtype="fp32", source="a run", run={"config": config, "random": True})
+    card = model_card(tmp_path, dtype="fp32", source="a run", run=RunConfiguration(config, random=True))
     assert "a\\|b\\<img src=x\\>\\`" in card
     assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
     assert card.count("| Seed |") == 1

@@ -369,7 +369,7 @@ def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     held = load_file(tmp_path / "hf" / "model.safetensors")
     saved = load_file(whole.output / "checkpoints" / "step-00000004" / "master.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in held.items() if name in saved)
-    assert "Muon, peak rate" in (tmp_path / "hf" / "README.md").read_text()
+    assert "name=muon, lr=" in (tmp_path / "hf" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

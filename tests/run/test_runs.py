@@ -369,8 +369,8 @@ def test_export_in_16_bit_describes_its_source(dtype: str, finished, tmp_path: P
     assert f"| Weights | {dtype}, from the fp32 masters of step-00000020 |" in card
     assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
     assert "| Steps | 20 of 20 |" in card
-    assert "from random weights (n_layer=2, n_embd=96)" in card
-    assert "peak rate 0.001" in card
+    assert "from random weights ({'n_layer': 2, 'n_embd': 96})" in card
+    assert "lr=0.001" in card
     assert f"torch {torch.__version__.split('+')[0]}" in card
     assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 

@@ -8,26 +8,37 @@ own model (`run/machine_rates.py`).
 Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
 zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
 more is written.
+
+Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from pinned
+memory and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and Unix sockets replace NCCL. A
+rate is the slowest rank's, since all ranks wait for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.nn import functional
 
+from offload_trainer import ranks as all_ranks
+from offload_trainer.errors import TrainerError
+from offload_trainer.mesh import RUN
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,
     DriveRates,
+    Links,
     MachineProfile,
     Rate,
     Rates,
@@ -38,7 +49,9 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.tiered.norm_shards import piece_width
 from offload_trainer.plan.tiered.orthogonalisation import RATE, products_of
+from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
@@ -52,6 +65,9 @@ _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, a
 _TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
 _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
+_LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
+_TIMES = 8  # repetitions of a transfer between ranks
+_PATIENCE = 300.0  # seconds for the links: starting processes that import torch, and moving a few GB
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
@@ -549,3 +565,88 @@ def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[
     for future in (future for row in futures for future in row if future is not None):
         future.wait()
     return moved, time.perf_counter() - start
+
+
+# -- links between ranks -----------------------------------------------------------------------------------------------
+
+
+def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
+    """Return `known` with the rates that `ranks` processes on this machine measure together.
+
+    Raises TrainerError, with the last line of its traceback, if one of them fails or is not finished in time.
+    """
+    say(f"bench: links between {ranks} ranks")
+    with scratch("offload-trainer-links-") as folder:
+        answer = folder / "links.json"
+        started = start_processes(run_rank, (ranks, secrets.token_hex(16), answer), nprocs=ranks, join=False)
+        until = time.monotonic() + _PATIENCE
+        try:
+            while not started.join(max(0.0, until - time.monotonic())):
+                if time.monotonic() > until:
+                    raise TrainerError(f"links between {ranks} ranks could not be timed in {_PATIENCE:.0f} s")
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            why = str(error).strip().splitlines()[-1]
+            raise TrainerError(
+                f"links between {ranks} ranks could not be timed: rank {error.error_index}: {why}"
+            ) from error
+        finally:
+            for process in started.processes:
+                process.kill()
+        found = parsed(answer.read_bytes(), Links)
+    return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
+
+
+def run_rank(rank: int, ranks: int, run: str, answer: Path) -> None:
+    """Run the benchmark as one rank together with the others; rank 0 writes the result."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {RUN: run, **{name: str(value) for name, value in place.items()}}
+    torch.set_num_threads(1)
+    all_ranks.join()
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank)
+    found = _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
+    if rank == 0:
+        answer.write_text(json.dumps(asdict(found)))
+    all_ranks.wait_for_all()
+
+
+def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
+    between = all_ranks.group_of(gpus=gpu)
+    host = host_buffer(size, pinned=gpu)
+    place = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    device = torch.zeros(size, dtype=torch.uint8, device=place)
+    whole = size // ranks * ranks
+    part = size // ranks
+
+    def seconds(work: Callable[[], object], *, alone: bool = False) -> float:
+        """Return the median time of the slowest rank, or with `alone` of rank 0 working alone; all ranks must call."""
+        taken = []
+        for _ in range(_TIMES + 1):  # the first is not counted
+            all_ranks.wait_for_all()
+            start = time.perf_counter()
+            if rank == 0 or not alone:
+                work()
+            if gpu:
+                torch.cuda.synchronize()
+            taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
+        return median(taken[1:])
+
+    def copied(work: Callable[[], object]) -> Rate:
+        once, alone = seconds(work), seconds(work, alone=True)
+        how = f"{format_bytes(size)} by each of {ranks} ranks at once, the slowest, median of {_TIMES}"
+        return Rate(size / once, "measured", f"{how}; one alone: {size / alone / 1e9:.3g} GB/s")
+
+    def joined(work: Callable[[], object], what: str) -> Rate:
+        moved = whole - part
+        how = f"{format_bytes(moved)} to each of {ranks} ranks, {'NCCL' if gpu else 'sockets'}, median of {_TIMES}"
+        return Rate(moved / seconds(work), "measured", f"{what}, {how}")
+
+    parts = device[:whole].view(ranks, part)
+    return Links(
+        ranks=ranks,
+        to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
+        from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
+        all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
+        all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
+    )

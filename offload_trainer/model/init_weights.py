@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.auto_class import auto_class
+from offload_trainer.model.images import auto_class
 
 NamedTensor = tuple[str, torch.Tensor]
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

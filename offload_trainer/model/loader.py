@@ -27,9 +27,8 @@ from transformers.initialization import no_init_weights
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import repeat_keys_where_needed
-from offload_trainer.model.auto_class import Patches, auto_class, settle_class
 from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
-from offload_trainer.model.image_parts import text_alone_requires_grads
+from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
 from offload_trainer.model.init_weights import (
     NamedTensor,
     initial_weights,

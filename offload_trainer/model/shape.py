@@ -22,8 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import ModelMemory, count_activations
-from offload_trainer.model.auto_class import Patches, class_names
-from offload_trainer.model.image_parts import image_parts, with_images
+from offload_trainer.model.images import Patches, class_names, image_parts, with_images
 from offload_trainer.model.loss import head_needs_only_hidden_states
 from offload_trainer.plan.shape import ModelShape, Split, Weight, unit_of
 from offload_trainer.plan.tiered.weight_streaming import with_order

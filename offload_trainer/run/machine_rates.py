@@ -15,18 +15,26 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from offload_trainer.config import PlacementSection
+from offload_trainer.engine import timed_updates
+from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.machine import bench
+from offload_trainer.machine.bench import Budget, LayerSizes, Subjects
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
+from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
+from offload_trainer.storage.tensorfile import DTYPES
+from offload_trainer.storage.transfer import ThreadedTransfers
 from offload_trainer.units import format_bytes, format_count
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
@@ -60,17 +68,12 @@ def bench_here(
 
     CPU measurements use the threads of this process.
     """
-    from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.timed_updates import available_updates, gradient_kernels, orthogonalisation
-    from offload_trainer.machine.bench import Budget, Subjects, bench_machine, dtypes_to_time
-    from offload_trainer.machine.link_rates import bench_links
-    from offload_trainer.machine.probe import probe_machine
-    from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
-    from offload_trainer.storage.tensorfile import DTYPES
-
     refuse_unwritable()
     machine = probe_machine(place, output=output)
-    count = _ranks_to_time(ranks, gpus=torch.cuda.device_count() if machine.gpu is not None else None)
+    if machine.gpu is not None and ranks > (there := torch.cuda.device_count()):
+        raise UserError(f"--gpus {ranks}: there are {there} here")
+    if machine.gpu is not None and ranks == 1:
+        ranks = torch.cuda.device_count()
     if machine.gpu is None:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
     budget = Budget(update_page=page)
@@ -82,14 +85,14 @@ def bench_here(
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     subjects = Subjects(
         transfers=io,
-        updates=available_updates(say=say),
-        dtypes=dtypes_to_time(machine, dtype),
-        kernels=gradient_kernels("auto", "torch"),
-        orthogonalise=orthogonalisation,
+        updates=timed_updates.available_updates(say=say),
+        dtypes=bench.dtypes_to_time(machine, dtype),
+        kernels=timed_updates.gradient_kernels("auto", "torch"),
+        orthogonalise=timed_updates.orthogonalisation,
     )
-    timed = bench_machine(machine, subjects, budget=budget, say=say)
-    if count > 1:
-        timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
+    timed = bench.bench_machine(machine, subjects, budget=budget, say=say)
+    if ranks > 1:
+        timed = replace(timed, links=bench.bench_links(timed.links, ranks=ranks, say=say))
     try:
         keep_rates(timed)
     except OSError as error:  # the cache was writable at the start; still return the measured rates
@@ -125,11 +128,8 @@ def is_due_in_session(planned: Planned) -> bool:
     It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
     torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
     """
-    from offload_trainer.optim.cpu_units import has_native_16bit
-    from offload_trainer.storage.tensorfile import DTYPES
-
     dtype, gpu = planned.config.model.dtype, planned.machine.gpu is not None
-    own = gpu or dtype == "fp32" or has_native_16bit(DTYPES[dtype])
+    own = gpu or dtype == "fp32" or cpu_units.has_native_16bit(DTYPES[dtype])
     return own and is_due(planned, steps=_SESSION_STEPS)
 
 
@@ -152,8 +152,6 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
 @contextmanager
 def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Iterator[None]:
     """Within this context, compute with as many threads as all ranks of the machine have, on all of their `cpus`."""
-    from offload_trainer.machine.rate_cache import threads_of_all_ranks
-
     threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
     try:
         torch.set_num_threads(threads_of_all_ranks(machine))
@@ -192,12 +190,6 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
 
     If it fails, a note says so and the rates stay unknown.
     """
-    from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.timed_updates import gradient_kernels, orthogonalisation, updates_of_run
-    from offload_trainer.machine.bench import Budget, Subjects, bench_machine
-    from offload_trainer.machine.rate_cache import keep_rates
-    from offload_trainer.storage.tensorfile import DTYPES
-
     config, machine = planned.config, planned.machine
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])
@@ -221,17 +213,17 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     subjects = Subjects(
         transfers=_ways_to_drives(),
         # This may build the kernel, as the run would.
-        updates=updates_of_run(config.optim.kernel, config.optim.moment_dtype),
+        updates=timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype),
         dtypes=[config.model.dtype],
-        kernels=gradient_kernels(config.optim.kernel),
-        orthogonalise=orthogonalisation if has_matrices else None,
+        kernels=timed_updates.gradient_kernels(config.optim.kernel),
+        orthogonalise=timed_updates.orthogonalisation if has_matrices else None,
     )
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.
         with torch.random.fork_rng(devices=[] if machine.gpu is None else [torch.cuda.current_device()]):
             drives = tuple(drive for drive in machine.drives if drive.directory in used)
-            timed = bench_machine(
+            timed = bench.bench_machine(
                 replace(machine, drives=drives), subjects, budget=budget, say=lambda _: None, layer=layer
             )
     except TrainerError as error:
@@ -250,10 +242,8 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     return timed
 
 
-def _layer_of(shape: ModelShape, plan: Plan, *, gpu: bool) -> Any:
+def _layer_of(shape: ModelShape, plan: Plan, *, gpu: bool) -> LayerSizes:
     """Return the sizes of the model's largest matrix product, and of its attention, in one micro-batch."""
-    from offload_trainer.machine.bench import LayerSizes
-
     inside = [weight for weight in shape.weights if weight.block and len(weight.shape) > 1] or list(shape.weights)
     largest = max(inside, key=lambda weight: weight.numel)
     inner, outer = sorted(largest.shape[-2:]) if len(largest.shape) > 1 else (shape.hidden, shape.hidden)
@@ -277,20 +267,8 @@ def _summary(machine: MachineProfile, dtype: str) -> list[str]:
     return told
 
 
-def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
-    """Return the number of ranks to measure links between: as many as requested, or one per GPU if that is 1.
-
-    `gpus`: None on a machine without GPUs. Raises UserError if more ranks than GPUs are requested.
-    """
-    if gpus is not None and wish > gpus:
-        raise UserError(f"--gpus {wish}: there are {gpus} here")
-    return gpus if gpus is not None and wish == 1 else wish
-
-
-def _ways_to_drives() -> dict[str, Callable[[], Any]]:
+def _ways_to_drives() -> dict[str, Callable[[], ThreadedTransfers]]:
     """Return factories of the transfers to measure, by the configuration words that select each, default first."""
-    from offload_trainer.storage.transfer import ThreadedTransfers
-
     return {
         f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
             ThreadedTransfers, threads=threads, block=block

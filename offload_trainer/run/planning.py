@@ -136,7 +136,7 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
 
 def model_of(config: TrainConfig) -> Any:
     """Return the ModelSource of a configuration. Raises UserError if this command cannot train it."""
-    from offload_trainer.model.auto_class import refuse_other_losses
+    from offload_trainer.model.images import refuse_other_losses
     from offload_trainer.model.loader import resolve_model
 
     if (base := config.model.base) != "model":

@@ -35,8 +35,7 @@ import offload_trainer as ot
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
-from offload_trainer.model.auto_class import refuse_other_losses
-from offload_trainer.model.image_parts import image_parts
+from offload_trainer.model.images import image_parts, refuse_other_losses
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.images import image_part
 from offload_trainer.plan.plan import Plan

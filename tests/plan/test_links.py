@@ -11,10 +11,10 @@ import pytest
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine import link_rates, rate_cache
+from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, describe_rates, read_machine
-from offload_trainer.run.machine_rates import _ranks_to_time
+from offload_trainer.run import machine_rates
 from offload_trainer.safe_files import parsed
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
     messages: list[str] = []
-    found = link_rates.bench_links(known, ranks=2, say=messages.append)
+    found = bench.bench_links(known, ranks=2, say=messages.append)
     assert messages == ["bench: links between 2 ranks"]
     assert (found.ranks, found.message) == (2, known.message)
     timed = (found.to_device_at_once, found.from_device_at_once, found.all_gather, found.all_to_all)
@@ -52,9 +52,9 @@ def fails(rank: int, *_: object) -> None:
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_rates, "run_rank", fails)
+    monkeypatch.setattr(bench, "run_rank", fails)
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
-        link_rates.bench_links(Links(), ranks=2, say=lambda line: None)
+        bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
 def test_files_may_leave_out_links() -> None:
@@ -66,9 +66,10 @@ def test_files_may_leave_out_links() -> None:
     assert isinstance(machine.links.between_gpus, Rate)
 
 
-def test_as_many_ranks_as_there_are_gpus() -> None:
-    assert _ranks_to_time(1, gpus=8) == 8
-    assert _ranks_to_time(2, gpus=8) == 2
-    assert [_ranks_to_time(count, gpus=None) for count in (1, 3)] == [1, 3]
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine_rates, "probe_machine", lambda *_, **__: read_machine("v100-32gb"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    how = {"output": str(tmp_path), "dtype": "fp32", "page": 1, "drive_bytes": None, "say": lambda line: None}
     with pytest.raises(UserError, match="--gpus 4: there are 2"):
-        _ranks_to_time(4, gpus=2)
+        machine_rates.bench_here(PlacementSection(), ranks=4, **how)

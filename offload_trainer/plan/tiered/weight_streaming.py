@@ -329,7 +329,7 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[lis
         blocks = list(dict.fromkeys(unit.within for unit in units if unit.within))
         recomputed = set(blocks if again == shape.layers else blocks[:again])
         backward |= _shown(units, shape, {one.block: one.backward for one in shape.needs if one.block in recomputed})
-        images = shape.images.units if shape.images else ()  # `text_alone_requires_grads` in model/image_parts.py
+        images = shape.images.units if shape.images else ()  # `text_alone_requires_grads` in model/images.py
         frozen = set(blocks) - set(names) - set(images)
         names += [name for name in order.forward[::-1] if name in frozen]
     return (

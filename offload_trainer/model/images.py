@@ -1,4 +1,7 @@
-"""The parts of an image-text model that only images pass through: which units, how many patches, which attention.
+"""Image-text models of transformers: the class that a configuration is built with, and the parts for images.
+
+Some configurations stand for a causal language model and for an image-text model (Qwen3.5, Llama 4): with and without
+the parts that read images. Their `architectures` decide, which `settle_class` sets and exports keep.
 
 A run of the model on text alone (`model/activations.py`) shows which units text uses; the others are for images.
 Without such a run, they are those outside the language model that transformers' `get_decoder` returns.
@@ -13,20 +16,92 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import ImageParts, Order, Weight
 
+Patches = int | Literal["auto"]  # patches of a row's images; 0: rows hold text alone
 _MERGES = ("spatial_merge_size", "scale_factor", "downsample_factor")  # patches per side that become one token
 _SHRINKS = ("downsample_ratio", "pixel_shuffle_ratio")  # tokens per patch of a side
 _TOKENS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_query_tokens")  # tokens of an image
 
 
+def class_names(config: Any) -> tuple[str | None, str | None]:
+    """Return the names of transformers' image-text class and causal language model for a configuration.
+
+    They are None if there is no such class, and for a model whose repository has Python code.
+    """
+    if not type(config).__module__.startswith("transformers."):
+        return None, None
+    image, text = (
+        mapping.get(type(config), None)
+        for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    )
+    first = [found[0] if isinstance(found, list | tuple) else found for found in (image, text)]
+    image, text = (None if kind is None else str(kind.__name__) for kind in first)
+    return image, text
+
+
+def auto_class(config: Any) -> Any:
+    """Return AutoModelForImageTextToText or AutoModelForCausalLM.
+
+    A configuration of both is an image-text model if its `architectures` name that class.
+    """
+    image, text = class_names(config)
+    named = getattr(config, "architectures", None) or ()
+    return AutoModelForImageTextToText if image and (not text or image in named) else AutoModelForCausalLM
+
+
+def settle_class(config: Any, *, image_patches: Patches) -> bool:
+    """Set the class that `auto_class` returns for `config`; return whether rows with images are expected.
+
+    With `image_patches` 0 a configuration of both kinds is a causal language model.
+    """
+    image, text = class_names(config)
+    if image is None or not _reads_images(image):
+        return False
+    named = getattr(config, "architectures", None) or ()
+    text_alone = not image_patches or (text in named and image not in named)
+    if text is not None and text != image:
+        config.architectures = [text if text_alone else image]
+        return not text_alone
+    return bool(image_patches)
+
+
+def _reads_images(name: str) -> bool:
+    """Return whether a class takes images; some that transformers lists as image-text models take text alone."""
+    found = getattr(transformers, name)
+    by_name = "pixel_values" in inspect.signature(found.forward).parameters
+    return by_name or not {"image", "video"}.isdisjoint(found.input_modalities)
+
+
+def refuse_other_losses(config: Any) -> None:
+    """Raise UserError for an image-text model that is not trained to predict the next token of each row."""
+    image, _ = class_names(config)
+    if image is None or auto_class(config) is AutoModelForCausalLM:
+        return
+    if config.is_encoder_decoder:
+        why = "it is an encoder and a decoder"
+    elif "labels" not in inspect.signature(getattr(transformers, image).forward).parameters:
+        why = "it takes no labels"
+    else:
+        return
+    raise UserError(
+        f"{image}: {why}, and this command trains models that predict the next token of each row. offload_trainer.load "
+        "trains it with a loop of your own (docs/library.md)"
+    )
+
+
+# -- the parts for images ----------------------------------------------------------------------------------------------
+
+
 def image_parts(
-    model: PreTrainedModel, weights: Sequence[Weight], order: Order | None, *, patches: int | Literal["auto"]
+    model: PreTrainedModel, weights: Sequence[Weight], order: Order | None, *, patches: Patches
 ) -> ImageParts:
     """Return the parts of `model` (on the meta device) that only images pass through.
 

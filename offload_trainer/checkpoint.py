@@ -7,7 +7,7 @@
         engine.json        Adam's step count, the loss scale
         run.json           the run's configuration, plan and package versions
         model/             the model's configuration and its tokenizer
-        resident/          only from a Session: trained parameters that are not offloaded (session/extra_params.py)
+        resident/          only from a Session: trained parameters that are not offloaded (session/optimizer.py)
 
     trainer ── save(state) ──> snapshot ── written under a hidden name, fsynced, renamed ──> the oldest are pruned
                                  (in a background thread, if the engine's snapshot allows it)

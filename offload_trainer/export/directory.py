@@ -27,13 +27,13 @@ from safetensors import safe_open
 
 from offload_trainer.checkpoint import RunConfiguration, RunRecord
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.model_card import model_card
 from offload_trainer.export.sources import (
     FINAL_RECORD,
     NamedTensor,
     Source,
     final_export,
     finite_weights,
+    model_card,
     opened,
 )
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_model_config, saved_groups

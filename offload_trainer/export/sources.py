@@ -1,11 +1,13 @@
-"""Sources of weights for an export: a checkpoint, a dead run's page files, or a run's final weights.
+"""Sources of weights for an export: a checkpoint, a dead run's page files, or a run's final weights; and their card.
 
-A run directory stands for its newest checkpoint, or for the final weights of a run without checkpoints.
+A run directory stands for its newest checkpoint, or for the final weights of a run without checkpoints. The model card
+(README.md of an export) tells the model, the data, settings, and the recorded numbers.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,6 @@ from offload_trainer.checkpoint import (
     reading,
 )
 from offload_trainer.errors import UserError
-from offload_trainer.export.model_card import model_card
 from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import opened_weights
@@ -38,6 +39,9 @@ from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, re
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
+from offload_trainer.units import format_count, format_seconds
+from offload_trainer.units import shown as printable
 
 NamedTensor = tuple[str, torch.Tensor]
 _NAMED = 10  # number of weights named in a message
@@ -243,3 +247,72 @@ def _page_files(directory: Path, *, mixed: bool) -> Source:
             stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
         ),
     )
+
+
+# -- the model card ----------------------------------------------------------------------------------------------------
+
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- offload-trainer
+---
+"""
+_OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
+
+
+def model_card(
+    run_directory: Path,
+    *,
+    dtype: str,
+    source: str,
+    run: RunConfiguration,
+    step: int | None = None,
+    updates: int | None = None,
+) -> str:
+    """Return the card's text. `run` is a checkpoint's record of its run; metrics come from `run_directory`.
+
+    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
+    out.
+    """
+    model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
+    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
+    if run.config:
+        start = f"random weights ({model.get('overrides')})" if run.random else "its weights"
+        facts += [
+            ("Model", f"{model.get('name')}, from {start}"),
+            ("Trained in", f"{model.get('dtype')}, masters in fp32"),
+            ("Text", ", ".join(Path(str(path)).name for path in data.get("path", ()))),
+            ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
+            ("Seed", train.get("seed")),
+        ]
+    rows = read_metrics(run_directory / "metrics.jsonl")
+    if updates is not None:
+        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
+    rows = [row for row in rows if step is None or row.step <= step]
+    if rows:
+        last = rows[-1]
+        facts += [
+            ("Steps", f"{last.step}" + (f" of {train['steps']}" if "steps" in train else "")),
+            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
+            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
+            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
+        ]
+    elif step is not None:
+        facts.append(("Steps", step))
+    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
+    if seen and seen[-1].validation_loss is not None:
+        bits = seen[-1].bits_per_byte
+        told = f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else "")
+        facts.append((f"Validation loss after step {seen[-1].step}", told))
+    if packages := run.environment.get("packages"):
+        facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
+    lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
+    title = Path(str(model.get("name", "Trained weights"))).name
+    return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+
+
+def _plain(text: object) -> str:
+    """Return text for a Markdown table: markup and HTML escaped, on one line."""
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(printable(text).split()))

@@ -54,7 +54,6 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
 
-_IDENTITY = {"session": True}
 Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
@@ -93,16 +92,14 @@ def load(
             )
         planned = _planned(config, source, say=say)
         with ExitStack() as stack:
-            parts, work = _opened(planned, stack, say=say)
+            parts, work, saves = _opened(planned, stack, say=say)
             without = parameters_without_memory()
             model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = without_values(model, dtype=parts.layout.dtype, place=parts.device.place)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
-            folder = _folder(stack)
-            save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
+            save_model_config(source, saves.record.model, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
-            saves = Saves(record_of(planned, identity=_IDENTITY, model=folder), from_config=True)
             offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
@@ -134,9 +131,8 @@ def offload(
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         planned = _planned(config, source, say=say, moves=here)
         with ExitStack() as stack:
-            parts, _ = _opened(planned, stack, say=say)
-            folder = _folder(stack)
-            from_config = _keep_configuration(module, folder)
+            parts, _, saves = _opened(planned, stack, say=say)
+            saves = replace(saves, from_config=_keep_configuration(module, saves.record.model))
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             if parts.layout.node.rank:
                 held.clear()  # all ranks get the weights of rank 0
@@ -147,7 +143,6 @@ def offload(
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
             dtype = parts.layout.dtype
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
-            saves = Saves(record_of(planned, identity=_IDENTITY, model=folder), from_config=from_config)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
             return Session(module, offloaded, plan=planned.plan, saves=saves, opened=stack.pop_all())
@@ -258,10 +253,11 @@ class ThisProcess:
         return replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
 
 
-def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload]:
+def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload, Saves]:
     """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
 
-    Return them and the workload that was planned.
+    Return them, the workload that was planned, and the writer of saves, with an empty directory for the model's
+    configuration, which is copied into each save.
     """
     set_malloc_threshold("tiered")
     plan, shape = planned.plan, planned.source.shape
@@ -276,17 +272,11 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
     work = workload(planned.config, shape, world=plan.world)
     once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
     one_use = replace(work, shape=replace(work.shape, weights=once))
-    return open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say), work
-
-
-def _folder(stack: ExitStack) -> Path:
-    """Create a scratch directory for the model's configuration, which is copied into each save.
-
-    It is a subdirectory, so that the scratch directory's lock file is not copied with it.
-    """
+    parts = open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
+    # a subdirectory, so that the scratch directory's lock file is not copied with it
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
-    return folder
+    return parts, work, Saves(record_of(planned, identity={"session": True}, model=folder), from_config=True)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------

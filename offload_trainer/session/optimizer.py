@@ -1,29 +1,47 @@
-"""torch.optim.Optimizer interface of a Session, so that parameter groups and learning-rate schedulers work as usual.
+"""torch.optim.Optimizer interface of a Session, and the parameters that it trains without offloading them.
 
-`step` runs the session's update. `state` holds only parameters that are not offloaded (`extra_params.py`); the session
-keeps, saves and loads the state of the offloaded ones.
+Parameter groups and learning-rate schedulers work as usual. `step` runs the session's update. The optimizer's `state`
+holds only parameters that are not offloaded; the session keeps, saves and loads the state of the offloaded ones.
+
+Resident parameters, such as adapters or a value head, belong to the caller and stay in memory. A step treats them
+together with the offloaded ones: one gradient norm, one clipping factor, and the groups of the session's optimizer.
+torch's AdamW updates them. A save stores them in a separate directory, one file per kind of state:
+
+    resident/weight.safetensors  step ...  exp_avg ...  exp_avg_sq ...     by name, each in its dtype
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
-from offload_trainer.optim.rules import Hyper, hypers_of
+from offload_trainer.optim.rules import Hyper, adamw_of, hypers_of
+from offload_trainer.optim.state_files import StateFile, write_files
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.tiered.state_formats import UpdateRule
-from offload_trainer.session.extra_params import named_residents
+from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
+from offload_trainer.plan.tiers import Item
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
+from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:
     from offload_trainer.session.session import Session
 
+Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
+State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
+Changes = dict[torch.Tensor, int]
+_WEIGHT = "weight"
 _SAVES = (
     "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
     "scheduler, ...) loads them"
@@ -152,3 +170,189 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self._saved_apart = False
+
+
+# -- resident parameters -----------------------------------------------------------------------------------------------
+
+
+def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
+    """Return the groups' parameters that are not offloaded, by name.
+
+    Parameters outside `model` are named beside.0, beside.1, ...
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = [p for group in groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
+    others = iter(range(len(found)))
+    return {names.get(p) or f"beside.{next(others)}": p for p in found}
+
+
+# -- a step of resident parameters ------------------------------------------------------------------------------------
+
+
+def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are not offloaded and have a gradient, each once.
+
+    Raises UserError for a sparse gradient.
+    """
+    held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
+    found = [p for p in held if p.grad is not None]
+    for parameter in found:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which AdamW does not take: make "
+                "its embedding with sparse=False"
+            )
+    return found
+
+
+def changes_of(parameters: Iterable[nn.Parameter]) -> Changes:
+    """Return the version counter of each gradient; equal results mean that no gradient was added or modified."""
+    return {g: g._version for parameter in parameters if (g := parameter.grad) is not None}
+
+
+def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
+    """Return the norm of all gradients, combined in the order of `parameters`; 0 if there are none.
+
+    `offloaded`: norms of the offloaded gradients by weight name. The result equals that of
+    torch.nn.utils.clip_grad_norm_ on a plain model: the norm of the per-gradient norms, on the first one's device.
+    """
+    left, norms = dict(offloaded), []
+    for parameter in dict.fromkeys(parameters):
+        if isinstance(parameter, OffloadedParameter):
+            norms += [left.pop(parameter.weight)] if parameter.weight in left else []
+        elif parameter.grad is not None:
+            norms.append(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
+    norms += left.values()
+    if not norms:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order))
+
+
+@torch.no_grad()
+def update_residents(groups: Groups, state: State, *, scale: float) -> None:
+    """Update the resident parameters that have a gradient, in place, with gradients multiplied by `scale`.
+
+    `state` has the layout of torch's AdamW.
+    """
+    for group in groups:
+        parameters = with_gradient(group["params"])
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(scale)
+        if parameters:
+            hyper = adamw_of(group)
+            adamw = torch.optim.AdamW(
+                parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
+            )
+            adamw.state = state  # type: ignore[assignment]  # continue with the existing state
+            adamw.step()
+
+
+@torch.no_grad()
+def broadcast_residents(parameters: Iterable[nn.Parameter], node: Node) -> None:
+    """Set the parameters that are not offloaded to the values of rank 0. All ranks call it."""
+    for parameter in dict.fromkeys(parameters):
+        if not isinstance(parameter, OffloadedParameter):
+            values = parameter.detach().to("cpu", copy=True).reshape(-1)
+            node.broadcast(values, source=0)
+            parameter.copy_(values.view(parameter.shape))
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
+    """Set the gradients of parameters that are not offloaded to their means over all ranks. All ranks call it.
+
+    A rank without a gradient counts as zeros, if another rank has one, as in DistributedDataParallel.
+    """
+    held = [p for p in dict.fromkeys(parameters) if p.requires_grad and not isinstance(p, OffloadedParameter)]
+    have = torch.tensor([float(parameter.grad is not None) for parameter in held])
+    with_gradient(held)  # refuses sparse gradients
+    node.all_reduce(have)
+    for parameter, count in zip(held, have.tolist(), strict=True):
+        if count:
+            given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mean = given.to("cpu", torch.float32, copy=True).reshape(-1).div_(node.world)
+            node.all_reduce(mean)
+            parameter.grad = mean.view(parameter.shape).to(parameter.device, parameter.dtype)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:
+    """Add the values, gradients and moments of `parameters` to the plan. Raises UserError if it no longer fits."""
+    added: dict[str, int] = {}
+    for parameter in parameters:
+        tier = "gpu" if parameter.is_cuda else "ram"
+        added[tier] = added.get(tier, 0) + (2 + len(MOMENTS)) * parameter.nbytes
+    why = "other trained parameters: values, gradients, moments"
+    items = (*plan.items, *(Item(tier, "adapters", size, why) for tier, size in added.items()))
+    tiers = {tier: room | {"need": room["need"] + added.get(tier, 0)} for tier, room in plan.tiers.items()}
+    counted = replace(plan, items=items, tiers=tiers)
+    if plan.fits and not counted.fits:
+        shortfalls = "; ".join(counted.shortfalls())
+        size = format_bytes(sum(added.values()))
+        raise UserError(f"with {size} for the other trained parameters this does not fit: {shortfalls}")
+    return counted
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+
+
+def layout_of(residents: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return the shapes and dtypes for a save's manifest, compared at resume."""
+    return {
+        f"{RESIDENT}/{name}": {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
+        for name, p in residents.items()
+    }
+
+
+def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, Any]:
+    """Write the parameters and their state; return size and CRC-32 of each file for the manifest.
+
+    Raises TrainerError for values that cannot be used.
+    """
+    if not residents:
+        return {}
+    kinds: dict[str, dict[str, torch.Tensor]] = {_WEIGHT: dict(residents)}
+    for name, parameter in residents.items():
+        for kind, value in state.get(parameter, {}).items():
+            kinds.setdefault(kind, {})[name] = value
+    files = []
+    for kind, tensors in kinds.items():
+        entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        files.append(StateFile(kind, entries, lambda name, tensors=tensors: tensors[name].detach().cpu()))  # type: ignore[misc]
+    (directory / RESIDENT).mkdir()
+    written = write_files(directory / RESIDENT, files, writes=True)
+    return {f"{RESIDENT}/{name}": about for name, about in written.items()}
+
+
+def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+    """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
+
+    Raises UserError if a file has other names or shapes.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
+    kinds = [_WEIGHT, "step", *MOMENTS] if residents else []
+    for kind in kinds:
+        path = directory / RESIDENT / f"{kind}.safetensors"
+        if not path.exists() and kind != _WEIGHT:
+            continue  # saved before the first step
+        with TensorFileReader(path) as file:
+            for name, entry in file.entries.items():
+                here = residents.get(name)
+                if here is None or entry.shape != (() if kind == "step" else tuple(here.shape)):
+                    raise UserError(f"{path}: {name} {list(entry.shape)} is not among the parameters trained here")
+                found[name][kind] = file.read(name)
+    return found
+
+
+@torch.no_grad()
+def set_residents(
+    residents: Mapping[str, nn.Parameter], state: State, found: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Copy the read values into the parameters and replace their entries in `state`."""
+    for name, parameter in residents.items():
+        kept = dict(found[name])
+        parameter.copy_(kept.pop(_WEIGHT))
+        state[parameter] = {kind: value.to(parameter.device) for kind, value in kept.items()}

@@ -3,7 +3,7 @@
 DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a run's checkpoint (checkpoint.py)
     session.json   the optimizer's groups and the state of schedulers and other objects: plain data
     model/         the model's configuration, if it has one
-    resident/      trained parameters that are not offloaded (extra_params.py)
+    resident/      trained parameters that are not offloaded (optimizer.py)
 
 If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading. An export can
 merge PEFT's LoRA adapters into the weights, one weight at a time, with PEFT's merge code.
@@ -35,8 +35,13 @@ from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
-from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, write_residents
-from offload_trainer.session.optimizer import OffloadedOptimizer
+from offload_trainer.session.optimizer import (
+    OffloadedOptimizer,
+    layout_of,
+    read_residents,
+    set_residents,
+    write_residents,
+)
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import clear
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES

@@ -36,8 +36,9 @@ from offload_trainer.offloading.weights.parameter import (
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
-from offload_trainer.session.extra_params import (
+from offload_trainer.session.optimizer import (
     Changes,
+    OffloadedOptimizer,
     average_gradients,
     broadcast_residents,
     changes_of,
@@ -46,7 +47,6 @@ from offload_trainer.session.extra_params import (
     update_residents,
     with_gradient,
 )
-from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
 from offload_trainer.units import format_bytes
 

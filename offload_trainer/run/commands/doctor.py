@@ -7,8 +7,6 @@ a failure shows the compiler's messages.
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +27,6 @@ from offload_trainer.units import format_bytes
 State = Literal["ok", "warning", "failure"]
 
 _LITTLE_RAM = 4_000_000_000
-_LIBAIO = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
 
 
 @dataclass(frozen=True)
@@ -146,22 +143,14 @@ def _native_kernel() -> Check:
 
 
 def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
-    """Check DeepSpeed, compiler, ninja and libaio, and build the kernels if `needed`."""
-    missing: State = "failure" if needed else "warning"
-    only = "" if needed else " (only --engine deepspeed needs it)"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    """Check DeepSpeed, and build its kernels if `needed`; an error names the tools that a build needs."""
     if not is_installed("deepspeed"):
-        install = to_install("deepspeed", "ninja")
-        yield Check("deepspeed", "failure" if needed else "ok", f"not installed{only}", install if needed else "")
+        if needed:
+            yield Check("deepspeed", "failure", "not installed", to_install("deepspeed", "ninja"))
+        else:
+            yield Check("deepspeed", "ok", "not installed (only --engine deepspeed needs it)")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
-    for tool, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
-        at = shutil.which(tool, path=path)
-        yield Check(tool, "ok", at) if at else Check(tool, missing, f"not found{only}", fix)
-    if drive or not needed:
-        header = next((at for at in _LIBAIO if Path(at).exists()), None)
-        lacks = Check("libaio", missing, f"libaio.h not found{only}", "apt-get install libaio-dev")
-        yield Check("libaio", "ok", header) if header else lacks
     from offload_trainer.engine.op_builder import is_built, load_async_io, load_cpu_adam
 
     for name, load, wanted in (("cpu_adam", load_cpu_adam, needed), ("async_io", load_async_io, needed and drive)):

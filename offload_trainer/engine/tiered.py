@@ -18,11 +18,11 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.protocol import StepResult
+from offload_trainer.model.attention import DividedAttention, SharedRows, share_rows
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.ulysses import DividedAttention, SharedRows, share_rows
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel

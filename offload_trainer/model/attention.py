@@ -1,23 +1,40 @@
-"""Repeat key and value heads for grouped-query attention on GPUs whose fast kernels do not support it.
+"""Attention functions for transformers: grouped heads on older GPUs, and rows that ranks share (DeepSpeed Ulysses).
 
-transformers passes grouped heads to torch with `enable_gqa`. Only torch's flash and cuDNN kernels accept that, and they
-need 16-bit tensors and sm_80 or later. Otherwise torch falls back to the math kernel, which allocates the whole score
-matrix: 4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). In that case this module
-repeats keys and values first, as transformers does for attention with a mask, so that torch uses its memory-efficient
-kernel.
+Both are registered as transformers' attention functions, so the models' code stays unchanged.
+
+**Grouped heads.** transformers passes grouped heads to torch with `enable_gqa`. Only torch's flash and cuDNN kernels
+accept that, and they need 16-bit tensors and sm_80 or later. Otherwise torch falls back to the math kernel, which
+allocates the whole score matrix: 4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). In
+that case this module repeats keys and values first, as transformers does for attention with a mask, so that torch uses
+its memory-efficient kernel.
+
+**Sequence parallelism.** A rank has a piece of every row; attention sees whole rows of its heads:
+
+    queries, keys, values   [rows, all heads, its tokens]  ──all-to-all──>  [rows, its heads, all tokens]
+    result                  [rows, its tokens, all heads]  <──all-to-all──  [rows, all tokens, its heads]
+
+See Jacobs et al. 2023. Everything else in the model must be position-wise, which probes/rows.py tries. If the number of
+key heads is not divisible by the ranks, key heads are repeated before they are sent.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from offload_trainer.errors import TrainerError
 
 _GROUPS = "num_key_value_groups"
+Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
 
 def repeat_keys_where_needed() -> None:
@@ -69,3 +86,124 @@ class GroupedView:
         if name == _GROUPS:
             raise AttributeError(name)
         return getattr(self._module, name)
+
+
+# -- rows that ranks share ---------------------------------------------------------------------------------------------
+
+
+class SharedRows:
+    """The exchange between `count` ranks that each have a piece of the same rows."""
+
+    def __init__(self, send: Send, *, count: int) -> None:
+        self.count, self._send = count, send
+
+    def whole(self, states: torch.Tensor) -> torch.Tensor:
+        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
+        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
+        return sent.movedim(0, 2).flatten(2, 3)
+
+    # Heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
+    piece = whole
+
+
+class StackedRows:
+    """A stand-in for probes: the `pieces` of a row are stacked in one batch, and nothing is sent."""
+
+    count = 1
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces = pieces
+
+    def whole(self, states: torch.Tensor) -> torch.Tensor:
+        """Join pieces: [pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
+        return states.unflatten(0, (self._pieces, -1)).movedim(0, 2).flatten(2, 3)
+
+    def piece(self, result: torch.Tensor) -> torch.Tensor:
+        """Cut into pieces: [rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
+        return result.unflatten(1, (self._pieces, -1)).movedim(1, 0).flatten(0, 1)
+
+
+class _Sent(torch.autograd.Function):
+    """Send parts in the forward, and their gradients back in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, send: Send) -> torch.Tensor:
+        ctx.send = send
+        return send(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.send(gradients[0].contiguous()), None
+
+
+class DividedAttention:
+    """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
+
+    The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
+    """
+
+    def __init__(self, rows: SharedRows | StackedRows) -> None:
+        self._rows = rows
+        self._apart = False
+        self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
+        self._mask: torch.Tensor | None = None
+
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Compute attention without exchange inside the context: each rank has whole rows."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **more: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute attention: [rows, heads, tokens, size] -> ([rows, tokens, heads, size], None); tokens of a piece."""
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if attention_mask is not None:
+            raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
+        if self._apart:
+            seen = self._seen(query, more)
+            return attend(module, query, key, value, seen, **more)
+        heads, of_keys, count = query.shape[1], key.shape[1], self._rows.count
+        if heads % count:
+            raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
+        sent = math.lcm(of_keys, count)
+        key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
+        view: Any = module if sent == of_keys else GroupedView(module, heads // sent)
+        query, key, value = map(self._rows.whole, (query, key, value))
+        result, _ = attend(view, query, key, value, self._seen(query, more), **more)
+        return self._rows.piece(result), None
+
+    def _seen(self, query: torch.Tensor, more: dict[str, Any]) -> torch.Tensor | None:
+        """Return the window's mask, bool [1, 1, tokens, tokens], or None without a window; the last mask is cached."""
+        tokens, window = query.shape[2], more.get("sliding_window")
+        if window is None or window >= tokens:
+            return None
+        if self._mask is None or self._window != (tokens, window):
+            places = torch.arange(tokens, device=query.device)
+            seen = places <= places[:, None]
+            seen &= places > places[:, None] - window
+            self._window, self._mask = (tokens, window), seen[None, None]
+        return self._mask
+
+
+def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> DividedAttention:
+    """Make `model` compute on pieces of rows, with an attention function of this name, and return that.
+
+    Raises ValueError if the model does not use transformers' attention interface.
+    """
+    attention = DividedAttention(rows)
+    AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)
+    if model.config.get_text_config()._attn_implementation != name:
+        raise ValueError("its attention is its own, and not transformers' interface")
+    return attention

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.model.attention import SharedRows, share_rows
 from offload_trainer.model.loader import ModelSource
-from offload_trainer.model.ulysses import SharedRows, share_rows
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.planner import make_plan
 

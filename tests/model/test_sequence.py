@@ -21,8 +21,8 @@ from transformers import (
 
 from offload_trainer.data.rows import IGNORED, Batch, DataState
 from offload_trainer.errors import UserError
+from offload_trainer.model.attention import DividedAttention
 from offload_trainer.model.probes.rows import refuse_pieces
-from offload_trainer.model.ulysses import DividedAttention
 
 CUT = ("gpt2", "llama, untied", "qwen3, tied", "granite, scaled", "mixtral, experts", "qwen2moe, shared expert")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}

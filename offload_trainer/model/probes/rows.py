@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.attention import StackedRows, share_rows
 from offload_trainer.model.loss import adds_router_loss
 from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
-from offload_trainer.model.ulysses import StackedRows, share_rows
 
 _EQUAL, _SHOWS = 1e-4, 1e-2  # relative to the largest logit, in fp32: limit for equality; least effect of a mistake
 _LENGTHS = 13, 9, 10  # tokens of the documents; windows and chunks of a tiny model have 8 tokens

@@ -91,7 +91,7 @@ def tensor_collectives(work: Workload) -> Iterator[Collective]:
 def all_to_alls(work: Workload) -> Iterator[Collective]:
     """Yield the all-to-alls of sequence parallelism on each rank.
 
-    Queries, keys, values and results of attention pass through them (`model/ulysses.py`). Buffers during the
+    Queries, keys, values and results of attention pass through them (`model/attention.py`). Buffers during the
     all-to-alls are smaller than what an MLP needs (tests/plan/test_gpu_bytes.py).
     """
     if work.sequence == 1:

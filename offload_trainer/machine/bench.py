@@ -292,8 +292,7 @@ def _update(make: Callable[[int, int], Callable[[int], None]], budget: Budget) -
 def _copies(seconds: float) -> Rates:
     """Time copies between host memory and the GPU."""
     size = 256 << 20
-    pinned, pageable = host_buffer(size, pinned=True), torch.zeros(size, dtype=torch.uint8)
-    pinned_out = host_buffer(size, pinned=True)
+    pinned, pinned_out = host_buffer(size, pinned=True), host_buffer(size, pinned=True)
     device, other = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     side = torch.cuda.Stream()
 
@@ -309,8 +308,6 @@ def _copies(seconds: float) -> Rates:
     return Rates(
         to_device=timed(lambda: device.copy_(pinned, non_blocking=True), "pinned"),
         from_device=timed(lambda: pinned.copy_(device, non_blocking=True), "pinned"),
-        pageable_to_device=timed(lambda: device.copy_(pageable), "pageable"),
-        pageable_from_device=timed(lambda: pageable.copy_(device), "pageable"),
         both_ways=timed(both, "pinned, both ways at once"),
     )
 

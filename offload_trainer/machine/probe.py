@@ -45,7 +45,6 @@ def probe_machine(place: PlacementSection, *, output: str = ".") -> MachineProfi
         drives=tuple(_drive(directory) for directory in place.nvme),
         output=_output(output),
         cpu=next((value.strip() for key, _, value in cpu if key.strip() == "model name"), "unknown"),
-        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         packages=tuple(name for name in OPTIONAL if is_installed(name)),
     )
@@ -160,7 +159,6 @@ def _facts(path: Path, existing: Path) -> DriveFacts:
         rotational=_attribute(block, "queue/rotational") == "1",
         network=filesystem in _NETWORK,
         direct=direct,
-        sector_bytes=int(_attribute(block, "queue/logical_block_size") or 512),
     )
 
 

@@ -89,7 +89,6 @@ class DriveFacts:
     rotational: Flag = False
     network: Flag = False
     direct: Flag = True  # O_DIRECT works there
-    sector_bytes: Several = 512  # O_DIRECT requests must be a multiple of this
     endurance_bytes: Count | None = None  # rated bytes written over the drive's life
     rates: DriveRates | None = None
 
@@ -117,8 +116,6 @@ class Rates:
     sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`
     to_device: Rate | None = None  # bytes/s, from pinned memory
     from_device: Rate | None = None  # bytes/s, into pinned memory
-    pageable_to_device: Rate | None = None
-    pageable_from_device: Rate | None = None
     both_ways: Rate | None = None  # bytes/s each way, pinned, in both directions at the same time
     # "engine.phase.bound" -> measured / predicted seconds of earlier runs
     corrections: dict[Line, Ratio] = field(default_factory=dict)
@@ -187,7 +184,6 @@ class MachineProfile:
     origin: Origin = "measured"
     source: Line = "this machine"
     cpu: Line = "unknown"
-    numa_nodes: Several = 1
     memlock_bytes: Count | None = None  # None: unlimited
     capability: tuple[Count, Count] | None = None  # CUDA compute capability; None: no NVIDIA GPU, or unknown
     no_state_on_gpu: Line | None = None  # why no optimizer state can be placed on the GPU; None: it can
@@ -262,7 +258,7 @@ def describe_rates(machine: MachineProfile) -> str:
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
     for kernel, rate in rates.sums.items():
         add(f"adding gradients, {' with '.join(kernel.split('.'))}", rate, 1e9, "GB/s")
-    for name in ("to_device", "from_device", "pageable_to_device", "pageable_from_device", "both_ways"):
+    for name in ("to_device", "from_device", "both_ways"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     for name in ("to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):
         add(name.replace("_", " "), getattr(machine.links, name), 1e9, "GB/s")

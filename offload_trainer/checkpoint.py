@@ -59,7 +59,7 @@ _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, man
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
 STEERING = {
-    "model": ("dtype", "attention", "mlp_chunk", "compile"),
+    "model": ("dtype", "attention", "mlp_chunk"),
     "optim": (
         "lr",
         "muon_lr",

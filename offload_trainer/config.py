@@ -85,11 +85,6 @@ class ModelSection(_Section):
         description="tokens that pass through a block's MLP at a time; auto: all, or the largest of 8192, 4096, "
         "... 256 that makes the run fit. Chunks change last bits and dropout; not with deepspeed",
     )
-    compile: Literal["off", "on"] = Field(
-        "off",
-        description="on: compile the inside of blocks with torch.compile; needs a C++ compiler and changes last "
-        "bits; not with deepspeed",
-    )
     freeze: tuple[str, ...] = Field(
         (), description="regular expressions; parameters whose name matches one are not trained"
     )

@@ -303,10 +303,7 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
     "bf16_full_eval": f"{_IN_PLACE}: leave it out",
     "fp16_full_eval": f"{_IN_PLACE}: leave it out",
     "cast_lm_head_to_fp32": f"{_IN_PLACE}: leave it out",
-    "torch_compile": (
-        "compiled code keeps weights that have moved, so a session runs eagerly: leave it out; the command compiles "
-        "the inside of blocks, with `offload-train ... model.compile=on`"
-    ),
+    "torch_compile": "compiled code keeps weights that have moved, so a session runs eagerly: leave it out",
     "deepspeed": f"{_TWICE}: leave it out",
     "fsdp": f"{_TWICE}: leave it out",
     "auto_find_batch_size": (

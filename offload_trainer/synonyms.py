@@ -33,7 +33,7 @@ _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); 
 _TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
 _OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
-_BLOCKS_ONLY = "the inside of blocks is compiled, by torch's default settings"
+_EAGER = "models run eagerly, since compiled code would keep weights that have moved"
 _OF_FILES = "docs/finetune.md lists the file formats of --data"
 _PACKED = "docs/architectures.md says which models support it"
 _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
@@ -77,7 +77,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
     ("model.loss_chunk", "num_output_chunks", "tokens at a time"),
     ("", "use_liger_kernel enable_liger_kernel", _OWN_MODULES),
-    ("model.compile=on", "torch_compile compile use_compile torch_compile_backend jit", _BLOCKS_ONLY),
+    ("", "torch_compile compile use_compile torch_compile_backend jit", _EAGER),
     ("model.freeze", "unfrozen_parameters freeze_trainable_layers", "names of what stays fixed"),
     ("model.freeze", "freeze_trainable_modules", "names of what stays fixed"),
     ("model.trust_remote_code=true", "trust_remote", ""),

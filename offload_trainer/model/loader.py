@@ -149,10 +149,6 @@ class ModelSource:
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
             tile(model.get_submodule(name), chunk=mlp_chunk)
-        if self.section.compile == "on":
-            from offload_trainer.model.compiled_blocks import compile_blocks
-
-            compile_blocks(model)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def weights(self) -> Iterator[NamedTensor]:
@@ -246,10 +242,6 @@ def resolve_model(
         refuse_crossing(model)
     if pieces:
         refuse_pieces(model)
-    if section.compile == "on":
-        from offload_trainer.model.compiled_blocks import refuse_uncompiled
-
-        refuse_uncompiled(model)
     notes: list[str] = []
     if not random:
         assert directory is not None

@@ -146,7 +146,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         )
     mistakes += mistakes_of_streams(config)
     mistakes += mistakes_of_division(config.parallel, engine=engine.name)
-    return mistakes + mistakes_of_rule(optim) + mistakes_of_compilation(config)
+    return mistakes + mistakes_of_rule(optim)
 
 
 def mistakes_of_streams(config: TrainConfig) -> list[str]:
@@ -169,22 +169,6 @@ def mistakes_of_streams(config: TrainConfig) -> list[str]:
     if config.train.epochs != "auto":
         mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
     return mistakes
-
-
-def mistakes_of_compilation(config: TrainConfig) -> list[str]:
-    """Return settings that cannot be combined with compiled blocks, one sentence each."""
-    if config.model.compile == "off":
-        return []
-    settings = {
-        f"model.mlp_chunk={config.model.mlp_chunk}": isinstance(config.model.mlp_chunk, int),
-        "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
-        f"parallel.sequence={config.parallel.sequence}": config.parallel.sequence > 1,
-    }
-    return [
-        f"{setting} with model.compile=on: a block is compiled as a whole, and this divides it: use one of the two"
-        for setting, is_set in settings.items()
-        if is_set
-    ]
 
 
 def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
@@ -217,7 +201,6 @@ def _only_of_tiered(engine: DeepSpeed | Plain, config: TrainConfig) -> list[str]
             ": use on or off",
         ),
         "model.base": (model.base != "model", ": leave it out"),
-        "model.compile": (stock and model.compile == "on", ": leave it out"),
         "model.mlp_chunk": (stock and model.mlp_chunk not in ("auto", "off"), ": leave it out"),
         "optim.moment_dtype": (optim.moment_dtype not in (("fp32", "8bit") if stock else ("fp32",)), ""),
         "optim.name": (optim.name != "adamw", ""),

@@ -31,7 +31,6 @@ PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (3
 LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
 PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
 _HOLES = 110_000_000  # bytes; see `heap_holes`
-COMPILER = 150_000_000  # torch.compile and its code; 109 MB, a block's gradients included, with GPT-2 blocks on a CPU
 CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; estimated, not measured
 
 
@@ -117,8 +116,6 @@ def activation_items(
         parts = f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
         items.append(device(name, peak.kept * world, f"saved for the backward{parts}"))
         items.append(device("activations", peak.rest * world, f"all other activations, at their peak, {how}"))
-    if work.compiled:
-        items.append(tiers.ram.item("compiler", COMPILER * world, "torch.compile in each process; measured on a CPU"))
     if tiers.has_gpu:
         items.append(device("CUDA context", CUDA_CONTEXT * world, "of the driver, in each process"))
         why = f"{ALLOCATOR:.0%} of the activations, for fragmentation; assumed"

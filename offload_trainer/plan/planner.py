@@ -372,7 +372,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         nodes=nodes,
         tensor=config.parallel.tensor,
         sequence=config.parallel.sequence,
-        compiled=model.compile == "on",
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -380,7 +379,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
     items, costs = one.items(), one.costs()
-    sizes, found = one.settled(forecast(one.work, machine, costs, engine=work.timed_as(engine)))
+    sizes, found = one.settled(forecast(one.work, machine, costs, engine=engine))
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
     return Plan(
@@ -441,11 +440,6 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
     if machine.gpu is None and work.inputs_away == TierKind.RAM:
         notes.append(
             "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
-        )
-    if work.compiled:
-        notes.append(
-            "model.compile=on: losses differ from those without in their last bits, activations are counted without "
-            "and are an upper bound, and seconds are those without until a run of eight steps or more has ended"
         )
     if machine.gpu is None:
         notes.append("no GPU here: the model runs on the CPU, in RAM")

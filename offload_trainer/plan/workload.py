@@ -34,7 +34,6 @@ class Workload:
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
-    compiled: bool = False  # the inside of blocks is compiled
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     keeps_heap: bool = False  # freed host memory is reused (`TierSizes.keeps_heap`)
 
@@ -83,10 +82,6 @@ class Workload:
         """Return the tokens of a step on all ranks."""
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
-    def timed_as(self, engine: str) -> str:
-        """Return the name under which ratios of measured to predicted seconds are kept for this kind of step."""
-        return engine + ", compiled" * self.compiled
-
     @property
     def checkpointing(self) -> bool:
         """Return whether any block is checkpointed."""
@@ -103,7 +98,7 @@ _CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matr
 
 def chunks_of(work: Workload) -> tuple[int, ...]:
     """Return the chunk sizes in tokens that MLPs may run in, largest first; empty if that is unknown."""
-    known = work.shape.tiled_on_gpu is not None and not work.compiled
+    known = work.shape.tiled_on_gpu is not None
     return tuple(chunk for chunk in _CHUNKS if known and chunk < work.micro_batch * work.length)
 
 

@@ -331,7 +331,6 @@ class MemoryFallbacks:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
         tiered = config.tiered
         left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
-        left_open = left_open and config.model.compile == "off"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
                 candidate = config.with_keys("tiered", fetch_granularity=fetch)
@@ -352,8 +351,7 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
 
 def may_tile(config: TrainConfig) -> bool:
     """Return True if the plan may choose to run MLPs on chunks of a row."""
-    model = config.model
-    return model.mlp_chunk == "auto" and model.compile == "off" and config.placement.engine_name != "deepspeed"
+    return config.model.mlp_chunk == "auto" and config.placement.engine_name != "deepspeed"
 
 
 def _tiled(source: Any) -> Any:

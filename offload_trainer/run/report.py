@@ -98,7 +98,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
         keep_ratios(
             setup.planned.machine,
-            steady_ratios(plan.forecast, taken, engine=setup.work.timed_as(plan.engine), ranks=plan.world),
+            steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world),
         )
     except (OSError, TrainerError) as error:  # the run itself has succeeded
         log.say(f"note: these ratios could not be saved for later plans: {error}")

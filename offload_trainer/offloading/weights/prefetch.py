@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,15 +40,6 @@ from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.plan.tiered.weight_streaming import Rings
-
-
-@runtime_checkable
-class HasPreHooks(Protocol):
-    """A module, or a forward that runs hooks itself."""
-
-    def register_forward_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call `hook` before each forward."""
-
 
 _END = -1  # marks the end of a pass in place of a following unit
 
@@ -124,7 +115,7 @@ class WeightPrefetcher:
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def attach(self, wanted: Mapping[HasPreHooks, Sequence[int]]) -> None:
+    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
             streamed = [unit for unit in units if unit in self._parts]
@@ -424,7 +415,7 @@ class ResidentGuard:
         self._blocked: set[int] = set()
         self._called: set[int] = set()  # units that a module's call has needed so far
 
-    def attach(self, wanted: Mapping[HasPreHooks, Sequence[int]]) -> None:
+    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
             resident = [unit for unit in units if unit in self._parts]
@@ -468,25 +459,17 @@ class ResidentGuard:
 
 def modules_of_units(
     model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
-) -> dict[HasPreHooks, list[int]]:
+) -> dict[nn.Module, list[int]]:
     """Return the units that each module needs: those of its direct weights, or for a block of all weights inside it.
 
     `unit_of` maps the names of the model's parameters, including tied ones, to units. Modules inside a block are
-    included as well, because transformers recomputes a block without calling the block's own hooks. A block whose
-    forward takes hooks (`model/compiled_blocks.py`) is represented by that forward, and no module inside it is called.
+    included as well, because transformers recomputes a block without calling the block's own hooks.
     """
     inside = {unit.name for unit in blocks}
-    wanted: dict[HasPreHooks, list[int]] = {}
-    whole: tuple[str, ...] = ()
+    wanted: dict[nn.Module, list[int]] = {}
     for name, module in model.named_modules():
-        if name.startswith(whole):
-            continue
-        called: HasPreHooks = module
-        if isinstance(module.forward, HasPreHooks):
-            called, whole = module.forward, (*whole, f"{name}.")
-        recurse = name in inside or called is not module
-        named = module.named_parameters(prefix=name, recurse=recurse, remove_duplicate=False)
+        named = module.named_parameters(prefix=name, recurse=name in inside, remove_duplicate=False)
         units = dict.fromkeys(unit_of[parameter] for parameter, _ in named)
         if units:
-            wanted[called] = list(units)
+            wanted[module] = list(units)
     return wanted

@@ -95,10 +95,6 @@ def tiered_items(
     if sizes.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
         items.append(ram("heap", heap_holes(work, items), why))
-    if work.compiled:
-        blocks = [sum(place.weight.numel for place in u.places if place.weight.trainable) for u in units if u.block]
-        why = "of the largest block: its compiled backward returns them together"
-        items.append(device("gradients of a block", here * e * max(blocks, default=0), why))
     if work.sequence > 1 and tiers.has_gpu:
         items.append(device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed"))
     return items

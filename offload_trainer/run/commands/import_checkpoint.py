@@ -51,7 +51,7 @@ _DEEPSPEED = ("latest", "latest_universal", "zero", "*_optim_states.pt", "zero_t
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
 _UNKNOWN = {
-    "model": ("attention", "mlp_chunk", "compile"),
+    "model": ("attention", "mlp_chunk"),
     "train": ("micro_batch_size", "gradient_accumulation_steps"),
 }
 

@@ -134,8 +134,8 @@ def model_in(directory: Path) -> PreTrainedModel:
 
 def config_in(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the transformers configuration of a model directory. Raises UserError if it cannot be read."""
-    refuse_pipes(directory)
     read_model_config(directory)  # refuse files on which transformers would block or never finish
+    refuse_pipes(directory)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' classes validate in different ways or not at all

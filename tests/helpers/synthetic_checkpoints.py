@@ -94,7 +94,7 @@ def _saved(
     say: Callable[[str], None] = print,
     growing: Sequence[Path] = (),
 ) -> Path:
-    record = RunRecord(identity={}, layout=layout or {}, run=run or {}, model=output / "model")
+    record = RunRecord(identity={}, layout=layout or {}, run=run or {"config": {}}, model=output / "model")
     root = output / "checkpoints"
     with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
         checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))

@@ -17,7 +17,6 @@ from offload_trainer.manifest import crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.run.directory import keep_model
-from offload_trainer.settings import load_config
 
 
 class Small:
@@ -44,16 +43,6 @@ def save(
     (output / "model").mkdir(exist_ok=True, parents=True)
     (output / "model" / "config.json").write_text("{}")
     return _saved(Small(), output, step, run={"config": {}}, keep=keep, say=say, growing=growing)
-
-
-def saved_engine(engine: Any, output: Path, step: int, words: Sequence[str]) -> Path:
-    """Save a real engine's state as the checkpoint of a run with these words; return the checkpoint's directory."""
-    config = load_config(list(words))
-    source = resolve_model(config.model, seed=0)
-    save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
-    layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
-    run = {"config": config.model_dump(mode="json"), "random": False}
-    return _saved(engine, output, step, layout=layout, run=run)
 
 
 def checkpoint_of(engine: Any, model: Path, output: Path, *, step: int = 0) -> Path:
@@ -88,13 +77,12 @@ def _saved(
     output: Path,
     step: int,
     *,
-    layout: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
     keep: int = 2,
     say: Callable[[str], None] = print,
     growing: Sequence[Path] = (),
 ) -> Path:
-    record = RunRecord(identity={}, layout=layout or {}, run=run or {"config": {}}, model=output / "model")
+    record = RunRecord(identity={}, layout={}, run=run or {"config": {}}, model=output / "model")
     root = output / "checkpoints"
     with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
         checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))

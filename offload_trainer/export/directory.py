@@ -158,7 +158,7 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
     assert next(stream, None) is None, "more weights came than groups take"
 
 
-def check_destination(destination: Path, total: int, *, replace: bool = False, what: str = "the export") -> None:
+def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
     """Raise UserError if the destination is in use or `total` bytes are not free."""
     if destination.exists() and not replace and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
@@ -167,7 +167,7 @@ def check_destination(destination: Path, total: int, *, replace: bool = False, w
     except OSError as error:
         raise UserError(f"{destination}: cannot be made: {error.strerror}") from error
     if (free := shutil.disk_usage(destination.parent).free) < total:
-        raise UserError(f"{destination}: {what} takes {format_bytes(total)} and {format_bytes(free)} are free")
+        raise UserError(f"{destination}: {format_bytes(total)} are needed there, and {format_bytes(free)} are free")
 
 
 def _write_shards(

@@ -106,7 +106,7 @@ def import_checkpoint(
         buffers = [name for name, _ in of.meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
-        check_destination(run.absolute(), need, what="the import")
+        check_destination(run.absolute(), need)
         steps = state.steps or config["train"]["steps"]
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:

@@ -81,7 +81,7 @@ def activation_items(
         waiting: bytes of a tied head's gradient in one micro-batch; see `peak_of`.
         tied_sum: bytes of the sum with the embedding's; see `peak_of`.
     """
-    shape, rows, world, device = work.shape, work.micro_batch, work.here, tiers.device.item
+    shape, world, device = work.shape, work.here, tiers.device.item
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
     counted = tiled if work.mlp_chunk else whole
     offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
@@ -91,23 +91,11 @@ def activation_items(
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    peak = peak_of(
-        of_rank,
-        rows=rows,
-        length=work.length,
-        chunk=work.loss_chunk,
-        checkpointed=len(of_rank.blocks) if work.checkpointed == shape.layers else work.checkpointed,
-        inputs_here=not offloaded,
-        gradients=gradients,
-        waiting=waiting,
-        tied_sum=tied_sum,
-        piece=work.mlp_chunk,
-        micro_batches=work.side_by_side,
-    )
+    peak = peak_of(of_rank, work, inputs_here=not offloaded, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
     if offloaded:
-        inputs = work.checkpointed * rows * work.length * shape.hidden * work.item_bytes
+        inputs = work.checkpointed * work.micro_batch * work.length * shape.hidden * work.item_bytes
         if not kept:
             items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
         items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
@@ -254,40 +242,34 @@ class Peak:
 
 def peak_of(
     counted: Activations,
+    work: Workload,
     *,
-    rows: int,
-    length: int,
-    chunk: int,
-    checkpointed: int,
     inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
     tied_sum: int = 0,
-    piece: int = 0,
-    micro_batches: int = 1,
 ) -> Peak:
     """Return the peak of a micro-batch on the device, in bytes and without weights.
 
-    Breadth-first, each of the `micro_batches` has its masks and block inputs there. While one is in a block, each of
-    the others also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
+    Breadth-first, each micro-batch has its masks and block inputs there. While one is in a block, each of the others
+    also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
 
     Args:
-        counted: the model's moments.
-        rows: rows of the micro-batch.
-        length: tokens in a row.
-        chunk: tokens of one chunk of the loss.
-        checkpointed: number of the first blocks that are checkpointed.
+        counted: the model's moments; blocks that run on pieces, if `work` has them.
+        work: the step.
         inputs_here: inputs of checkpointed blocks stay on the device.
         gradients: count weight gradients from their computation until the engine takes them.
         waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
         tied_sum: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new tensor. A run of
             the tiered engine has a parameter for each use, and adds in place.
-        piece: tokens of a piece, if `counted` describes blocks that run on pieces.
-        micro_batches: number of micro-batches that pass through each block before the next.
     """
+    rows, length, chunk, micro_batches = work.micro_batch, work.length, work.loss_chunk, work.side_by_side
+    checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
 
     def most(moments: Iterable[Growth]) -> int:
-        return max((moment.at(rows, length, gradients=gradients, piece=piece) for moment in moments), default=0)
+        return max(
+            (moment.at(rows, length, gradients=gradients, piece=work.mlp_chunk) for moment in moments), default=0
+        )
 
     def now(growth: Growth) -> int:
         return growth.at(rows, length)
@@ -315,7 +297,7 @@ def peak_of(
     norm = counted.norm
     rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
     peaks.append(Peak(top, beside + rest, "in the final norm"))
-    head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients) + (micro_batches - 1) * waiting
+    head = _head(counted, work, gradients=gradients) + (micro_batches - 1) * waiting
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
     if counted.images:
         rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
@@ -325,25 +307,23 @@ def peak_of(
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:
+def _head(counted: Activations, work: Workload, *, gradients: bool) -> int:
     """Return the head's peak: one forward and backward, or one chunk at a time.
 
     During the backward of the last chunk, the hidden states' gradients of all other chunks and the sum of the head's
     gradient are in memory. Autograd adds to that sum out of place at least once. Afterwards the chunks are
     concatenated.
     """
-    tokens = rows * length
-    several = tokens > chunk
-    head = counted.head
+    tokens, chunk, head = work.micro_batch * work.length, work.loss_chunk, counted.head
 
     def at(moment: Growth) -> int:
         return moment.at(1, min(tokens, chunk), gradients=gradients)
 
     largest = max(map(at, (*head.forward, *head.backward)))
-    if not several:
+    if tokens <= chunk:
         return largest
     summed = int(max(moment.fixed for moment in head.backward)) if gradients else 0
-    hidden = counted.hidden.at(rows, length)
+    hidden = counted.hidden.at(work.micro_batch, work.length)
     last = hidden * (tokens - chunk) // tokens + summed + largest
     return max(last, hidden + 3 * summed, 2 * hidden)
 

@@ -8,18 +8,18 @@ machine read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.step_time import steady_ratios
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.build import Setup
 from offload_trainer.run.planning import Planned
+from offload_trainer.settings import with_words
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
@@ -155,40 +155,36 @@ def _row(words: str, plan: Plan) -> tuple[str, ...]:
 
 
 def _changed(planned: Planned) -> Iterator[tuple[str, Plan]]:
-    """Yield (flags and keys, the plan with them) for each change; skip those that conflict with the configuration.
+    """Yield (words, the plan with them) for each change; skip those that conflict with the configuration.
 
     The run's other choices stay, such as the number of blocks that it checkpoints.
     """
-    now, shape, machine = planned.plan, planned.source.shape, planned.machine
-    for words, section, keys in _changes(planned):
-        config = planned.config.with_keys(section, **keys)
-        if combination_mistakes(config):
-            continue
-        try:
-            _, plan = resolve_and_plan(config, shape, machine, world=now.world, nodes=now.nodes)
-        except UserError:
-            continue
-        yield words, plan
+    now, shape = planned.plan, planned.source.shape
+    for words in _changes(planned):
+        with suppress(UserError):
+            config = with_words(planned.config, words)
+            yield words, resolve_and_plan(config, shape, planned.machine, world=now.world, nodes=now.nodes)[1]
 
 
-def _changes(planned: Planned) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (flags and keys, their section, its new values) for each change to try."""
+def _changes(planned: Planned) -> Iterator[str]:
+    """Yield the words of each change to try."""
     config, plan, sizes = planned.config, planned.plan, planned.plan.sizes
     rows, times = config.train.micro_batch_size, config.train.gradient_accumulation_steps
-    ways = [(rows, 4 * times), *([(2 * rows, times // 2)] if times % 2 == 0 else [])]
-    for batch, accumulate in [*ways, *([(rows // 2, 2 * times)] if rows % 2 == 0 else [])]:
-        keys = {"micro_batch_size": batch, "gradient_accumulation_steps": accumulate}
-        yield f"--micro-batch {batch} --accumulate {accumulate}", "train", keys
+    yield f"--micro-batch {rows} --accumulate {4 * times}"
+    if times % 2 == 0:
+        yield f"--micro-batch {2 * rows} --accumulate {times // 2}"
+    if rows % 2 == 0:
+        yield f"--micro-batch {rows // 2} --accumulate {2 * times}"
     for other in ("off", "on"):
         if other != config.model.activation_checkpointing:
-            yield f"model.activation_checkpointing={other}", "model", {"activation_checkpointing": other}
+            yield f"model.activation_checkpointing={other}"
     if not isinstance(sizes, TierSizes):
         return
     for share in (0.0, 0.25, 0.5, 0.75, 1.0) if config.placement.nvme else ():
         if share != sizes.ram_fraction and share <= round(1 - sizes.gpu_fraction, 9):
-            yield f"--ram-fraction {share:g}", "placement", {"ram_fraction": share}
+            yield f"--ram-fraction {share:g}"
     for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():
-        yield f"optim.moment_dtype={states}", "optim", {"moment_dtype": states}
+        yield f"optim.moment_dtype={states}"
     for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU, device memory is RAM
         if home != plan.placement.params and (home == "cpu" or config.placement.nvme):
-            yield f"--params {home}", "placement", {"params": home}
+            yield f"--params {home}"

@@ -17,7 +17,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
     "export.directory.write_model": "an export's choices, and what its two callers write beside it",
     "optim.triton_adam.adamw": "pointers, and constants of the compilation",
-    "plan.memory.peak_of": "counts, and all that changes which moment is the largest",
 }
 # Modules that may use the whole configuration: those that read it, plan with it, and start from it.
 WHOLE = {

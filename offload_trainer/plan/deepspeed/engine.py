@@ -14,7 +14,7 @@ from functools import cached_property
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed.memory import StockBytes
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, gathers, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, gathered, zero_sizes
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import (
     Collective,
@@ -263,10 +263,9 @@ class DeepSpeedCandidate:
 
     @cached_property
     def _collectives(self) -> list[Collective]:
-        work, stage, gathered = self.work, self.placement.stage, None
-        if stage == 3 and work.world > 1:
-            gathered = gathers(work.shape, self.sizes, checkpointing=work.checkpointing)
-        zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=gathered)
+        work, stage = self.work, self.placement.stage
+        sent = gathered(work.shape, self.sizes) if stage == 3 else {}
+        zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=sent)
         return [*zero, *tensor_collectives(work)]
 
     def _bounds(self) -> list[Bound]:

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroGathers
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight
 from offload_trainer.plan.workload import Workload
@@ -59,18 +59,18 @@ class Collective:
 
 
 def zero_collectives(
-    work: Workload, *, stage: int, trained: float, gathered: ZeroGathers | None = None
+    work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[Collective]:
-    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3 in a micro-batch."""
+    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
     alike = work.data * work.sequence  # ranks with the same weights
     if alike == 1:
         return
     size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
-    if gathered is not None:
-        yield Collective("forward", micro * size * gathered.forward, micro, alike, stride, hides="all")
-        yield Collective("backward", micro * size * gathered.backward, micro, alike, stride, hides="all")
-        if gathered.update:
-            yield Collective("update", size * gathered.update, 1, alike, stride)
+    for phase, count in gathered.items():
+        if phase == "update":
+            yield Collective(phase, size * count, 1, alike, stride)
+        else:
+            yield Collective(phase, micro * size * count, micro, alike, stride, hides="all")
     times = 1 if stage == 1 else micro
     hides: Literal["all", "last"] = "last" if stage == 1 else "all"
     yield Collective("backward", times * size * trained, times, alike, stride, hides=hides)

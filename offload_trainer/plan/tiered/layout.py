@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Annotated
 
@@ -498,44 +499,47 @@ _WORTH = 0.9  # divide only if the largest part has at most this share of the la
 _LITTLE = 16  # a module that is smaller than the largest part by this factor stays on the device
 
 
-@dataclass
-class _Module:
-    """A block, or a module inside one, with its weights."""
-
-    name: str
-    own: list[Weight] = field(default_factory=list)
-    inside: dict[str, _Module] = field(default_factory=dict)
-
-    @property
-    def elements(self) -> int:
-        return sum(weight.numel for weight in self.weights())
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.own
-        for module in self.inside.values():
-            yield from module.weights()
-
-
 def divided(shape: ModelShape) -> ModelShape:
     """Return the shape with blocks divided into the smallest possible parts, or unchanged if that gains too little.
 
     Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
     """
-    blocks, divisible = _blocks(shape.weights), set(shape.divisible) - set(shape.tiles)
-    least = [part for block in blocks for part in _parts(block, divisible, most=0)]
-    most = max((part.elements for part in least), default=0)
-    if most > _WORTH * max((block.elements for block in blocks), default=0):
+    divisible = set(shape.divisible) - set(shape.tiles)
+    inside = {  # of each weight in a block: the block and the modules in it that contain the weight, the smallest last
+        weight: list(
+            accumulate(weight.name.removeprefix(weight.unit).split(".")[1:-1], "{}.{}".format, initial=weight.unit)
+        )
+        for weight in shape.weights
+        if weight.block
+    }
+    elements, own = Counter[str](), Counter[str]()
+    for weight, names in inside.items():
+        own[names[-1]] += weight.numel
+        elements.update(dict.fromkeys(names, weight.numel))
+
+    def part_of(weight: Weight, most: int) -> str:
+        """Return the part that contains a weight, of at most `most` elements if it can be divided so; "": none does."""
+        whole = (
+            name for name in inside[weight] if elements[name] <= most or name not in divisible or own[name] > _STAYS
+        )
+        return next(whole, "")
+
+    most = max((elements[part_of(weight, 0)] for weight in inside), default=0)
+    if most > _WORTH * max((elements[block] for block in shape.blocks), default=0):
         return shape
-    part_of: dict[str, str] = {}
-    for block in blocks:
-        parts = _parts(block, divisible, most=most)
-        if parts == [block]:
-            continue
-        part_of |= {weight.name: block.name for weight in block.weights()}
-        for part in _moved(parts, most=most):
-            part_of |= {weight.name: part.name for weight in part.weights()}
-    weights = tuple(replace(weight, part=part_of.get(weight.name, "")) for weight in shape.weights)
-    return replace(shape, weights=weights)
+    staying = set[str]()  # the smallest parts of a block stay on the device, as long as their total is small too
+    for weights in shape.by_unit().values():
+        names = sorted({part_of(weight, most): None for weight in weights if weight.block}, key=elements.__getitem__)
+        held = accumulate(elements[name] for name in names)
+        staying |= {
+            n for n, total in zip(names, held, strict=True) if elements[n] <= most // _LITTLE and total <= _STAYS
+        }
+
+    def fetched_with(weight: Weight) -> str:
+        name = part_of(weight, most) if weight.block else weight.unit
+        return "" if name == weight.unit else weight.unit if name in staying else name
+
+    return replace(shape, weights=tuple(replace(weight, part=fetched_with(weight)) for weight in shape.weights))
 
 
 def undivided(shape: ModelShape) -> ModelShape:
@@ -547,36 +551,3 @@ def undivided(shape: ModelShape) -> ModelShape:
 def is_divided(shape: ModelShape) -> bool:
     """Return whether any block is divided."""
     return any(weight.part for weight in shape.weights)
-
-
-def _blocks(weights: Sequence[Weight]) -> list[_Module]:
-    blocks: dict[str, _Module] = {}
-    for weight in weights:
-        if not weight.block:
-            continue
-        module = blocks.setdefault(weight.unit, _Module(weight.unit))
-        owner = weight.name.rpartition(".")[0]
-        for name in owner.removeprefix(weight.unit).split(".")[1:]:
-            module = module.inside.setdefault(name, _Module(f"{module.name}.{name}"))
-        module.own.append(weight)
-    return list(blocks.values())
-
-
-def _parts(module: _Module, divisible: set[str], *, most: int) -> list[_Module]:
-    """Divide `module` into parts of at most `most` elements, except for modules that cannot be divided."""
-    own = sum(weight.numel for weight in module.own)
-    if module.elements <= most or module.name not in divisible or own > _STAYS:
-        return [module]
-    return [part for inner in module.inside.values() for part in _parts(inner, divisible, most=most)]
-
-
-def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
-    """Return the parts that are fetched. The smallest ones stay on the device as long as their total is small too."""
-    ordered = sorted(parts, key=lambda part: part.elements)
-    staying, held = 0, 0
-    for part in ordered:
-        held += part.elements
-        if part.elements > most // _LITTLE or held > _STAYS:
-            break
-        staying += 1
-    return ordered[staying:]

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from offload_trainer.config import TieredSection, TrainConfig
+from offload_trainer.config import ModelSection, TieredSection, TrainConfig, TrainSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
-from offload_trainer.plan.defaults import (
-    checkpointed_blocks,
-    micro_batches,
-    row_length,
-    with_dtype_of_card,
-)
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
-from offload_trainer.plan.images import image_note, with_rate
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
-from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
+from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
@@ -60,12 +54,12 @@ def resolve_and_plan(
         UserError: the settings cannot be combined on this machine (see `make_plan`).
     """
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    tried, layouts = [], Layouts(workload(config, shape, world=world, nodes=nodes))
+    tried = []
     together = config.parallel.tensor * config.parallel.sequence  # ranks that share the same rows
     seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
-        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves, layouts=layouts)))
+        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
     chosen = _choose([plan for _, plan in tried])
     settled = next(one for one, plan in tried if plan is chosen)
     found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
@@ -83,7 +77,6 @@ def make_plan(
     world: int = 1,
     nodes: int = 1,
     saves: bool = True,
-    layouts: Layouts | None = None,
 ) -> Plan:
     """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
@@ -94,14 +87,11 @@ def make_plan(
         world: ranks of all nodes; each node has the same number.
         nodes: number of machines.
         saves: count checkpoints, or an export, on the drive of `machine.output`.
-        layouts: cached layouts of `shape` from other plans.
 
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
-    if isinstance(engine, Tiered):
-        engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
         raise UserError(f"{wrong}: {fix}")
@@ -335,7 +325,7 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and
     the whole unit is on the device while it runs, so no placement can help.
     """
-    largest = max(Layouts(work).units, key=lambda unit: unit.elements)
+    largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
@@ -501,11 +491,10 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 
     The number of rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
     """
-    layouts = Layouts(workload(config, shape, world=world, nodes=nodes))
 
     def fits(seq_len: int) -> bool:
         rows = config.with_keys("data", seq_len=seq_len)
-        return any_placement_fits(rows, layouts, machine, world=world, nodes=nodes)
+        return any_placement_fits(rows, shape, machine, world=world, nodes=nodes)
 
     return longest(shape.context, fits)
 
@@ -519,17 +508,13 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 
 
 def any_placement_fits(
-    config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine = engine_of(config)
-    if isinstance(engine, Tiered):
-        engine = replace(engine, layouts=layouts)
-    shape = layouts.work.shape
-    work = workload(config, shape, world=world, nodes=nodes)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
@@ -554,3 +539,82 @@ def longest(context: int, fits: Callable[[int], bool]) -> int:
     lengths = range(step, context, step)
     found = bisect_left(lengths, True, key=lambda length: not fits(length))
     return lengths[found - 1] if found else 0
+
+
+# -- values of `auto` that need no comparison of plans: dtype, checkpointing, row length and batch sizes ---------------
+
+CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
+LONGEST_ROW = 1024
+
+
+def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
+    """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
+
+    `auto` means all from 1e8 parameters on, if the architecture supports it.
+
+    Raises:
+        UserError: the model has fewer blocks, or cannot checkpoint only some of them.
+    """
+    setting, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    if not isinstance(setting, int):
+        return shape.layers if setting == "on" or (setting == "auto" and large) else 0
+    if setting > shape.layers:
+        raise UserError(
+            f"model.activation_checkpointing={setting}: the model has {shape.layers} blocks; use on for all"
+        )
+    if setting < shape.layers and not shape.can_checkpoint_some:
+        raise UserError(
+            f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
+            "transformers, or what a single block keeps could not be counted; use on or off"
+        )
+    return setting
+
+
+def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
+    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
+
+    Raises:
+        UserError: the requested length exceeds the model's context.
+    """
+    if setting == "auto":
+        return min(shape.context, LONGEST_ROW)
+    if setting > shape.context:
+        raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
+    return setting
+
+
+_MOST_ROWS = 64  # rows per micro-batch; larger micro-batches do not make matrix products faster
+
+
+def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
+    """Yield each split of `train.tokens_per_step`, largest micro-batch first; if it is `auto`, yield `section` itself.
+
+    Raises:
+        UserError: the tokens are not a multiple of ranks x row length.
+    """
+    tokens = section.tokens_per_step
+    if tokens == "auto":
+        yield section
+        return
+    rows, rest = divmod(tokens, seq_len * world)
+    if rest or not rows:
+        raise UserError(
+            f"train.tokens_per_step={tokens}: not a multiple of {world} rank(s) x {seq_len} tokens in a row; use "
+            f"{max(1, round(tokens / (seq_len * world))) * seq_len * world}, or another --seq-len"
+        )
+    for micro in range(min(rows, _MOST_ROWS), 0, -1):
+        if rows % micro == 0:
+            yield section.model_copy(
+                update={
+                    "micro_batch_size": micro,
+                    "gradient_accumulation_steps": rows // micro,
+                    "tokens_per_step": "auto",
+                }
+            )
+
+
+def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelSection:
+    """Return the section with fp16 as dtype if none was set and the GPU has no bf16 units."""
+    if "dtype" in section.model_fields_set or has_bf16(machine):
+        return section
+    return section.model_copy(update={"dtype": "fp16"})

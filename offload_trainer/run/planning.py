@@ -22,13 +22,18 @@ from typing import Any
 
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, longest_row, resolve_and_plan, with_fewer_buffers, workload
+from offload_trainer.plan.planner import (
+    any_placement_fits,
+    longest_row,
+    micro_batches,
+    resolve_and_plan,
+    row_length,
+    with_fewer_buffers,
+)
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
-from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.settings import with_words
 
@@ -181,9 +186,8 @@ def planned(
     if not lacks_room(first.plan, machine):
         return first
     for candidates, of in models.ways(config):
-        layouts = Layouts(workload(candidates[0], of.shape, world=world, nodes=nodes))
         for candidate in candidates:
-            if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
+            if any_placement_fits(candidate, of.shape, machine, world=world, nodes=nodes):
                 found = plan_of(candidate, of)
                 if found.plan.fits:
                     return found
@@ -220,8 +224,8 @@ def with_what_fits(
             candidate, machine = with_words(config, words), found.machine
             if candidate.placement.nvme != config.placement.nvme:
                 machine = machine_here(candidate.placement, output=config.save.output)
-            layouts = Layouts(workload(candidate, models.as_wished(candidate).shape, world=world, nodes=nodes))
-            if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
+            shape = models.as_wished(candidate).shape
+            if any_placement_fits(candidate, shape, machine, world=world, nodes=nodes):
                 return planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
         return False
 

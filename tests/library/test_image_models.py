@@ -38,7 +38,7 @@ from offload_trainer.export.directory import export
 from offload_trainer.model.auto_class import refuse_other_losses
 from offload_trainer.model.image_parts import image_parts
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.plan.images import image_part
+from offload_trainer.plan.memory import image_part
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.run.planning import model_of

@@ -19,7 +19,7 @@ from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
@@ -53,7 +53,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     plan = make_plan(config, shape, machine, world=world, nodes=nodes)
     sizes, units = plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)
-    homes = [Layouts(work).homes(plan.placement, sizes, node=node) for node in range(nodes)]
+    homes = [layouts_of(work).homes(plan.placement, sizes, node=node) for node in range(nodes)]
     by_parts = gathered_weights(work, units, homes[0], sizes)
     moved = [
         exchange_of(work, units, of_node, ordered=False, by_parts=by_parts, node=node)

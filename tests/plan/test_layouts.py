@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 from sample_plans import SHAPES, timed, wish
 
+from offload_trainer.plan.parallel.comm_cost import given, piece_width
+from offload_trainer.plan.parallel.comm_cost import norm_parts as parts_of
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import spec
@@ -25,9 +27,7 @@ from offload_trainer.plan.tiered.layout import (
     range_of_rank,
     units_of,
 )
-from offload_trainer.plan.tiered.norm_shards import given, piece_width
-from offload_trainer.plan.tiered.norm_shards import norm_parts as parts_of
-from offload_trainer.plan.tiered.update_staging import route_of, routes_of
+from offload_trainer.plan.tiered.spec import route_of, routes_of
 from offload_trainer.plan.tiered.weight_streaming import fetches
 from offload_trainer.plan.tiers import DEVICE, RAM
 

@@ -14,7 +14,7 @@ from sample_plans import GB, SHAPES, machine, rate, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import gathered, zero_sizes
+from offload_trainer.plan.deepspeed.memory import gathered, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel.collectives import (
     Collective,

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import StockBytes
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, gathered, zero_sizes
+from offload_trainer.plan.deepspeed.memory import StockBytes, ZeroSizes, gathered, zero_sizes
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import (
     Collective,

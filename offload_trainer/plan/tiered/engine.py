@@ -36,6 +36,7 @@ from offload_trainer.plan.step_time import (
     parts_left,
     parts_of,
     read_before_update,
+    seconds_of_matrices,
     transfer_seconds,
     update_rate,
 )
@@ -47,11 +48,11 @@ from offload_trainer.plan.tiered.footprint import (
     tiered_traffic,
     traffic_beside_matrices,
 )
-from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
-from offload_trainer.plan.tiered.orthogonalisation import seconds_of
+from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
+    layouts_of,
     left_free,
     shadows_that_fit,
     shares_in_words,
@@ -59,7 +60,6 @@ from offload_trainer.plan.tiered.spec import (
     tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_formats import FORMATS
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
     WeightTransfer,
@@ -85,7 +85,6 @@ class Tiered:
     place: PlacementSection
     section: TieredSection
     inputs: object  # model.offload_activations
-    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # cached from plans of the same model
 
     name = "tiered"
 
@@ -210,7 +209,7 @@ class Tiered:
         """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
-        layouts = self.layouts if self.layouts is not None else Layouts(work)
+        layouts = layouts_of(work)
         found: list[TieredCandidate] = []
         homes = self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
@@ -439,7 +438,7 @@ class TieredCandidate:
         longer = (moved + work.gradient_bytes) / (moved + 2)
         products: float | None = 0.0
         if work.state.rule.matrices:
-            products = seconds_of(work.shape, self.machine)
+            products = seconds_of_matrices(work.shape, self.machine)
             cores = self.machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
         if inside:

@@ -14,11 +14,10 @@ from typing import Any
 from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.defaults import micro_batches, with_dtype_of_card
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan, micro_batches, with_dtype_of_card, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes

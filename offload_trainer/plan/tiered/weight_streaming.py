@@ -26,6 +26,7 @@ from offload_trainer.plan.shape import ModelShape, Order
 from offload_trainer.plan.step_time import Bound
 from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
 from offload_trainer.plan.tiers import DEVICE
+from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_seconds
 
 # Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
@@ -295,18 +296,16 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    setting: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    setting: WeightTransfer, size: int, machine: MachineProfile, *, work: Workload, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
-    times = []
-    for way in (False, True):
-        seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
-        times.append("unknown" if seconds is None else format_seconds(seconds))
+    ways = (_of_unit(size, machine, ranks=work.here, by_parts=way, item_bytes=work.item_bytes) for way in (False, True))
+    whole, parts = ("unknown" if seconds is None else format_seconds(seconds) for seconds in ways)
     asked = "" if setting == "auto" else f" (tiered.weight_transfer={setting})"
-    taken_so = "all_gather" if by_parts else "direct"
     return (
-        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {times[0]} if each GPU copies "
-        f"all of it from RAM (direct), {times[1]} if each copies its shard and they exchange the shards (all_gather)"
+        f"weight transfer for {work.here} GPUs: {'all_gather' if by_parts else 'direct'}{asked}; the largest block "
+        f"takes {whole} if each GPU copies all of it from RAM (direct), {parts} if each copies its shard and they "
+        "exchange the shards (all_gather)"
     )
 
 

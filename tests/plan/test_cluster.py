@@ -11,7 +11,7 @@ from sample_plans import GB, SHAPES, machine, rate, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, STEP_BARRIERS
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, STEP_BARRIERS
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import units_of
@@ -41,7 +41,7 @@ def test_one_rank_moves_nothing_for_others() -> None:
 
 def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> None:
     found = by_link(planned(cluster(), "--params", "gpu", nodes=1, gpus=4))
-    assert {place for place, _ in found} == {OUTBOX, GPUS, NORMS}
+    assert {place for place, _ in found} == {OUTBOX, GPUS}
     assert found[GPUS, "update"][0] == pytest.approx(3 / 4 * 2 * SHAPES["gpt2-medium"].trainable, rel=0.01)
 
 
@@ -61,8 +61,7 @@ def test_seconds_of_the_links() -> None:
     found = by_link(plan)
     seconds = plan.forecast.seconds
     assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
-    norms = max(found[NETWORK, "norm"]) / 1e9  # norms are exchanged before the update begins
-    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms, rel=1e-3)
+    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9, rel=1e-3)
     slow = cluster(network=rate(1e9))
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
@@ -71,7 +70,7 @@ def test_seconds_of_the_links() -> None:
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
-    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + STEP_BARRIERS * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + STEP_BARRIERS * each)
     assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 

@@ -339,12 +339,13 @@ def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: i
 def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:
     """Return the elements that ZeRO-3 gathers: in forward and backward of a micro-batch, and once after the update.
 
-    In DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) the last weights of a forward stay for their
-    backward: with prefetching up to `max_live` elements, without it those that are used again within as many. Small
-    weights stay gathered, and are gathered once after each update (`_post_step` in stage3.py). For GPT-2 and Qwen3 this
-    is at most 3 % less than a simulation of `fetch_sub_module`, since a tied or recomputed weight may come once more.
+    In DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) a tied head comes once for each use. The last
+    weights of a forward stay for their backward: with prefetching `max_live` elements, without it those that are used
+    again within as many. Small weights stay gathered, and come once after each update (`_post_step` in stage3.py). For
+    GPT-2 and Qwen3 the sum is within 3 % of a simulation of `fetch_sub_module`.
     """
     small = sum(weight.numel for weight in shape.weights if weight.numel <= sizes.persistent)
-    moving = shape.parameters - small
+    tied = sum(weight.numel for weight in shape.weights if weight.uses > 1 and weight.numel > sizes.persistent)
+    moving = shape.parameters - small + tied
     stays = sizes.max_live if sizes.prefetch_bucket else sizes.max_live // 2
     return {"forward": moving, "backward": max(0, moving - stays), "update": small}

@@ -10,8 +10,6 @@ rank:
     network     a (N - n) e S received           gradients from all ranks of other nodes; a n e (T - S) sent
                 a n (N - n) w each way           flags from each rank to each: which of w weights have a gradient
                 e (T - S) received               new weights, since each node has all weights; e (K - 1) S sent
-    norms       g (parts of pieces) each way     pieces of a weight's norm that a shard boundary cuts
-                                                 (`norm_parts`): between ranks of a node, and over the network
     gpus        e (T - R) into each GPU          new weights that are placed on the device
                 (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
     barriers    a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
@@ -19,14 +17,15 @@ rank:
                                                  targets, losses, sums, norm, step
     gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
 
-Single numbers (one per piece of a norm, and those at the start of a step) are small and not counted. Gradients are
+Messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on average 2 MB
+for each border in a unit) and those at the start of a step are small and not counted. Gradients are
 added in the order that a single rank would use, so nothing is reduced before it is sent. That takes n times the bytes
 of a reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
@@ -38,7 +37,7 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 STEP_BARRIERS = 5  # barriers per step in addition to those of units
-OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
+OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,12 @@ def exchange_of(
     units: Sequence[Unit],
     homes: TierMap,
     *,
-    ordered: bool,
     by_parts: Mapping[str, TransferBytes] | None = None,
     node: int = 0,
 ) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `ordered`: norms are computed for a GPU (`piece_width`). `by_parts`: weights that each device receives by
-    all-gather, by phase.
+    `by_parts`: weights that each device receives by all-gather, by phase.
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
@@ -95,7 +92,6 @@ def exchange_of(
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
         *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
     ]
-    links += _norms(work, units, range(node * here, (node + 1) * here), ordered=ordered)
     if remote:
         marks = micro * here * remote * weights
         given, taken = micro * here * e * (whole - held), micro * remote * e * held
@@ -106,17 +102,6 @@ def exchange_of(
     barriers = micro * len(turns) + sum(on_drive(homes.gradients[unit.index]) for unit in turns) + STEP_BARRIERS
     moving = tuple(one for one in links if one.read or one.written)
     return CommCost(moving, sums=sums, barriers=barriers, gathers=len(turns))
-
-
-def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
-    """Return the traffic of partial norms between the ranks of a node, and over the network."""
-    among, got, sent = 0, 0, 0
-    for giver, taker, elements in given(units, ranks=work.world, ordered=ordered):
-        size = work.gradient_bytes * elements
-        among += size if giver in mine and taker in mine else 0
-        got += size if giver not in mine and taker in mine else 0
-        sent += size if giver in mine and taker not in mine else 0
-    return [Traffic(NORMS, "update", among, among), Traffic(NETWORK, "norm", got, sent)]
 
 
 def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
@@ -133,7 +118,6 @@ def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Boun
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
     bounds = [Bound("backward", None if rate is None else size / rate.value, what, "memory")]
     barriers = {"backward": moved.barriers - STEP_BARRIERS, "update": STEP_BARRIERS}
-    bounds += _over_network(moved.bytes(NETWORK, "norm"), machine, phase="update")
     return bounds + [
         bound for phase, count in barriers.items() for bound in _latencies(count, work, machine, phase=phase)
     ]
@@ -190,7 +174,7 @@ def zero_bounds(links: Sequence[Traffic], machine: MachineProfile) -> list[Bound
 #
 # A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
 # number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
-# range the piece begins. The engine communicates by these rules, and the planner counts the bytes that ranks send.
+# range the piece begins. The engine communicates by these rules.
 
 _PIECE = 1 << 17  # elements of a piece on a CPU
 _CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
@@ -239,32 +223,6 @@ def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Pa
     if not into or first >= has:
         return None
     return rank_of(unit, first - into, ranks=ranks), first, min(has, first - into + width)
-
-
-def given(units: Sequence[Unit], *, ranks: int, ordered: bool) -> list[tuple[int, int, int]]:
-    """Return (sender, receiver, elements) of all messages for the norms of a step.
-
-    Units with the same layout, such as a model's blocks, have the same messages and are computed once.
-    """
-    alike: dict[tuple[tuple[int, int], ...], list[tuple[int, int, int]]] = {}
-    found: list[tuple[int, int, int]] = []
-    for unit in units:
-        trained = [place for place in unit.places if place.weight.trainable]
-        lying = ((unit.trained, 0), *((place.start, place.weight.numel) for place in trained))
-        if lying not in alike:
-            alike[lying] = [one for place in trained for one in _given_of(unit, place, ranks=ranks, ordered=ordered)]
-        found += alike[lying]
-    return found
-
-
-def _given_of(unit: Unit, place: Place, *, ranks: int, ordered: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield the messages for one weight."""
-    width = piece_width(place.weight.numel, ordered=ordered)
-    here, last = (rank_of(unit, at, ranks=ranks) for at in (place.start, place.start + place.weight.numel - 1))
-    for rank in range(here, last + 1):
-        gives = _gives(unit, place, width=width, rank=rank, ranks=ranks)
-        if gives is not None:
-            yield rank, gives[0], gives[2] - gives[1]
 
 
 def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:

@@ -348,8 +348,7 @@ class TieredCandidate:
 
     @cached_property
     def _exchange(self) -> CommCost:
-        ordered = self.machine.gpu is not None
-        return exchange_of(self.work, self.units, self._laid_out, ordered=ordered, by_parts=self._by_parts)
+        return exchange_of(self.work, self.units, self._laid_out, by_parts=self._by_parts)
 
     @cached_property
     def _by_parts(self) -> dict[str, TransferBytes]:

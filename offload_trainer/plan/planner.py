@@ -24,7 +24,7 @@ from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, r
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
@@ -126,12 +126,6 @@ def make_plan(
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
 
 
-def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    return (
-        _best_schedule(engine, work, machine) if isinstance(engine, Tiered) else _best_placement(engine, work, machine)
-    )
-
-
 def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile, *, default: Plan) -> Plan:
     """Return the plan with the number of checkpointed blocks that makes a step shortest; `default` has all or none.
 
@@ -203,53 +197,42 @@ def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
     return any(here > there for here, there in zip(on_drives(plan), on_drives(other), strict=True))
 
 
-def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan with the best of the update schedules, if the configuration leaves that open.
+def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
+    """Return the plan with the best placement and, if the tiered engine leaves that open, update schedule.
 
     An update that starts during the backward replaces the default only if it gains enough. Without drives, nothing is
     said of the others unless it does.
     """
     first = _best_placement(engine, work, machine)
-    in_memory = first.fits and not first.uses_drives
-    if engine.section.overlap != "auto" or (in_memory and not _could_gain(first)):
+    if not isinstance(engine, Tiered) or engine.section.overlap != "auto":
         return first
-    default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
+    found, step, update = first.forecast, first.forecast.step, first.forecast.seconds["update"]
+    in_memory = first.fits and not first.uses_drives
+    # What no other work hides of the update must be a worthwhile share of the step.
+    if in_memory and (step is None or update is None or update - found.hidden < WORTH * step):
+        return first
+    default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     why_not, may_have_two_copies = engine.why_not_full(work, machine), engine.section.state_copies != 1
-    if first.fits and first.forecast.step is None:
+    if first.fits and step is None:
         open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
         return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
-        tried.append(_schedule_of(other, replace(first, forecast=first.forecast.otherwise)))
+        tried.append(_schedule_of(other, replace(first, forecast=found.otherwise)))
     if may_have_two_copies and why_not:
         tried.append(UpdateSchedule(FULL, None, None, why_not))
     elif may_have_two_copies:
         plan = _best_placement(engine.with_setting(FULL), work, machine)
         tried.append(_schedule_of(FULL, plan))
-        step = plan.forecast.step
-        gains = step is not None and step <= (1 - WORTH) * _with_little_overlap_off(first)
+        # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
+        apart = (step or 0.0) + found.hidden
+        before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
+        gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
         if plan.fits and (gains or not first.fits):
             best, taken = plan, FULL
     if in_memory and best is first:
         return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
-
-
-def _with_little_overlap_off(plan: Plan) -> float:
-    """Return the seconds of a step, without its overlap with the next forward if that gains less than `WORTH`.
-
-    Such an overlap is taken all the same, and must not keep another schedule from being taken.
-    """
-    found = plan.forecast
-    step = found.step or 0.0
-    little = found.behind and not found.ahead and found.hidden < WORTH * (step + found.hidden)
-    return step + found.hidden if little else step
-
-
-def _could_gain(plan: Plan) -> bool:
-    """Return whether the part of the update that no other work hides is a worthwhile share of the step."""
-    step, update = plan.forecast.step, plan.forecast.seconds["update"]
-    return step is not None and update is not None and update - plan.forecast.hidden >= WORTH * step
 
 
 def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
@@ -369,8 +352,10 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
-    items, costs = one.items(), one.costs()
-    sizes, found = one.settled(forecast(one.work, machine, costs, engine=work.timed_as(engine)))
+    items, costs, sizes = one.items(), one.costs(), one.sizes
+    found = forecast(one.work, machine, costs, engine=work.timed_as(engine))
+    if isinstance(one, TieredCandidate):
+        sizes, found = one.settled(found)
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
     return Plan(

@@ -29,7 +29,6 @@ from offload_trainer.plan.step_time import (
     UPDATE_START,
     Bound,
     Costs,
-    Forecast,
     Traffic,
     computing_bounds,
     update_rate,
@@ -303,9 +302,6 @@ class DeepSpeedCandidate:
             if one.hides == "nothing":
                 waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
         return waits
-
-    def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
-        return self.sizes, found
 
     def notes(self) -> list[str]:
         notes = [

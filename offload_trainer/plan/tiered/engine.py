@@ -413,13 +413,18 @@ class TieredCandidate:
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
-        moved, title = 2 * self._state_bytes + 2, work.state.rule.title  # bytes per parameter without the gradient
+        moved = 2 * work.state.mean_bytes(work.shape) + 2  # bytes per parameter without the gradient
+        title = work.state.rule.title
         longer = (moved + work.gradient_bytes) / (moved + 2)
         products: float | None = 0.0
+        others: float | None = 0.0
         if work.state.rule.matrices:
             products = seconds_of_matrices(work.shape, self.machine)
             cores = self.machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
+            tiers = tiers_of(self.machine)
+            beside = traffic_beside_matrices(work, self._laid_out, format=self.sizes.format, tiers=tiers)
+            others = transfer_seconds(beside, self.machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
@@ -430,24 +435,10 @@ class TieredCandidate:
         if outside:
             speed = update_rate(work, self.machine)
             seconds = None
-            if speed and products is not None and (others := self._transfers_beside_matrices) is not None:
+            if speed and products is not None and others is not None:
                 seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
-
-    @property
-    def _transfers_beside_matrices(self) -> float | None:
-        """Return the seconds of an update's transfers for pages without matrices; 0 if the rule has no matrices."""
-        if not self.work.state.rule.matrices:
-            return 0.0
-        tiers = tiers_of(self.machine)
-        moved = traffic_beside_matrices(self.work, self._laid_out, format=self.sizes.format, tiers=tiers)
-        return transfer_seconds(moved, self.machine, phase="update")
-
-    @property
-    def _state_bytes(self) -> float:
-        """Return the mean bytes of state per trainable parameter."""
-        return self.work.state.mean_bytes(self.work.shape)
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
@@ -518,7 +509,9 @@ class TieredCandidate:
         if rate is not None:
             return 2 * size / rate.value
         updates = update_rate(self.work, self.machine) or 0.0
-        moved = updates * (2 * self._state_bytes + 4)  # the gradient and the weight have 16 bits
+        moved = updates * (
+            2 * self.work.state.mean_bytes(self.work.shape) + 4
+        )  # the gradient and the weight have 16 bits
         return 2 * size / moved if moved else 0.0
 
     @property

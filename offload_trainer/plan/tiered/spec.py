@@ -204,22 +204,6 @@ _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if 
 Needs = Callable[[TierSizes, Tier], int]  # returns the bytes that sizes need on a tier
 
 
-def shares_that_fit(
-    section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
-) -> TierSizes:
-    """Return `sizes` with the shares of `auto` computed.
-
-    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
-    """
-    if section.optimizer != "auto" or not trained:
-        return sizes
-    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
-        sizes = _fill_gpu(section, sizes, machine, trained=trained, each=each, needs=needs)
-    if section.ram_fraction == "auto" and section.nvme:
-        sizes = _fill_ram(sizes, machine, state=each * trained, needs=needs)
-    return sizes
-
-
 def left_free(ram: int) -> int:
     """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
 
@@ -229,38 +213,34 @@ def left_free(ram: int) -> int:
     return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
-def _fill_gpu(
+def shares_that_fit(
     section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
 ) -> TierSizes:
-    """Return the sizes with the largest GPU share that fits.
+    """Return `sizes` with the shares of `auto` computed: multiples of 1/1000, or all that the other shares leave.
 
-    The share is a multiple of 1/1000, or all that the other tiers' shares leave.
+    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
     """
-    in_ram, gpu = 0.0 if section.ram_fraction == "auto" else section.ram_fraction, tiers_of(machine).gpu
-
-    def shared(share: float) -> TierSizes:
-        one = replace(sizes, gpu_fraction=share, ram_fraction=in_ram)
-        return replace(one, ram_fraction=one.on_drives) if section.ram_fraction == "auto" else one
-
-    share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
-    while share > 0:
-        over = needs(shared(share), gpu) - (machine.gpu_bytes - gpu_reserve(machine))
-        if over <= 0:
-            return shared(share)
-        # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-        share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
-    return sizes
-
-
-def _fill_ram(sizes: TierSizes, machine: MachineProfile, *, state: float, needs: Needs) -> TierSizes:
-    """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
-    ram = tiers_of(machine).ram
-    if needs(sizes, ram) <= ram.capacity:
+    if section.optimizer != "auto" or not trained:
         return sizes
-    # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
-    spare = ram.capacity - left_free(ram.capacity) - needs(replace(sizes, ram_fraction=0.0), ram)
-    share = max(0, spare) / state
-    return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+    tiers, ram_is_open = tiers_of(machine), section.ram_fraction == "auto"
+    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
+        bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
+        share = bare.on_drives
+        while share > 0:
+            rest = round(1 - share, 9) if ram_is_open else bare.ram_fraction
+            shared = replace(bare, gpu_fraction=share, ram_fraction=rest)
+            over = needs(shared, tiers.gpu) - (machine.gpu_bytes - gpu_reserve(machine))
+            if over <= 0:
+                sizes = shared
+                break
+            # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
+            share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
+    if ram_is_open and section.nvme and needs(sizes, tiers.ram) > tiers.ram.capacity:
+        # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
+        room = tiers.ram.capacity - left_free(tiers.ram.capacity)
+        share = max(0, room - needs(replace(sizes, ram_fraction=0.0), tiers.ram)) / (each * trained)
+        sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+    return sizes
 
 
 def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:

@@ -339,17 +339,12 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
         square = (one.square + one.pair) * ranks**2
         return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
 
-    def part(one: Part, others: Growth) -> Part:
-        forward, backward = (tuple(changed(moment) + others for moment in each) for each in (one.forward, one.backward))
-        return Part(changed(one.kept) + others, forward, backward)
-
-    return Activations(
+    return replace(
+        counted,
         before=changed(counted.before),
-        kinds=tuple(part(kind, Growth(token=more)) for kind in counted.kinds),
-        blocks=counted.blocks,
-        hidden=counted.hidden,
-        norm=part(counted.norm, Growth()),
-        head=part(counted.head, Growth()),
+        kinds=tuple(kind.each(lambda growth: changed(growth) + Growth(token=more)) for kind in counted.kinds),
+        norm=counted.norm.each(changed),
+        head=counted.head.each(changed),
         embedding=tuple(map(changed, counted.embedding)),
     )
 

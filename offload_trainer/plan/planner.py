@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -474,14 +474,20 @@ def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: Machi
 def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
     """Return the tokens of the longest row that fits in some placement that the configuration allows.
 
-    The number of rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
+    It is the context, or a multiple of 256 tokens below it, with a resolution of 1/128 of the context. The number of
+    rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
     """
 
     def fits(seq_len: int) -> bool:
         rows = config.with_keys("data", seq_len=seq_len)
         return any_placement_fits(rows, shape, machine, world=world, nodes=nodes)
 
-    return longest(shape.context, fits)
+    if fits(shape.context):
+        return shape.context
+    step = max(1, shape.context // 128 // _ROWS) * _ROWS
+    lengths = range(step, shape.context, step)
+    found = bisect_left(lengths, True, key=lambda length: not fits(length))
+    return lengths[found - 1] if found else 0
 
 
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
@@ -511,19 +517,6 @@ def any_placement_fits(
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False
-
-
-def longest(context: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number of tokens for which `fits` is true: `context`, or a multiple of 256 below it, or 0.
-
-    The resolution is 1/128 of the context. If a length fits, shorter ones must fit too.
-    """
-    if fits(context):
-        return context
-    step = max(1, context // 128 // _ROWS) * _ROWS
-    lengths = range(step, context, step)
-    found = bisect_left(lengths, True, key=lambda length: not fits(length))
-    return lengths[found - 1] if found else 0
 
 
 # -- values of `auto` that need no comparison of plans: dtype, checkpointing, row length and batch sizes ---------------

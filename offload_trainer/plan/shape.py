@@ -7,7 +7,7 @@ needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import add, sub
@@ -50,6 +50,10 @@ class Part:
     kept: Growth  # memory kept from its forward until its backward
     forward: tuple[Growth, ...]  # moments of its forward that can be the peak
     backward: tuple[Growth, ...]  # moments of its backward, including what its forward kept and its output's gradient
+
+    def each(self, changed: Callable[[Growth], Growth]) -> Part:
+        """Return the part with other terms in each of its moments."""
+        return Part(changed(self.kept), tuple(map(changed, self.forward)), tuple(map(changed, self.backward)))
 
 
 @dataclass(frozen=True)

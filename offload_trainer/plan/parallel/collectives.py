@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 
 
@@ -166,11 +166,7 @@ def divided(counted: Activations, tensor: int) -> Activations:
         whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
         return Growth(*(value / tensor for value in one.values())) + whole
 
-    kinds = (
-        Part(inside(kind.kept), tuple(map(inside, kind.forward)), tuple(map(inside, kind.backward)))
-        for kind in counted.kinds
-    )
-    return replace(counted, kinds=tuple(kinds))
+    return replace(counted, kinds=tuple(kind.each(inside) for kind in counted.kinds))
 
 
 def kept_elements(shape: ModelShape, sequence: int) -> float:

@@ -25,10 +25,11 @@ of a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.parallel.collectives import Collective
 from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
@@ -102,6 +103,17 @@ def exchange_of(
     barriers = micro * len(turns) + sum(on_drive(homes.gradients[unit.index]) for unit in turns) + STEP_BARRIERS
     moving = tuple(one for one in links if one.read or one.written)
     return CommCost(moving, sums=sums, barriers=barriers, gathers=len(turns))
+
+
+def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
+    """Yield the bytes of each phase through each GPU, and through each node's network."""
+    found: dict[tuple[str, str], float] = {}
+    for one in moved:
+        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
+            if size:
+                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
+    for (place, phase), size in found.items():
+        yield Traffic(place, phase, round(size), round(size))
 
 
 def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:

@@ -17,7 +17,7 @@ from offload_trainer.packages import lacks
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, heap_holes
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
+from offload_trainer.plan.parallel.comm_cost import CommCost, as_traffic, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
     PHASES,
@@ -357,12 +357,7 @@ class TieredCandidate:
     @property
     def _links(self) -> list[Traffic]:
         """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
-        found = list(self._exchange.links)
-        for one in all_to_alls(self.work):
-            found.append(Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes)))
-            if through := round(one.network(self.work.here)):
-                found.append(Traffic(NETWORK, one.phase, through, through))
-        return found
+        return [*self._exchange.links, *as_traffic(all_to_alls(self.work), here=self.work.here)]
 
     @property
     def _waits(self) -> list[Bound]:
@@ -508,10 +503,8 @@ class TieredCandidate:
         size, rate = shadow_bytes(self._laid_out, self.sizes.format), self.machine.rates.memory
         if rate is not None:
             return 2 * size / rate.value
-        updates = update_rate(self.work, self.machine) or 0.0
-        moved = updates * (
-            2 * self.work.state.mean_bytes(self.work.shape) + 4
-        )  # the gradient and the weight have 16 bits
+        each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
+        moved = (update_rate(self.work, self.machine) or 0.0) * each
         return 2 * size / moved if moved else 0.0
 
     @property

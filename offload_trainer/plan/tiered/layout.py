@@ -217,13 +217,8 @@ def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
 
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
-    return max((_largest_range(unit, ranks) for unit in units), default=0)
-
-
-def _largest_range(unit: Unit, ranks: int) -> int:
-    if not unit.matrices:
-        return -(-unit.trained // ALIGN // ranks) * ALIGN
-    return max(end - first for first, end in (range_of_rank(unit, rank, ranks=ranks) for rank in range(ranks)))
+    ranges = (range_of_rank(unit, rank, ranks=ranks) for unit in units for rank in range(ranks))
+    return max((end - first for first, end in ranges), default=0)
 
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:

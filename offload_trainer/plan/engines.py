@@ -122,10 +122,12 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
     inputs, given = model.offload_activations, train.model_fields_set
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
-    homes = {"--params ": place.params, "--optimizer ": place.optimizer, "placement.gradients=": place.gradients}
-    found = {
+    homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
+    if isinstance(engine, Tiered):
+        homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    found: dict[str, object] = {
         f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
-        for setting, home in (homes | {"model.offload_activations=": inputs}).items()
+        for setting, home in homes.items()
     }
     found |= dict.fromkeys([*engine.mistakes(), *settings_of_others(engine, config)], True)
     found |= {

@@ -386,45 +386,37 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
     )
 
 
-def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> list[str]:
-    """Return sentences about what a run with this traffic does to drives, and about settings without effect."""
-    notes = [image_note(work)] if work.shape.images else []
+def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
+    """Yield sentences about what a run with this traffic does to drives, and about settings without effect."""
+    if work.shape.images:
+        yield image_note(work)
     for drive in machine.drives:
-        written = sum(moved.written for moved in traffic if moved.place == drive.directory)
-        if written and drive.endurance_bytes:
-            steps, rated = format_count(drive.endurance_bytes / written), format_bytes(drive.endurance_bytes)
-            notes.append(
-                f"a step writes {format_bytes(written)} to {drive.directory}, whose rated endurance of {rated} lasts "
-                f"{steps} steps"
-            )
-        elif written:
-            notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
-    if machine.gpu is not None and not has_bf16(machine) and work.dtype == "fp16":
-        notes.append(f"{machine.gpu} has no bf16 units: training in fp16 with dynamic loss scaling")
+        if written := sum(moved.written for moved in traffic if moved.place == drive.directory):
+            rated = drive.endurance_bytes
+            lasts = f", whose rated endurance of {format_bytes(rated)} lasts" if rated else ""
+            steps = f" {format_count(rated / written)} steps" if rated else ""
+            yield f"a step writes {format_bytes(written)} to {drive.directory}{lasts}{steps}"
     timed = machine.rates.matmul
+    if machine.gpu is not None and not has_bf16(machine) and work.dtype == "fp16":
+        yield f"{machine.gpu} has no bf16 units: training in fp16 with dynamic loss scaling"
     if machine.gpu is not None and timed and work.dtype not in timed:
         as_fast = stands_for(work.dtype, machine)
         guess = f"are assumed to be as fast as {as_fast}" if as_fast else "no time can be forecast"
-        notes.append(
-            f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
-        )
+        yield f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
     if work.offload_activations and not work.checkpointing:
-        notes.append(
+        yield (
             f"model.offload_activations={work.offload_activations} has no effect: no block is checkpointed "
             "(model.activation_checkpointing=on)"
         )
     if machine.gpu is None and work.inputs_away == TierKind.RAM:
-        notes.append(
-            "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
-        )
+        yield "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
     if work.compiled:
-        notes.append(
+        yield (
             "model.compile=on: losses differ from those without in their last bits, activations are counted without "
             "and are an upper bound, and seconds are those without until a run of eight steps or more has ended"
         )
     if machine.gpu is None:
-        notes.append("no GPU here: the model runs on the CPU, in RAM")
-    return notes
+        yield "no GPU here: the model runs on the CPU, in RAM"
 
 
 def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:

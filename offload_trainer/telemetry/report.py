@@ -1,7 +1,7 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
-    StepRecord, EvalRecord ────────────────────────────┐
-    what was predicted, and what other settings change ┴─ report_page, write_comparison ── report.html (the template)
+    StepRecord, EvalRecord ─┐
+    what was predicted ─────┴─ report_page, write_comparison ── report.html (the template)
 
 Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest label
 fits next to the chart in both cases, in the page style's font sizes.
@@ -64,13 +64,12 @@ def report_page(
     evaluations: Sequence[EvalRecord],
     progress: tuple[int, float | None],
     predicted: Rows,
-    changes: Rows = (),
     notes: Sequence[str] = (),
 ) -> str:
     """Return the report of one run.
 
     `progress`: the steps of the whole run, and the seconds to its end while it goes on; its page reloads itself then.
-    `predicted`: rows that `predicted_row` has made. `changes`: a table of other plans, whose first row is its head.
+    `predicted`: rows that `predicted_row` has made.
     """
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
     validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]
@@ -79,7 +78,6 @@ def report_page(
     sections = [
         ("Loss", lines(losses, label="loss over steps") or "<p>No finished step has a loss.</p>"),
         ("Predicted and measured", _table([_HEAD_OF_PREDICTED, *predicted] if predicted else ())),
-        ("What other settings would change, by the plan", _table(changes)),
         ("Notes", f"<ul>{points}</ul>" if notes else ""),
         ("Memory", _memory(rows)),
     ]

@@ -12,18 +12,11 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sample_plans import SHAPES
 from test_telemetry import a_step
 
-from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
-from offload_trainer.plan.planner import resolve_and_plan
-from offload_trainer.run.planning import Planned
-from offload_trainer.run.report import other_plans
-from offload_trainer.settings import load_config
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, read_metrics
 from offload_trainer.telemetry.report import (
@@ -36,7 +29,7 @@ from offload_trainer.telemetry.report import (
     write_comparison,
 )
 from offload_trainer.telemetry.sinks import LiveReport, Screen, Telemetry
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_seconds
 
 # Units of a chart's text on a desktop and on a phone, and the widest character's share of them.
 SIZES, WIDEST = (12, 20), 0.62
@@ -77,7 +70,6 @@ def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) ->
         evaluations=evaluations,
         progress=(100_000, left),
         predicted=predicted_row(place, 10**12, 10**12, format_bytes, 2 * 10**12),
-        changes=[("settings", "a step"), ("--ram-fraction 0.5", "3 s")],
         notes=[f"a step writes 13 GB to {place}"],
     )
 
@@ -359,56 +351,3 @@ def test_runs_have_different_colours_and_their_names_beside_the_lines(runs: int,
     beside = re.findall(r'<text x="[\d.]+" y="[\d.]+" style="fill: (var\(--c\d\))">(.*?)</text>', chart)
     assert [name.lstrip("…") for _, name in beside] == [name if len(name) <= 12 else name[-11:] for name in names]
     assert all(colour in style for (colour, _), (style, _) in zip(beside, drawn, strict=True))
-
-
-# -- other plans ----------------------------------------------------------------------------------------------------
-
-
-def machine(*, gpu: int, ram: int) -> MachineProfile:
-    """Return a V100 machine with this much memory, in GB."""
-    return replace(read_machine("v100-32gb"), gpu_bytes=gpu * 10**9, ram_bytes=ram * 10**9)
-
-
-def planned(here: MachineProfile, *words: str) -> Planned:
-    drives = [word for drive in here.drives for word in ("--nvme", drive.directory)]
-    config = load_config(["--model", "gpt2-xl", *drives, *words])
-    settled, plan = resolve_and_plan(config, SHAPES["gpt2-xl"], here)
-    return Planned(settled, plan, here, SimpleNamespace(shape=SHAPES["gpt2-xl"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("here", "given", "expected"),
-    [
-        (machine(gpu=8, ram=12), ("--ram-fraction", "0.25"), "does not fit: ram needs"),
-        (machine(gpu=8, ram=24), ("train.tokens_per_step=3072",), "fits"),
-        (machine(gpu=40, ram=64), ("--accumulate", "4"), "fits"),
-    ],
-)
-def test_each_number_is_that_of_a_separate_plan(here: MachineProfile, given: tuple[str, ...], expected: str) -> None:
-    run = planned(here, *given)
-    _, mine, *others = other_plans(run)
-    assert mine[0] == "this plan"
-    assert any(row[-1].startswith(expected) for row in others)
-    fixed = [word for word in given if "tokens_per_step" not in word]  # the number of rows replaces it
-    kept = f"model.activation_checkpointing={run.config.model.activation_checkpointing}"  # the run's own choice
-    speeds = []
-    for words, *cells in (mine, *others):
-        own = [] if words == "this plan" else words.split()
-        other = planned(here, kept, *(fixed if "--accumulate" in own else given), *own).plan
-        speeds.append(other.tokens_per_step / other.forecast.step)
-        needs = [format_bytes(other.tiers[tier]["need"]) for tier in ("gpu", "ram")]
-        fits = "fits" if other.fits else "does not fit: " + "; ".join(other.shortfalls())
-        assert cells == [format_seconds(other.forecast.step), format_count(speeds[-1]), *needs, fits], words
-        less = [other.tiers[tier]["need"] < run.plan.tiers[tier]["need"] for tier in ("gpu", "ram")]
-        assert words == "this plan" or speeds[-1] > 1.01 * speeds[0] or (other.fits and any(less)), words
-    assert speeds[1:] == sorted(speeds[1:], reverse=True)
-
-
-def test_without_a_timed_machine_plans_differ_in_bytes() -> None:
-    here = replace(machine(gpu=8, ram=24), rates=Rates())
-    here = replace(here, drives=tuple(replace(drive, rates=None) for drive in here.drives))
-    _, mine, *others = other_plans(planned(here))
-    assert mine[1:3] == ("not timed: offload-train bench", "-")
-    assert others
-    assert all(row[-1] == "fits" and row[3:5] != mine[3:5] for row in others)

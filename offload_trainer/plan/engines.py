@@ -20,7 +20,7 @@ from offload_trainer.config import (
 from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
-from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, Forecast, update_rate
+from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -92,9 +92,6 @@ class PlainCandidate:
         count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
         seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
         return Costs(bounds=[Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")])
-
-    def settled(self, found: Forecast) -> tuple[None, Forecast]:
-        return self.sizes, found
 
     def notes(self) -> list[str]:
         return []

@@ -130,10 +130,7 @@ COMMANDS = {
                 "NAME|FILE.json",
                 "plan for another machine: a known one, such as v100-32gb, or a file that `bench --json` printed",
             ),
-            "--nodes": _value(
-                "K[,K...]",
-                "plan for K machines with --gpus ranks each; several K: compare them (weak scaling), one line each",
-            ),
+            "--nodes": _value("K", "plan for K machines with --gpus ranks each"),
             "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence"),
         },
         _PLANNED,

@@ -114,23 +114,19 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _plan_here(words, as_json=given.json)
         return
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.commands.plan import compare_modes, described, plan_cluster, plan_elsewhere
+    from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
 
     machine = None
     if given.machine is not None:
         machine, words = described(read_machine(given.machine), words)
     config = load_config(words)
     quieten(loads=machine is None)
-    if machine is not None and not given.parallel and given.nodes is None and machine.nodes == 1:
-        plan = plan_elsewhere(config, machine)
-        _answer(plan.to_json(), as_json=given.json, told=plan.describe)
+    if given.parallel or machine is None:
+        values, text, plan = compare_modes(config, machine, given.nodes)
+        _answer(values, as_json=given.json, told=lambda: text)
     else:
-        if given.parallel or machine is None:
-            found = compare_modes(config, machine, given.nodes)
-        else:
-            found = plan_cluster(config, machine, str(machine.nodes) if given.nodes is None else given.nodes)
-        plan = found.plan
-        _answer(found.json, as_json=given.json, told=lambda: found.text)
+        plan = plan_elsewhere(config, machine, nodes=given.nodes)
+        _answer(plan.to_json(), as_json=given.json, told=plan.describe)
     plan.refuse(force=config.placement.force)
 
 

@@ -544,6 +544,17 @@ def load_config(words: list[str]) -> TrainConfig:
     return validated(draft.values, draft.mistakes)
 
 
+def with_words(config: TrainConfig, words: str) -> TrainConfig:
+    """Return the configuration with more words of the command line, which spaces divide, after its own.
+
+    Raises UserError that lists all mistakes.
+    """
+    draft = _Draft(config.model_dump(mode="json", exclude_unset=True))
+    _apply_words(words.split(), draft)
+    draft.leave_out_what_words_replace()
+    return validated(draft.values, draft.mistakes)
+
+
 def validated(values: dict[str, dict[str, Any]], mistakes: Sequence[str] = ()) -> TrainConfig:
     """Return the configuration with these values, by section and name.
 

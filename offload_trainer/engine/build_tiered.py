@@ -18,7 +18,7 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.tiered.layout import Unit
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes, gradient_ring
+from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.tensorfile import DTYPES
@@ -51,7 +51,7 @@ def open_parts(
     Raises:
         UserError: pages are on the GPU, and it has no update kernel.
     """
-    layouts, dtype = Layouts(work), DTYPES[work.dtype]
+    layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.optim import loss_scale
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
+from offload_trainer.plan.deepspeed.memory import ZeroSizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload

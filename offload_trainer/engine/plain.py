@@ -29,7 +29,7 @@ from offload_trainer.optim.state_files import (
     read_tensors,
     state_files,
 )
-from offload_trainer.plan.defaults import checkpointed_blocks
+from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.storage.tensorfile import DTYPES

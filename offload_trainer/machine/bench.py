@@ -47,8 +47,8 @@ from offload_trainer.plan.machine import (
     layer_key,
     sums_key,
 )
-from offload_trainer.plan.tiered.norm_shards import piece_width
-from offload_trainer.plan.tiered.orthogonalisation import RATE, products_of
+from offload_trainer.plan.parallel.comm_cost import piece_width
+from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch

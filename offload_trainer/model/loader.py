@@ -47,7 +47,7 @@ from offload_trainer.model.pretrained import (
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.plan.defaults import checkpointed_blocks
+from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from offload_trainer.plan.tiered.orthogonalisation import ITERATIONS
+from offload_trainer.plan.step_time import ITERATIONS
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial
 _EPS = 1e-7

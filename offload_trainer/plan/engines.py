@@ -20,7 +20,7 @@ from offload_trainer.config import (
 from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
-from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, Forecast, update_rate
+from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -93,9 +93,6 @@ class PlainCandidate:
         seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
         return Costs(bounds=[Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")])
 
-    def settled(self, found: Forecast) -> tuple[None, Forecast]:
-        return self.sizes, found
-
     def notes(self) -> list[str]:
         return []
 
@@ -111,7 +108,7 @@ def engine_of(config: TrainConfig) -> Engine:
     """Return the configured engine with its settings."""
     place, name = config.placement, config.placement.engine_name
     if name == "tiered":
-        return Tiered(place, config.tiered, config.model.offload_activations)
+        return Tiered(place, config.tiered)
     if name == "deepspeed":
         return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
     return Plain(place)
@@ -119,40 +116,40 @@ def engine_of(config: TrainConfig) -> Engine:
 
 def combination_mistakes(config: TrainConfig) -> list[str]:
     """Return errors in combinations of settings, one sentence each, with what to change."""
-    mistakes = []
-    place, optim = config.placement, config.optim
-    for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
-        if kind_asked(home) == TierKind.DRIVES and not place.nvme:
-            mistakes.append(f"{flag} nvme needs a drive: add --nvme DIR")
-    engine = engine_of(config)
-    mistakes += engine.mistakes() + settings_of_others(engine, config)
-    if config.model.activation_checkpointing == "off" and config.model.offload_activations:
-        mistakes.append(
-            f"model.offload_activations={config.model.offload_activations} needs checkpointed activations: use "
-            "model.activation_checkpointing=on"
-        )
-    if optim.schedule != "wsd" and optim.decay_steps != "auto":
-        mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}")
-    if config.train.epochs == "auto":
-        mistakes += mistakes_of_length(optim, steps=config.train.steps)
-    elif "steps" in config.train.model_fields_set:
-        mistakes.append(f"train.epochs={config.train.epochs:g} determines the steps: leave train.steps (--steps) out")
-    if (
-        config.train.tokens_per_step != "auto"
-        and {"micro_batch_size", "gradient_accumulation_steps"} & config.train.model_fields_set
-    ):
-        mistakes.append(
-            "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out"
-        )
-    mistakes += mistakes_of_streams(config)
-    mistakes += mistakes_of_division(config.parallel, engine=engine.name)
+    place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
+    inputs, given = model.offload_activations, train.model_fields_set
+    epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
+    homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
+    if isinstance(engine, Tiered):
+        homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    found: dict[str, object] = {
+        f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
+        for setting, home in homes.items()
+    }
+    found |= dict.fromkeys([*engine.mistakes(), *settings_of_others(engine, config)], True)
+    found |= {
+        f"model.offload_activations={inputs} needs checkpointed activations: use model.activation_checkpointing=on": (
+            model.activation_checkpointing == "off" and inputs
+        ),
+        f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}": (
+            optim.schedule != "wsd" and optim.decay_steps != "auto"
+        ),
+        f"train.epochs={epochs} determines the steps: leave train.steps (--steps) out": (
+            train.epochs != "auto" and "steps" in given
+        ),
+        "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out": (
+            train.tokens_per_step != "auto" and {"micro_batch_size", "gradient_accumulation_steps"} & given
+        ),
+    }
+    mistakes = [sentence for sentence, wrong in found.items() if wrong]
+    mistakes += mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else []
+    mistakes += mistakes_of_streams(config) + mistakes_of_division(config.parallel, engine=engine.name)
     return mistakes + mistakes_of_rule(optim)
 
 
 def mistakes_of_streams(config: TrainConfig) -> list[str]:
     """Return settings that a streamed data set does not have, one sentence each."""
-    data = config.data
-    mistakes = []
+    data, mistakes = config.data, []
     for flag, paths in (("--data", data.path), ("--validation-data", data.validation_path)):
         named = [path for path in paths if path.startswith(STREAM)]
         if named and len(paths) + (flag == "--data" and len(data.mixture)) > 1:
@@ -163,10 +160,8 @@ def mistakes_of_streams(config: TrainConfig) -> list[str]:
             "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true; all rows of other data are "
             "shuffled: leave it out"
         )
-    if not data.streamed:
-        return mistakes
-    stream = next(path for path in data.path if path.startswith(STREAM))
-    if config.train.epochs != "auto":
+    if data.streamed and config.train.epochs != "auto":
+        stream = next(path for path in data.path if path.startswith(STREAM))
         mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
     return mistakes
 
@@ -215,15 +210,14 @@ def _only_of_tiered(engine: DeepSpeed | Plain, config: TrainConfig) -> list[str]
 
 def mistakes_of_division(parallel: ParallelSection, *, engine: str) -> list[str]:
     """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
-    mistakes = []
-    if parallel.tensor != 1 and engine != "deepspeed":
-        mistakes.append(
-            f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides "
-            "only rows and state"
-        )
-    if parallel.sequence > 1 and engine != "tiered":
-        mistakes.append(f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}")
-    return mistakes
+    found = {
+        f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
+        "rows and state": parallel.tensor != 1 and engine != "deepspeed",
+        f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}": (
+            parallel.sequence > 1 and engine != "tiered"
+        ),
+    }
+    return [sentence for sentence, wrong in found.items() if wrong]
 
 
 def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:

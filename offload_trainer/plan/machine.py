@@ -245,8 +245,7 @@ def describe_rates(machine: MachineProfile) -> str:
     lines = [f"{machine.gpu or machine.cpu}, {machine.cores} cores; {machine.source}"]
 
     def add(name: str, rate: Rate | None, scale: float, unit: str) -> None:
-        if rate is not None:
-            lines.append(f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}: {rate.source}")
+        lines.extend(_line_of(name, rate, scale, unit))
 
     for dtype, rate in rates.matmul.items():
         add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
@@ -260,8 +259,7 @@ def describe_rates(machine: MachineProfile) -> str:
         add(f"adding gradients, {' with '.join(kernel.split('.'))}", rate, 1e9, "GB/s")
     for name in ("to_device", "from_device", "both_ways"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
-    for name in ("to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):
-        add(name.replace("_", " "), getattr(machine.links, name), 1e9, "GB/s")
+    lines += describe_links(machine.links)
     for drive in machine.drives:
         if drive.rates is None:
             continue
@@ -276,6 +274,19 @@ def describe_rates(machine: MachineProfile) -> str:
             for words, speed in drive.rates.tried.items()
         ]
     return "\n".join(lines)
+
+
+def describe_links(links: Links) -> list[str]:
+    """Return the rates between ranks as text, one line each, with where each is from."""
+    names = ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all")
+    found = [line for name in names for line in _line_of(name.replace("_", " "), getattr(links, name), 1e9, "GB/s")]
+    message = links.message
+    return found + ([f"  a message: {message.seconds:.2g} s; {message.origin}: {message.source}"] if message else [])
+
+
+def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]:
+    """Return the line of a rate, none if it is unknown."""
+    return [] if rate is None else [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}: {rate.source}"]
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

@@ -11,13 +11,13 @@ with measurements. Pure arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from offload_trainer.plan.images import image_part
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import kept_elements
-from offload_trainer.plan.shape import Activations, Growth, Part, estimated
+from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import RAM_NAME, Item, TierKind, Tiers, tiers_of
 from offload_trainer.plan.workload import Workload
@@ -80,7 +80,7 @@ def activation_items(
         waiting: bytes of a tied head's gradient in one micro-batch; see `peak_of`.
         tied_sum: bytes of the sum with the embedding's; see `peak_of`.
     """
-    shape, rows, world, device = work.shape, work.micro_batch, work.here, tiers.device.item
+    shape, world, device = work.shape, work.here, tiers.device.item
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
     counted = tiled if work.mlp_chunk else whole
     offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
@@ -90,23 +90,11 @@ def activation_items(
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    peak = peak_of(
-        of_rank,
-        rows=rows,
-        length=work.length,
-        chunk=work.loss_chunk,
-        checkpointed=len(of_rank.blocks) if work.checkpointed == shape.layers else work.checkpointed,
-        inputs_here=not offloaded,
-        gradients=gradients,
-        waiting=waiting,
-        tied_sum=tied_sum,
-        piece=work.mlp_chunk,
-        micro_batches=work.side_by_side,
-    )
+    peak = peak_of(of_rank, work, inputs_here=not offloaded, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
     if offloaded:
-        inputs = work.checkpointed * rows * work.length * shape.hidden * work.item_bytes
+        inputs = work.checkpointed * work.micro_batch * work.length * shape.hidden * work.item_bytes
         if not kept:
             items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
         items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
@@ -251,40 +239,34 @@ class Peak:
 
 def peak_of(
     counted: Activations,
+    work: Workload,
     *,
-    rows: int,
-    length: int,
-    chunk: int,
-    checkpointed: int,
     inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
     tied_sum: int = 0,
-    piece: int = 0,
-    micro_batches: int = 1,
 ) -> Peak:
     """Return the peak of a micro-batch on the device, in bytes and without weights.
 
-    Breadth-first, each of the `micro_batches` has its masks and block inputs there. While one is in a block, each of
-    the others also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
+    Breadth-first, each micro-batch has its masks and block inputs there. While one is in a block, each of the others
+    also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
 
     Args:
-        counted: the model's moments.
-        rows: rows of the micro-batch.
-        length: tokens in a row.
-        chunk: tokens of one chunk of the loss.
-        checkpointed: number of the first blocks that are checkpointed.
+        counted: the model's moments; blocks that run on pieces, if `work` has them.
+        work: the step.
         inputs_here: inputs of checkpointed blocks stay on the device.
         gradients: count weight gradients from their computation until the engine takes them.
         waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
         tied_sum: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new tensor. A run of
             the tiered engine has a parameter for each use, and adds in place.
-        piece: tokens of a piece, if `counted` describes blocks that run on pieces.
-        micro_batches: number of micro-batches that pass through each block before the next.
     """
+    rows, length, chunk, micro_batches = work.micro_batch, work.length, work.loss_chunk, work.side_by_side
+    checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
 
     def most(moments: Iterable[Growth]) -> int:
-        return max((moment.at(rows, length, gradients=gradients, piece=piece) for moment in moments), default=0)
+        return max(
+            (moment.at(rows, length, gradients=gradients, piece=work.mlp_chunk) for moment in moments), default=0
+        )
 
     def now(growth: Growth) -> int:
         return growth.at(rows, length)
@@ -312,7 +294,7 @@ def peak_of(
     norm = counted.norm
     rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
     peaks.append(Peak(top, beside + rest, "in the final norm"))
-    head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients) + (micro_batches - 1) * waiting
+    head = _head(counted, work, gradients=gradients) + (micro_batches - 1) * waiting
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
     if counted.images:
         rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
@@ -322,25 +304,23 @@ def peak_of(
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:
+def _head(counted: Activations, work: Workload, *, gradients: bool) -> int:
     """Return the head's peak: one forward and backward, or one chunk at a time.
 
     During the backward of the last chunk, the hidden states' gradients of all other chunks and the sum of the head's
     gradient are in memory. Autograd adds to that sum out of place at least once. Afterwards the chunks are
     concatenated.
     """
-    tokens = rows * length
-    several = tokens > chunk
-    head = counted.head
+    tokens, chunk, head = work.micro_batch * work.length, work.loss_chunk, counted.head
 
     def at(moment: Growth) -> int:
         return moment.at(1, min(tokens, chunk), gradients=gradients)
 
     largest = max(map(at, (*head.forward, *head.backward)))
-    if not several:
+    if tokens <= chunk:
         return largest
     summed = int(max(moment.fixed for moment in head.backward)) if gradients else 0
-    hidden = counted.hidden.at(rows, length)
+    hidden = counted.hidden.at(work.micro_batch, work.length)
     last = hidden * (tokens - chunk) // tokens + summed + largest
     return max(last, hidden + 3 * summed, 2 * hidden)
 
@@ -356,16 +336,103 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
         square = (one.square + one.pair) * ranks**2
         return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
 
-    def part(one: Part, others: Growth) -> Part:
-        forward, backward = (tuple(changed(moment) + others for moment in each) for each in (one.forward, one.backward))
-        return Part(changed(one.kept) + others, forward, backward)
-
-    return Activations(
+    return replace(
+        counted,
         before=changed(counted.before),
-        kinds=tuple(part(kind, Growth(token=more)) for kind in counted.kinds),
-        blocks=counted.blocks,
-        hidden=counted.hidden,
-        norm=part(counted.norm, Growth()),
-        head=part(counted.head, Growth()),
+        kinds=tuple(kind.each(lambda growth: changed(growth) + Growth(token=more)) for kind in counted.kinds),
+        norm=counted.norm.each(changed),
+        head=counted.head.each(changed),
         embedding=tuple(map(changed, counted.embedding)),
+    )
+
+
+# -- the parts of a model that only images pass through
+#
+# A plan is made before it sees an image, and architectures differ in their image inputs, so these parts are not run on
+# meta tensors. Their memory is estimated from the widths of their matrix products, for a number of patches in each row.
+
+# At the peak of its backward, the largest block needs this share of what it keeps in addition, as in `estimated`.
+_MORE_IN_BACKWARD = 0.3
+
+
+def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
+    """Return the shape with products and attention of the parts for images per token of a row of `seq_len` tokens."""
+    images = shape.images
+    if images is None or not images.units:
+        return shape
+    rate = images.patches(seq_len) / seq_len
+    if rate == images.rate:
+        return shape
+    change, inside = rate / images.rate, set(images.units)
+    weights = tuple(replace(w, products=w.products * change) if w.unit in inside else w for w in shape.weights)
+    attention = tuple(
+        # Each patch attends to all patches of the row, and the planner multiplies by the tokens of a row.
+        round(width * change**2) if block in inside else width
+        for block, width in zip(shape.blocks, shape.attention, strict=False)
+    )
+    return replace(shape, weights=weights, attention=attention, images=replace(images, rate=rate))
+
+
+def image_part(work: Workload) -> Part:
+    """Return the memory of the parts for images, and of the images' features among the embeddings of a row.
+
+    Nothing is kept before the first trained weight. From there on a block keeps its input if it is checkpointed, and
+    otherwise `KEPT` times the inputs and outputs of its products, as in `estimated`. Every patch attends to all patches
+    of its row. Moments include what is kept.
+    """
+    shape, images, e = work.shape, work.shape.images, work.item_bytes
+    assert images is not None
+    patches = images.patches(work.seq_len)
+    # Some towers pack the images of all rows into one row, with a mask between them (Pixtral).
+    mask = e * work.micro_batch * patches**2 if images.masked and images.units else 0
+    of_unit = shape.by_unit()
+    kept, largest, gradient, frozen = 0.0, 0.0, 0, images.frozen(shape.weights)
+    has_backward = len(frozen) < len(images.units)
+    checkpointed = set(images.layers) if work.checkpointing else set()
+    for unit in images.units:
+        weights = of_unit[unit]
+        whole = KEPT * e * sum(map(_width, weights))
+        if any(weight.block for weight in weights):  # scores in the run's dtype, and their softmax in fp32 too
+            whole += (2 * e + 4) * images.eager_heads * patches
+        largest = max(largest, whole)
+        if unit not in frozen:
+            kept += e * images.hidden if unit in checkpointed else whole
+            gradient = max([gradient, *(e * weight.numel for weight in weights if weight.trainable)])
+    # The features and the embeddings that they replace, and a mask over the tokens with a copy in the run's dtype.
+    features = Growth(token=2 * e * shape.hidden, pair=1 + e)
+    again = (1 + _MORE_IN_BACKWARD if checkpointed else _MORE_IN_BACKWARD) * largest
+    return Part(
+        kept=Growth(row=patches * kept + mask * has_backward) + features,
+        forward=(Growth(row=patches * (kept + largest) + mask) + features,),
+        backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + features,) if has_backward else (),
+    )
+
+
+def without_frozen(shape: ModelShape) -> ModelShape:
+    """Return the shape without the parts for images that activation checkpointing does not recompute."""
+    return shape.without(shape.images.frozen(shape.weights)) if shape.images else shape
+
+
+def _width(weight: Weight) -> float:
+    """Return the inputs and outputs per patch of the product with this weight; 0 for a weight without a product."""
+    if not weight.products:
+        return 0.0
+    if len(weight.shape) > 3:  # a convolution over patches, which do not overlap
+        return float(weight.shape[0] + math.prod(weight.shape[1:]))
+    return float(sum(weight.shape[-2:]) * math.prod(weight.shape[:-2]))
+
+
+def image_note(work: Workload) -> str:
+    """Return the sentence of a plan on what it counts for images."""
+    images = work.shape.images
+    assert images is not None
+    if not images.units:
+        return "images: no part of this model is known to be for images alone, so they count as tokens of a row only"
+    part = image_part(work)
+    kept = format_bytes(part.kept.at(work.micro_batch, work.seq_len))
+    most = format_bytes(max(moment.at(work.micro_batch, work.seq_len) for moment in (*part.forward, *part.backward)))
+    return (
+        f"images: {images.patches(work.seq_len)} patches a row are counted, {images.why}; their activations "
+        f"take {most} and keep {kept} until the backward, estimated from the widths of matrix products. "
+        "Another number: image_patches=N"
     )

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from offload_trainer.config import TieredSection, TrainConfig
+from offload_trainer.config import ModelSection, TieredSection, TrainConfig, TrainSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
-from offload_trainer.plan.defaults import (
-    checkpointed_blocks,
-    micro_batches,
-    row_length,
-    with_dtype_of_card,
-)
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
-from offload_trainer.plan.images import image_note, with_rate
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
-from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
+from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
@@ -60,12 +54,12 @@ def resolve_and_plan(
         UserError: the settings cannot be combined on this machine (see `make_plan`).
     """
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    tried, layouts = [], Layouts(workload(config, shape, world=world, nodes=nodes))
+    tried = []
     together = config.parallel.tensor * config.parallel.sequence  # ranks that share the same rows
     seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
-        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves, layouts=layouts)))
+        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
     chosen = _choose([plan for _, plan in tried])
     settled = next(one for one, plan in tried if plan is chosen)
     found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
@@ -83,7 +77,6 @@ def make_plan(
     world: int = 1,
     nodes: int = 1,
     saves: bool = True,
-    layouts: Layouts | None = None,
 ) -> Plan:
     """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
@@ -94,14 +87,11 @@ def make_plan(
         world: ranks of all nodes; each node has the same number.
         nodes: number of machines.
         saves: count checkpoints, or an export, on the drive of `machine.output`.
-        layouts: cached layouts of `shape` from other plans.
 
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
-    if isinstance(engine, Tiered):
-        engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
         raise UserError(f"{wrong}: {fix}")
@@ -134,12 +124,6 @@ def make_plan(
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
-
-
-def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    return (
-        _best_schedule(engine, work, machine) if isinstance(engine, Tiered) else _best_placement(engine, work, machine)
-    )
 
 
 def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile, *, default: Plan) -> Plan:
@@ -213,53 +197,42 @@ def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
     return any(here > there for here, there in zip(on_drives(plan), on_drives(other), strict=True))
 
 
-def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan with the best of the update schedules, if the configuration leaves that open.
+def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
+    """Return the plan with the best placement and, if the tiered engine leaves that open, update schedule.
 
     An update that starts during the backward replaces the default only if it gains enough. Without drives, nothing is
     said of the others unless it does.
     """
     first = _best_placement(engine, work, machine)
-    in_memory = first.fits and not first.uses_drives
-    if engine.section.overlap != "auto" or (in_memory and not _could_gain(first)):
+    if not isinstance(engine, Tiered) or engine.section.overlap != "auto":
         return first
-    default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
+    found, step, update = first.forecast, first.forecast.step, first.forecast.seconds["update"]
+    in_memory = first.fits and not first.uses_drives
+    # What no other work hides of the update must be a worthwhile share of the step.
+    if in_memory and (step is None or update is None or update - found.hidden < WORTH * step):
+        return first
+    default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     why_not, may_have_two_copies = engine.why_not_full(work, machine), engine.section.state_copies != 1
-    if first.fits and first.forecast.step is None:
+    if first.fits and step is None:
         open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
         return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
-        tried.append(_schedule_of(other, replace(first, forecast=first.forecast.otherwise)))
+        tried.append(_schedule_of(other, replace(first, forecast=found.otherwise)))
     if may_have_two_copies and why_not:
         tried.append(UpdateSchedule(FULL, None, None, why_not))
     elif may_have_two_copies:
         plan = _best_placement(engine.with_setting(FULL), work, machine)
         tried.append(_schedule_of(FULL, plan))
-        step = plan.forecast.step
-        gains = step is not None and step <= (1 - WORTH) * _with_little_overlap_off(first)
+        # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
+        apart = (step or 0.0) + found.hidden
+        before = apart if found.behind and found.hidden < WORTH * apart else step or 0.0
+        gains = plan.forecast.step is not None and plan.forecast.step <= (1 - WORTH) * before
         if plan.fits and (gains or not first.fits):
             best, taken = plan, FULL
     if in_memory and best is first:
         return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
-
-
-def _with_little_overlap_off(plan: Plan) -> float:
-    """Return the seconds of a step, without its overlap with the next forward if that gains less than `WORTH`.
-
-    Such an overlap is taken all the same, and must not keep another schedule from being taken.
-    """
-    found = plan.forecast
-    step = found.step or 0.0
-    little = found.behind and not found.ahead and found.hidden < WORTH * (step + found.hidden)
-    return step + found.hidden if little else step
-
-
-def _could_gain(plan: Plan) -> bool:
-    """Return whether the part of the update that no other work hides is a worthwhile share of the step."""
-    step, update = plan.forecast.step, plan.forecast.seconds["update"]
-    return step is not None and update is not None and update - plan.forecast.hidden >= WORTH * step
 
 
 def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
@@ -335,7 +308,7 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and
     the whole unit is on the device while it runs, so no placement can help.
     """
-    largest = max(Layouts(work).units, key=lambda unit: unit.elements)
+    largest = max(layouts_of(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
@@ -378,8 +351,10 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
-    items, costs = one.items(), one.costs()
-    sizes, found = one.settled(forecast(one.work, machine, costs, engine=engine))
+    items, costs, sizes = one.items(), one.costs(), one.sizes
+    found = forecast(one.work, machine, costs, engine=engine)
+    if isinstance(one, TieredCandidate):
+        sizes, found = one.settled(found)
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
     return Plan(
@@ -410,40 +385,32 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
     )
 
 
-def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> list[str]:
-    """Return sentences about what a run with this traffic does to drives, and about settings without effect."""
-    notes = [image_note(work)] if work.shape.images else []
+def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
+    """Yield sentences about what a run with this traffic does to drives, and about settings without effect."""
+    if work.shape.images:
+        yield image_note(work)
     for drive in machine.drives:
-        written = sum(moved.written for moved in traffic if moved.place == drive.directory)
-        if written and drive.endurance_bytes:
-            steps, rated = format_count(drive.endurance_bytes / written), format_bytes(drive.endurance_bytes)
-            notes.append(
-                f"a step writes {format_bytes(written)} to {drive.directory}, whose rated endurance of {rated} lasts "
-                f"{steps} steps"
-            )
-        elif written:
-            notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
-    if machine.gpu is not None and not has_bf16(machine) and work.dtype == "fp16":
-        notes.append(f"{machine.gpu} has no bf16 units: training in fp16 with dynamic loss scaling")
+        if written := sum(moved.written for moved in traffic if moved.place == drive.directory):
+            rated = drive.endurance_bytes
+            lasts = f", whose rated endurance of {format_bytes(rated)} lasts" if rated else ""
+            steps = f" {format_count(rated / written)} steps" if rated else ""
+            yield f"a step writes {format_bytes(written)} to {drive.directory}{lasts}{steps}"
     timed = machine.rates.matmul
+    if machine.gpu is not None and not has_bf16(machine) and work.dtype == "fp16":
+        yield f"{machine.gpu} has no bf16 units: training in fp16 with dynamic loss scaling"
     if machine.gpu is not None and timed and work.dtype not in timed:
         as_fast = stands_for(work.dtype, machine)
         guess = f"are assumed to be as fast as {as_fast}" if as_fast else "no time can be forecast"
-        notes.append(
-            f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
-        )
+        yield f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
     if work.offload_activations and not work.checkpointing:
-        notes.append(
+        yield (
             f"model.offload_activations={work.offload_activations} has no effect: no block is checkpointed "
             "(model.activation_checkpointing=on)"
         )
     if machine.gpu is None and work.inputs_away == TierKind.RAM:
-        notes.append(
-            "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
-        )
+        yield "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
     if machine.gpu is None:
-        notes.append("no GPU here: the model runs on the CPU, in RAM")
-    return notes
+        yield "no GPU here: the model runs on the CPU, in RAM"
 
 
 def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
@@ -493,15 +460,20 @@ def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: Machi
 def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
     """Return the tokens of the longest row that fits in some placement that the configuration allows.
 
-    The number of rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
+    It is the context, or a multiple of 256 tokens below it, with a resolution of 1/128 of the context. The number of
+    rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
     """
-    layouts = Layouts(workload(config, shape, world=world, nodes=nodes))
 
     def fits(seq_len: int) -> bool:
         rows = config.with_keys("data", seq_len=seq_len)
-        return any_placement_fits(rows, layouts, machine, world=world, nodes=nodes)
+        return any_placement_fits(rows, shape, machine, world=world, nodes=nodes)
 
-    return longest(shape.context, fits)
+    if fits(shape.context):
+        return shape.context
+    step = max(1, shape.context // 128 // _ROWS) * _ROWS
+    lengths = range(step, shape.context, step)
+    found = bisect_left(lengths, True, key=lambda length: not fits(length))
+    return lengths[found - 1] if found else 0
 
 
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
@@ -513,17 +485,13 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 
 
 def any_placement_fits(
-    config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)
-    engine = engine_of(config)
-    if isinstance(engine, Tiered):
-        engine = replace(engine, layouts=layouts)
-    shape = layouts.work.shape
-    work = workload(config, shape, world=world, nodes=nodes)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
@@ -537,14 +505,80 @@ def any_placement_fits(
     return False
 
 
-def longest(context: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number of tokens for which `fits` is true: `context`, or a multiple of 256 below it, or 0.
+# -- values of `auto` that need no comparison of plans: dtype, checkpointing, row length and batch sizes ---------------
 
-    The resolution is 1/128 of the context. If a length fits, shorter ones must fit too.
+CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
+LONGEST_ROW = 1024
+
+
+def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
+    """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
+
+    `auto` means all from 1e8 parameters on, if the architecture supports it.
+
+    Raises:
+        UserError: the model has fewer blocks, or cannot checkpoint only some of them.
     """
-    if fits(context):
-        return context
-    step = max(1, context // 128 // _ROWS) * _ROWS
-    lengths = range(step, context, step)
-    found = bisect_left(lengths, True, key=lambda length: not fits(length))
-    return lengths[found - 1] if found else 0
+    setting, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    if not isinstance(setting, int):
+        return shape.layers if setting == "on" or (setting == "auto" and large) else 0
+    if setting > shape.layers:
+        raise UserError(
+            f"model.activation_checkpointing={setting}: the model has {shape.layers} blocks; use on for all"
+        )
+    if setting < shape.layers and not shape.can_checkpoint_some:
+        raise UserError(
+            f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
+            "transformers, or what a single block keeps could not be counted; use on or off"
+        )
+    return setting
+
+
+def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
+    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
+
+    Raises:
+        UserError: the requested length exceeds the model's context.
+    """
+    if setting == "auto":
+        return min(shape.context, LONGEST_ROW)
+    if setting > shape.context:
+        raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
+    return setting
+
+
+_MOST_ROWS = 64  # rows per micro-batch; larger micro-batches do not make matrix products faster
+
+
+def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
+    """Yield each split of `train.tokens_per_step`, largest micro-batch first; if it is `auto`, yield `section` itself.
+
+    Raises:
+        UserError: the tokens are not a multiple of ranks x row length.
+    """
+    tokens = section.tokens_per_step
+    if tokens == "auto":
+        yield section
+        return
+    rows, rest = divmod(tokens, seq_len * world)
+    if rest or not rows:
+        raise UserError(
+            f"train.tokens_per_step={tokens}: not a multiple of {world} rank(s) x {seq_len} tokens in a row; use "
+            f"{max(1, round(tokens / (seq_len * world))) * seq_len * world}, or another --seq-len"
+        )
+    for micro in range(min(rows, _MOST_ROWS), 0, -1):
+        if rows % micro == 0:
+            yield section.model_copy(
+                update={
+                    "micro_batch_size": micro,
+                    "gradient_accumulation_steps": rows // micro,
+                    "tokens_per_step": "auto",
+                }
+            )
+
+
+def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelSection:
+    """Return the section with fp16 as dtype if none was set and the GPU has no bf16 units."""
+    if "dtype" in section.model_fields_set or has_bf16(machine):
+        return section
+    return section.model_copy(update={"dtype": "fp16"})

@@ -7,7 +7,7 @@ needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import add, sub
@@ -50,6 +50,10 @@ class Part:
     kept: Growth  # memory kept from its forward until its backward
     forward: tuple[Growth, ...]  # moments of its forward that can be the peak
     backward: tuple[Growth, ...]  # moments of its backward, including what its forward kept and its output's gradient
+
+    def each(self, changed: Callable[[Growth], Growth]) -> Part:
+        """Return the part with other terms in each of its moments."""
+        return Part(changed(self.kept), tuple(map(changed, self.forward)), tuple(map(changed, self.backward)))
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Weight:
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
-    quantised: str = ""  # the format that a frozen weight is stored in (`plan/tiered/weight_formats.py`); "": its dtype
+    quantised: str = ""  # the format that a frozen weight is stored in (`plan/tiered/layout.py`); "": its dtype
     # Matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts.
     products: float = 1.0
 
@@ -342,7 +346,7 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
     mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype
-    text = shape.without(shape.images.units if shape.images else ())  # plan/images.py counts the parts for images
+    text = shape.without(shape.images.units if shape.images else ())  # `image_part` counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from math import prod
 from operator import add
 from statistics import median, quantiles
 
-from offload_trainer.plan.images import without_frozen
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
-from offload_trainer.plan.memory import mapped_from
+from offload_trainer.plan.memory import mapped_from, without_frozen
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -373,6 +373,36 @@ def stands_for(dtype: str, machine: MachineProfile) -> str | None:
     """
     others = {"bf16": "fp16", "fp16": "bf16"} if machine.gpu is not None else {"bf16": "fp32", "fp16": "fp32"}
     return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
+
+
+# -- orthogonalising matrices, for an update rule such as Muon
+
+ITERATIONS = 5  # Newton-Schulz iterations, as in torch.optim.Muon
+RATE = layer_key("bf16", "orthogonalisation", "update")  # FLOP/s of the iteration in `Rates.layers`
+
+
+def products_of(shape: tuple[int, int]) -> int:
+    """Return the floating-point operations for one matrix."""
+    less, more = sorted(shape)
+    return ITERATIONS * (4 * less * less * more + 2 * less**3)
+
+
+def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | None:
+    """Return the seconds for all matrices of a model, on the GPU if there is one; None if no rate is known.
+
+    The rate is that of the iteration, or else of a layer's products. Pages that the CPU updates move each matrix to the
+    GPU and back with 16 bits an element, which is not overlapped.
+    """
+    rates = machine.rates
+    timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
+    if timed is None:
+        return None
+    matrices = [(weight.numel, weight.matrix) for weight in model.weights if weight.matrix]
+    seconds = sum((count // prod(shape) * products_of(shape) / timed.value for count, shape in matrices), start=0.0)
+    if machine.gpu is not None and rates.to_device is not None and rates.from_device is not None:
+        moved = 2 * sum(count for count, _ in matrices)
+        seconds += moved / rates.to_device.value + moved / rates.from_device.value
+    return seconds
 
 
 # -- the seconds of an update that overlap the backward and the next forward

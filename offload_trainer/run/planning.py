@@ -10,7 +10,7 @@ run that is being resumed. If a configuration does not fit, it tries settings th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,15 +22,20 @@ from typing import Any
 
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.defaults import micro_batches, row_length
-from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, longest_row, resolve_and_plan, with_fewer_buffers, workload
+from offload_trainer.plan.planner import (
+    any_placement_fits,
+    longest_row,
+    micro_batches,
+    resolve_and_plan,
+    row_length,
+    with_fewer_buffers,
+)
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
-from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.run.process_setup import ranks_of_environment
+from offload_trainer.settings import with_words
 
 _MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 
@@ -180,11 +185,13 @@ def planned(
     first = plan_of(config, models.as_wished(config))
     if not lacks_room(first.plan, machine):
         return first
-    for candidate, of in models.that_fit(config, machine, world=world, nodes=nodes):
-        found = plan_of(candidate, of)
-        if found.plan.fits:
-            return found
-    return plan_of(*models.least(config)) if first.plan.too_large else first
+    for candidates, of in models.ways(config):
+        for candidate in candidates:
+            if any_placement_fits(candidate, of.shape, machine, world=world, nodes=nodes):
+                found = plan_of(candidate, of)
+                if found.plan.fits:
+                    return found
+    return plan_of(candidates[-1], of) if first.plan.too_large else first
 
 
 def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
@@ -210,59 +217,51 @@ def with_what_fits(
     `resumes`: the run resumes another, whose rows keep their length.
     """
     world, nodes = found.plan.world, found.plan.nodes
-    moves = [move for move in _moves(found, config, here=here) if not (resumes and move[1] == "data")]
+    moves = [words for words in _moves(found, config, here=here) if not (resumes and words.startswith("--seq-len"))]
 
-    def fits(several: Sequence[tuple[str, str, dict[str, Any]]]) -> bool:
-        candidate, machine = config, found.machine
-        for _, section, keys in several:
-            candidate = candidate.with_keys(section, **keys)
-        if combination_mistakes(candidate):
-            return False
-        if candidate.placement.nvme != config.placement.nvme:
-            machine = machine_here(candidate.placement, output=config.save.output)
-        layouts = Layouts(workload(candidate, models.as_wished(candidate).shape, world=world, nodes=nodes))
-        with suppress(UserError):  # a length that does not divide the tokens of a step
-            if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
+    def fits(words: str) -> bool:
+        with suppress(UserError):  # contradicts the configuration, or a length that does not divide a step's tokens
+            candidate, machine = with_words(config, words), found.machine
+            if candidate.placement.nvme != config.placement.nvme:
+                machine = machine_here(candidate.placement, output=config.save.output)
+            shape = models.as_wished(candidate).shape
+            if any_placement_fits(candidate, shape, machine, world=world, nodes=nodes):
                 return planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
         return False
 
-    for count in range(1, _MOST_MOVES + 1):
-        if fitting := list(islice(filter(fits, combinations(moves, count)), _MOST_FITTING)):
-            words = tuple(" ".join(words for words, _, _ in several) for several in fitting)
-            return replace(found, plan=replace(found.plan, fits_with=words))
-    return replace(found, plan=replace(found.plan, fits_with=()))
+    sets = (map(" ".join, combinations(moves, count)) for count in range(1, _MOST_MOVES + 1))
+    enough = (tuple(islice(filter(fits, words), _MOST_FITTING)) for words in sets)
+    return replace(found, plan=replace(found.plan, fits_with=next(filter(None, enough), ())))
 
 
-def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (words, section, new values of its keys) for each change that can help, the least costly first."""
+def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
+    """Yield the words of each change that can help, the least costly first."""
     plan, place, train, save = found.plan, config.placement, config.train, config.save
     output = found.machine.output.directory
     lacking = {tier for tier, room in plan.tiers.items() if room["need"] > room["have"]}
     if output in lacking:  # its checkpoints are the cause
         if save.keep > 1:
-            yield "save.keep=1", "save", {"keep": 1}
-        yield "--save-every 0", "save", {"every": 0}
+            yield "save.keep=1"
+        yield "--save-every 0"
     if lacking == {output}:
         return
-    homes = {"params": "--params", "optimizer": "--optimizer", "gradients": "placement.gradients"}
-    homes |= {"gpu_fraction": "--gpu-fraction", "ram_fraction": "--ram-fraction"}
-    if fixed := [name for name in homes if getattr(place, name) != "auto"]:
-        words = " ".join(homes[name] + ("=" if "." in homes[name] else " ") + "auto" for name in fixed)
-        yield words, "placement", dict.fromkeys(fixed, "auto")
+    homes = {"params": "--params ", "optimizer": "--optimizer ", "gradients": "placement.gradients="}
+    homes |= {"gpu_fraction": "--gpu-fraction ", "ram_fraction": "--ram-fraction "}
+    if fixed := [f"{flag}auto" for name, flag in homes.items() if getattr(place, name) != "auto"]:
+        yield " ".join(fixed)
     if here and not place.nvme:
         with suppress(UserError):  # this directory cannot hold pages
             machine_here(place.model_copy(update={"nvme": (".",)}), output=save.output)
-            yield "--nvme .", "placement", {"nvme": (".",)}
+            yield "--nvme ."
     if config.optim.moment_dtype != "8bit":
-        yield "optim.moment_dtype=8bit", "optim", {"moment_dtype": "8bit"}
-    rows, times = train.micro_batch_size, train.gradient_accumulation_steps
+        yield "optim.moment_dtype=8bit"
+    rows = train.micro_batch_size
     if rows > 1 and train.tokens_per_step == "auto":
-        keys = {"micro_batch_size": 1, "gradient_accumulation_steps": rows * times}
-        yield f"--micro-batch 1 --accumulate {rows * times}", "train", keys
+        yield f"--micro-batch 1 --accumulate {rows * train.gradient_accumulation_steps}"
     for tokens in filter(None, (plan.seq_len // 2, plan.seq_len // 8)):
-        yield f"--seq-len {tokens}", "data", {"seq_len": tokens}
+        yield f"--seq-len {tokens}"
     if config.model.dtype == "fp32":
-        yield "--dtype bf16", "model", {"dtype": "bf16"}
+        yield "--dtype bf16"
 
 
 # -- settings that need less device memory -----------------------------------------------------------------------------
@@ -284,7 +283,7 @@ class MemoryFallbacks:
         """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
         self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
-        self._in_parts = dict[bool, Any]()  # key: with chunked MLPs
+        self._models = dict[tuple[bool, bool], Any]()  # key: with chunked MLPs, in parts
 
     @cached_property
     def source(self) -> Any:
@@ -298,37 +297,18 @@ class MemoryFallbacks:
 
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
         """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
-        pieces = pieces or isinstance(config.model.mlp_chunk, int)
-        if self._preset and not pieces and config.tiered.fetch_granularity != "module":
+        key = pieces or isinstance(config.model.mlp_chunk, int), config.tiered.fetch_granularity == "module"
+        if self._preset and not any(key):
             return self._preset
-        whole = self.tiled if pieces else self.source
-        if config.tiered.fetch_granularity != "module":
-            return as_wished(whole, config)
-        if pieces not in self._in_parts:
-            self._in_parts[pieces] = as_wished(whole, config)
-        return self._in_parts[pieces]
+        if key not in self._models:
+            self._models[key] = as_wished(self.tiled if key[0] else self.source, config)
+        return self._models[key]
 
-    def that_fit(
-        self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int
-    ) -> Iterator[tuple[TrainConfig, Any]]:
-        """Yield (configuration, model) that fit with some placement, largest device footprint first."""
-        for candidate, of in self._ways(config):
-            layouts = Layouts(workload(candidate, of.shape, world=world, nodes=nodes))
-            fewer = with_fewer_buffers(candidate)
+    def ways(self, config: TrainConfig) -> Iterator[tuple[list[TrainConfig], Any]]:
+        """Yield (configurations, model), each with a smaller device footprint than the last.
 
-            def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
-                return any_placement_fits(one, layouts, machine, world=world, nodes=nodes)
-
-            if fits(fewer[-1]):
-                yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of
-
-    def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
-        """Return the configuration with the smallest device footprint, with its model."""
-        *_, (smallest, of) = self._ways(config)
-        return with_fewer_buffers(smallest)[-1], of
-
-    def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
-        """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
+        The configurations of one model have fewer and fewer weight buffers.
+        """
         tiered = config.tiered
         left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
@@ -336,7 +316,7 @@ class MemoryFallbacks:
                 candidate = config.with_keys("tiered", fetch_granularity=fetch)
                 of = self.as_wished(candidate, pieces=pieces)
                 if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
-                    yield candidate, of
+                    yield with_fewer_buffers(candidate), of
 
 
 def as_wished(source: Any, config: TrainConfig) -> Any:

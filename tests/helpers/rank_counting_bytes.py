@@ -93,10 +93,6 @@ def count() -> None:
         if sending:
             counts["gradients_out"] += sum(values.nbytes for _, values in out)
             counts["gradients_in"] += sum(values.nbytes for _, values in into)
-        else:
-            for way, parts in (("in", into), ("out", out)):
-                counts["norms_among"] += sum(values.nbytes for rank, values in parts if rank in self.local_ranks)
-                counts[f"norms_{way}"] += sum(values.nbytes for rank, values in parts if rank not in self.local_ranks)
         return send_recv(self, out, into)
 
     def crossing(self: Node, values: torch.Tensor, *, source: int, **words: Any) -> None:

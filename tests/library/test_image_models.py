@@ -37,7 +37,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
 from offload_trainer.model.images import image_parts, refuse_other_losses
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.plan.images import image_part
+from offload_trainer.plan.memory import image_part
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.run.planning import model_of

@@ -19,8 +19,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model import meta_trace
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.probes import blocks
-from offload_trainer.plan.defaults import checkpointed_blocks
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.planner import checkpointed_blocks, make_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import every_architecture

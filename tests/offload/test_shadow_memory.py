@@ -24,7 +24,7 @@ from offload_trainer.offloading.pages.store import PageStore, ShadowPages
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.engine import TieredCandidate
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -204,5 +204,5 @@ def _planned(model: Path, share: float) -> int:
     plan = make_plan(config, shape, machine)
     assert isinstance(plan.sizes, TierSizes)
     sizes = replace(plan.sizes, shadow_fraction=share)
-    items = TieredCandidate(work, machine, plan.placement, sizes, Layouts(work)).items()
+    items = TieredCandidate(work, machine, plan.placement, sizes, layouts_of(work)).items()
     return sum(item.bytes for item in items if item.name == "shadow memory")

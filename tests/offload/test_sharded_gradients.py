@@ -23,8 +23,8 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
 from offload_trainer.optim.gradient_kernel import TorchGradients
+from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
@@ -114,7 +114,7 @@ def test_sums_are_those_of_one_rank(
     """Sums in RAM and on a node's drive match one rank's; norm pieces of `piece` elements span several
     ranks and nodes.
     """
-    monkeypatch.setattr(norm_shards, "_PIECE", piece)
+    monkeypatch.setattr(comm_cost, "_PIECE", piece)
     units, micro = model(tied=True), MICRO * world
     place = Place(world, nodes=nodes)
 
@@ -168,8 +168,8 @@ def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest
     elements.
     """
     world = 5
-    monkeypatch.setattr(norm_shards, "_PIECE", width)
-    monkeypatch.setattr(norm_shards, "_CHUNK", width)
+    monkeypatch.setattr(comm_cost, "_PIECE", width)
+    monkeypatch.setattr(comm_cost, "_CHUNK", width)
     shapes = {"a.large": (50_000,), "a.none": (9000,), "a.small": (300,), "a.last": (70, 301), "b.tiny": (7,)}
     weights = [Weight(name, shape, unit=name[0]) for name, shape in shapes.items()]
     units = units_of(ModelShape(tuple(weights), layers=1, hidden=1, vocabulary=1, context=1))

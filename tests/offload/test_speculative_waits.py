@@ -28,7 +28,7 @@ from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.plan.tiered.update_staging import Route
+from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import Future, together
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

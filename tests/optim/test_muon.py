@@ -32,9 +32,9 @@ from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.step_time import RATE as RATE_OF_PRODUCTS
+from offload_trainer.plan.step_time import products_of
 from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, rank_of, units_of
-from offload_trainer.plan.tiered.orthogonalisation import RATE as RATE_OF_PRODUCTS
-from offload_trainer.plan.tiered.orthogonalisation import products_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.state_formats import RULES, state_format
 from offload_trainer.plan.tiers import DEVICE, RAM

@@ -13,8 +13,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan, workload
-from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan
 from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices
 
 SHAPE = SHAPES["gpt2-10b"]
@@ -101,7 +100,7 @@ def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> N
         here = machine(ram=needs[count] + 10**6)
         plan = make_plan(wish(*words), shape, here)
         assert (plan.fits, plan.checkpointed, plan.mlp_chunk) == (True, count, 0)
-        assert any_placement_fits(wish(*words), Layouts(workload(wish(*words), shape)), here, world=1, nodes=1)
+        assert any_placement_fits(wish(*words), shape, here, world=1, nodes=1)
 
 
 def test_offloaded_inputs_are_those_of_the_checkpointed_blocks() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_plans import machine, wish
+from sample_plans import SHAPES, machine, wish
 from small_architectures import small
 from tracked_bytes import config_of, planned, tracked
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -21,7 +21,7 @@ from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.memory import peak_of
-from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, pruned
 
 _SMALL = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -256,6 +256,9 @@ def shape_of(kind: Any) -> ModelShape:
     return model_shape.model_shape(model, ModelSection(name="gpt2", random_init=True))
 
 
+STEP = workload(wish(), SHAPES["gpt2"])
+
+
 def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     block = Part(Growth(token=10), (Growth(token=12),), (Growth(fixed=1000, token=15),))
     small = Part(Growth(), (Growth(token=1),), (Growth(token=1),))
@@ -263,19 +266,22 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     counted = Activations(Growth(token=2), (block,), (0, 0), Growth(token=2), small, head, (Growth(fixed=500),))
 
     def peak(rows: int, **kinds: Any) -> int:
-        return peak_of(counted, **{"rows": rows, "length": 10, "chunk": 10**6, "checkpointed": 0} | kinds).bytes
+        step = {"micro_batch": rows, "seq_len": 10, "loss_chunk": 10**6, "checkpointed": 0}
+        step |= {key: kinds.pop(key) for key in [*kinds] if key in step}
+        return peak_of(counted, replace(STEP, **step), **kinds).bytes
 
     assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
     assert peak(100) == (2 + 20 + 40) * 1000  # the loss
     # chunks: the last one, with what the others keep
-    assert peak(100, chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
-    assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
+    assert peak(100, loss_chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
+    assert peak(100, loss_chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
     assert peak(1, checkpointed=2) == 2 * 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointed=2, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
     # One of three blocks: its input and the second block's activations are kept below the last block, and everything at
     # the loss.
     three = replace(counted, blocks=(0, 0, 0))
-    some = [peak_of(three, rows=rows, length=10, chunk=10**6, checkpointed=1).bytes for rows in (1, 100)]
+    one = replace(STEP, seq_len=10, loss_chunk=10**6, checkpointed=1)
+    some = [peak_of(three, replace(one, micro_batch=rows)).bytes for rows in (1, 100)]
     assert some == [(2 + 2 + 10) * 10 + 1000 + 15 * 10, (2 + 2 + 2 * 10 + 40) * 1000]
     assert peak(1, gradients=False) == (2 + 20 + 40) * 10
     assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's gradient, kept until the embedding's

@@ -25,9 +25,7 @@ from offload_trainer.plan.tiered.layout import (
     range_of_rank,
     units_of,
 )
-from offload_trainer.plan.tiered.norm_shards import given, piece_width
-from offload_trainer.plan.tiered.norm_shards import norm_parts as parts_of
-from offload_trainer.plan.tiered.update_staging import route_of, routes_of
+from offload_trainer.plan.tiered.spec import route_of, routes_of
 from offload_trainer.plan.tiered.weight_streaming import fetches
 from offload_trainer.plan.tiers import DEVICE, RAM
 
@@ -87,26 +85,6 @@ def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
         assert (theirs.through_host, theirs.through_device) == (route.through_host, route.through_device)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_units_of_equal_layout_give_the_same_pieces(ordered: bool) -> None:
-    """The pieces equal those computed for each weight of each unit separately."""
-    units, ranks = units_of(uneven()), 5
-    each = [
-        (rank, part[0], part[2] - part[1])
-        for unit in units
-        for place in unit.places
-        for rank in range(ranks)
-        if place.weight.trainable
-        if (
-            part := parts_of(
-                unit, place, width=piece_width(place.weight.numel, ordered=ordered), rank=rank, ranks=ranks
-            ).gives
-        )
-    ]
-    assert given(units, ranks=ranks, ordered=ordered) == each
-    assert len({unit.trained for unit in units if unit.block}) == 2
-
-
 def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """All candidates, update schedules and micro-batches share the layouts."""
     divided: list[str] = []
@@ -122,6 +100,7 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(spec, "pages_of", divide)
     monkeypatch.setattr(spec, "units_of", lay_out)
+    spec._layouts.cache_clear()
     config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
     _, plan = resolve_and_plan(config, SHAPES["gpt2-medium"], timed())
     assert plan.fits

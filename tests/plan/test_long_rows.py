@@ -14,13 +14,14 @@ import pytest
 from commands import ask
 from sample_plans import GB, SHAPES, machine, wish
 
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.blocks import with_tiles
+from offload_trainer.plan import planner
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import longest, longest_row, make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import longest_row, make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere
@@ -151,10 +152,17 @@ def test_pieces_with_a_norm_behind_them_are_computed_three_times(tmp_path: Path)
     assert on > 0
 
 
-def test_the_search_finds_each_length() -> None:
+def test_the_search_finds_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (0, 255, 256, 300, 512, 999, 1000, 5000):
         asked: list[int] = []
-        found = longest(1000, lambda length, most=most, asked=asked: (asked.append(length), length <= most)[1])
+
+        def fits(config: TrainConfig, *_: object, most: int = most, asked: list[int] = asked, **__: int) -> bool:
+            assert isinstance(config.data.seq_len, int)
+            asked.append(config.data.seq_len)
+            return asked[-1] <= most
+
+        monkeypatch.setattr(planner, "any_placement_fits", fits)
+        found = longest_row(wish(), replace(wide(), context=1000), machine(), world=1, nodes=1)
         assert found == (1000 if most >= 1000 else most // 256 * 256)
         assert len(asked) < 6
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sample_plans import GB, SHAPES, machine, rate, wish
@@ -12,7 +14,7 @@ from sample_plans import GB, SHAPES, machine, rate, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import gathers, zero_sizes
+from offload_trainer.plan.deepspeed.memory import gathered, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel.collectives import (
     Collective,
@@ -24,12 +26,12 @@ from offload_trainer.plan.parallel.collectives import (
     weights_held,
     zero_collectives,
 )
-from offload_trainer.plan.parallel.tables import modes
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
-from offload_trainer.run.commands.plan import compare_modes
+from offload_trainer.run.commands.plan import compare_modes, modes
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
 
@@ -106,19 +108,18 @@ def test_an_impossible_stage_is_refused() -> None:
 
 
 def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
-    """If all weights stay, they come once; if none stay, twice. A checkpointed block's recomputation gathers nothing
-    more.
-    """
+    """If all weights stay, they come once; if none stay, twice."""
     sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
     small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
-    moving = SHAPE.parameters - small
-    everything = gathers(SHAPE, replace(sizes, max_live=2 * SHAPE.parameters), checkpointing=False)
-    assert (everything.forward, everything.backward, everything.update) == (moving, 0, small)
-    nothing = gathers(SHAPE, replace(sizes, max_live=1, prefetch_bucket=0), checkpointing=False)
-    assert nothing.forward == moving + SHAPE.largest  # the tied head is gathered again, and its backward then finds it
-    assert nothing.backward == moving
-    usual = gathers(SHAPE, sizes, checkpointing=True)
-    assert 0.9 * 2 * moving < usual.forward + usual.backward < 2 * moving + SHAPE.largest
+    moving = SHAPE.parameters - small + SHAPE.largest  # the tied head comes twice
+    for live, prefetch, again in (
+        (2 * SHAPE.parameters, 1, 0),
+        (1, 0, moving),
+        (10**8, 1, moving - 10**8),
+        (10**8, 0, moving - 10**8 // 2),
+    ):
+        found = gathered(SHAPE, replace(sizes, max_live=live, prefetch_bucket=prefetch))
+        assert found == {"forward": moving, "backward": again, "update": small}
 
 
 def test_tensor_parallel_by_hand() -> None:
@@ -171,36 +172,40 @@ def test_modes_are_those_that_an_engine_runs() -> None:
     """Every name and setting is of one mode, and the configuration accepts every setting."""
     for world in (2, 4, 6, 8, 16):
         found = list(modes(world))
-        assert len({one.name for one in found}) == len({(one.stage, one.setting) for one in found}) == len(found)
-        for one in found:
-            wish("--engine", "tiered" if one.stage is None else "deepspeed", *filter(None, [one.setting]))
+        assert len({name for name, *_ in found}) == len({words for _, words, _ in found}) == len(found)
+        for _, words, _ in found:
+            wish(*words.split())
 
 
 def test_rows_of_the_table_are_plans() -> None:
-    """A mode's bytes and seconds are those of its plan; refused modes are named with their reason."""
+    """Each mode has its plan's JSON; refused modes are named with their reason."""
     fast = here(between_gpus=rate(1e11), network=rate(1e10))
     model = ("--model", "gpt2-medium", "--gpus", "8")
-    found = compare_modes(wish(*model, f"train.tokens_per_step={8 * 16 * 1024}"), fast, None)
+    found, text, best = compare_modes(wish(*model, f"train.tokens_per_step={8 * 16 * 1024}"), fast, None)
     refused = ["tensor 2 x ZeRO-1 over 4", "tensor 4 x ZeRO-1 over 2", "tensor 8"]
-    assert [one["mode"] for one in found.json["refused"]] == refused
-    assert f"refused: {', '.join(refused)}: transformers has no" in found.text
-    assert (found.json["tokens_per_step"], found.json["ranks"]) == (8 * 16 * 1024, 8)
-    rows = {row["name"]: row for row in found.json["modes"]}
+    assert [one["mode"] for one in found["refused"]] == refused
+    assert f"refused: {', '.join(refused)}: transformers has no" in text
+    assert (found["tokens_per_step"], found["ranks"]) == (8 * 16 * 1024, 8)
+    rows = {row["name"]: row for row in found["modes"]}
     assert len(rows) == 7
-    seconds = [row["seconds"] for row in rows.values()]
+    seconds = [row["step"] for row in rows.values()]
     assert seconds == sorted(seconds)
-    assert found.json["fastest"] == next(iter(rows))
+    assert (found["fastest"], best.forecast.step) == (next(iter(rows)), seconds[0])
     stage_2 = rows["ZeRO-2 over 8"]
-    accumulate, rest = divmod(16, stage_2["micro_batch"])
-    assert rest == 0
-    assert stage_2["link_bytes"] == pytest.approx((accumulate + 1) * 7 / 8 * 2 * SHAPE.parameters, abs=2)
     assert stage_2["words"] == "--engine deepspeed deepspeed.zero_stage=2"
-    words = (*stage_2["words"].split(), "--micro-batch", str(stage_2["micro_batch"]), "--accumulate", str(accumulate))
+    micro = stage_2["chosen"]["micro_batch"]
+    words = (*stage_2["words"].split(), "--micro-batch", str(micro), "--accumulate", str(16 // micro))
     plan = make_plan(wish(*model, *words), SHAPE, fast, world=8)
-    assert (plan.tokens_per_step, plan.forecast.step) == (stage_2["tokens_per_step"], stage_2["seconds"])
-    whole, shared = rows["tiered, 8 ranks"], rows["tiered, 8 ranks, sequence 2"]
+    for key, value in json.loads(json.dumps(plan.to_json())).items():
+        assert json.loads(json.dumps(stage_2[key])) == value, key
+    shared = rows["tiered, 8 ranks, sequence 2"]
     assert shared["words"] == "--engine tiered parallel.sequence=2"
-    assert shared["link_bytes"] > whole["link_bytes"]  # neighbouring ranks share rows
+    assert moved(shared, GPUS) > moved(rows["tiered, 8 ranks"], GPUS)  # neighbouring ranks share rows
+
+
+def moved(row: dict[str, Any], place: str) -> int:
+    """Return the bytes that a mode's step receives over a link."""
+    return sum(one["read"] for one in row["links"] if one["place"] == place)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +213,9 @@ def test_rows_of_the_table_are_plans() -> None:
 )
 def test_one_row_for_all_ranks_is_divided_by_sequence_parallelism(words: str) -> None:
     """Modes that need a row for each rank are refused with the reason, also where the setting needs more ranks."""
-    found = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)
-    assert [row["name"] for row in found.json["modes"]] == ["tiered, 4 ranks, sequence 4"]
-    reasons = {row["mode"]: row["reason"] for row in found.json["refused"]}
+    found, *_ = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)
+    assert [row["name"] for row in found["modes"]] == ["tiered, 4 ranks, sequence 4"]
+    reasons = {row["mode"]: row["reason"] for row in found["refused"]}
     assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
 
 
@@ -225,17 +230,19 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["nodes"], found["tokens_per_step"]) == (8, 2, 8 * 16 * 1024)
     rows = {row["name"]: row for row in found["modes"]}
-    assert rows["ZeRO-3 over 8"]["network_bytes"] > rows["ZeRO-1 over 8"]["network_bytes"] > 0
-    assert rows["tiered, 8 ranks"]["network_bytes"] == rows["tiered, 8 ranks, sequence 2"]["network_bytes"]
+    assert moved(rows["ZeRO-3 over 8"], NETWORK) > moved(rows["ZeRO-1 over 8"], NETWORK) > 0
+    assert moved(rows["tiered, 8 ranks"], NETWORK) == moved(rows["tiered, 8 ranks, sequence 2"], NETWORK)
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
-    assert "assumed: between gpus: 360 GB/s; assumed: NVLink" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(r"  between gpus +360 GB/s +assumed: NVLink", printed)
+    assert all(row["name"] in printed for row in rows.values() if "8 ranks" in row["name"])
 
 
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     [
         (["--machine", "8xh100-80gb", "--gpus", "1"], "there is only one rank: add --gpus N"),
-        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: with --parallel, one whole number"),
+        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: one whole number"),
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )

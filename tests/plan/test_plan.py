@@ -21,7 +21,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
+from offload_trainer.plan.deepspeed.memory import zero_sizes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload

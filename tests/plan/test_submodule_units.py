@@ -17,7 +17,7 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import Unit, divided, is_divided, undivided, units_of
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.run.commands.plan import compare_modes, plan_cluster, plan_elsewhere
+from offload_trainer.run.commands.plan import compare_modes, plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = 2048
@@ -152,17 +152,17 @@ def test_nodes_and_modes_use_the_same_fallbacks() -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     for gpus, nodes in ((2, "1"), (1, "2")):
         words, least = [*ALWAYS, *AWAY, "--gpus", str(gpus)], ["tiered.fetch_granularity=module"]
-        smallest = plan_cluster(
-            load_config([*words, *least, "tiered.weight_buffers=1"]), machine(gpu=ROOMY), nodes
-        ).plan
+        smallest = plan_elsewhere(
+            load_config([*words, *least, "tiered.weight_buffers=1"]), machine(gpu=ROOMY), nodes=nodes
+        )
         need = smallest.tiers["gpu"]["need"] // gpus
         config, here = load_config(words), replace(machine(gpu=need), gpus=gpus)
-        plan = plan_cluster(config, here, nodes).plan
+        plan = plan_elsewhere(config, here, nodes=nodes)
         assert plan.fits
         assert way(plan) == ("module", 1)
-        rows = compare_modes(config, here, nodes).json["modes"]
-        assert [row["lacks"] for row in rows if row["name"] == "tiered, 2 ranks"] == [""]
-        assert not plan_cluster(config, replace(here, gpu_bytes=need - 10**6), nodes).plan.fits
+        rows = compare_modes(config, here, nodes)[0]["modes"]
+        assert [row["fits"] for row in rows if row["name"] == "tiered, 2 ranks"] == [True]
+        assert not plan_elsewhere(config, replace(here, gpu_bytes=need - 10**6), nodes=nodes).fits
 
 
 def test_a_preset_uses_fewer_buffers_too() -> None:

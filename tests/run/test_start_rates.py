@@ -18,10 +18,10 @@ import offload_trainer as ot
 from offload_trainer.errors import LOST
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
+from offload_trainer.plan import step_time
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan
-from offload_trainer.plan.tiered import orthogonalisation
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -80,7 +80,7 @@ def test_the_products_of_muon_are_measured_for_muon_alone(cache: Path, drive: Pa
     for rule in ("adamw", "muon"):
         before = planned(drive, tmp_path / "run", *MANY, f"optim.name={rule}")
         measured = machine_rates.rates_at_start(before, say=lambda line: None)
-        assert (orthogonalisation.RATE in measured.rates.layers) == (rule == "muon")
+        assert (step_time.RATE in measured.rates.layers) == (rule == "muon")
     after = plan_run(before.config, again=replace(before, machine=measured))
     assert after.plan.forecast.step is not None
 

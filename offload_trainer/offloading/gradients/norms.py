@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces, TorchGradients, sum_by_halves, sums_of_squares
-from offload_trainer.plan.tiered.norm_shards import piece_width
+from offload_trainer.plan.parallel.comm_cost import piece_width
 
 _CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
 

@@ -25,7 +25,7 @@ import torch
 
 from offload_trainer.offloading.allocation import Stores
 from offload_trainer.offloading.device import Device
-from offload_trainer.plan.tiered.update_staging import Route, host_slot
+from offload_trainer.plan.tiered.spec import Route, host_slot
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done, together

@@ -31,7 +31,7 @@ from offload_trainer.offloading.update.step_params import SpeculativeStep, StepP
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
-from offload_trainer.plan.tiered.update_staging import Route, device_slot, routes_of
+from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 

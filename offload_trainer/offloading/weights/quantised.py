@@ -1,6 +1,6 @@
 """Quantise frozen weights when they are loaded, and dequantise them to the run's dtype each time they are used.
 
-`plan/tiered/weight_formats.py` describes the formats and the stored bytes. This is the only module of the package that
+`plan/tiered/layout.py` describes the formats and the stored bytes. This is the only module of the package that
 computes with bitsandbytes' quantisation. On a GPU, kernels write the values of a weight to where they are used, on the
 current stream. On a CPU, kernels return them in new memory, so a weight is dequantised in pieces. Weights are always
 quantised on the CPU, where they are read.
@@ -16,8 +16,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import to_install
-from offload_trainer.plan.tiered.layout import Unit
-from offload_trainer.plan.tiered.weight_formats import PAD, PIECE, StoredWeight, WeightFormat, padded
+from offload_trainer.plan.tiered.layout import PAD, PIECE, StoredWeight, Unit, WeightFormat, aligned
 
 _ROW = PAD  # elements; bitsandbytes' CPU kernel for 4 bits dequantises rows in parallel
 Read = Callable[[int, int], torch.Tensor]  # (first element of the store's dtype, number of them) -> CPU copy
@@ -56,7 +55,7 @@ class QuantisedUnit:
         def bytes_at(offset: int, length: int) -> torch.Tensor:
             return read(offset // size, -(-length // size)).view(torch.uint8)[:length]
 
-        elements = padded(count)
+        elements = aligned(count, PAD)
         codes = bytes_at(weight.values, weight.format.code_bytes(elements))
         scales = bytes_at(weight.scales, weight.format.scale_bytes(elements))
         values = torch.empty(elements, dtype=self._dtype)
@@ -69,7 +68,7 @@ class QuantisedUnit:
         if start < self._trained:
             return start, values
         weight, size = self._weights[start], self._dtype.itemsize
-        assert padded(values.numel()) == weight.elements or values.numel() == weight.elements
+        assert aligned(values.numel(), PAD) == weight.elements or values.numel() == weight.elements
         if weight.format is None:
             return weight.values // size, values
         return weight.values // size, _stored(values, weight, weight.format).view(self._dtype)
@@ -81,7 +80,7 @@ def _stored(values: torch.Tensor, weight: StoredWeight, format: WeightFormat) ->
     codes, scales = made, made[weight.scales - weight.values :]
     for first in range(0, weight.elements, PIECE):
         piece = values[first : first + PIECE].to("cpu", torch.bfloat16)
-        piece = torch.nn.functional.pad(piece, (0, padded(piece.numel()) - piece.numel()))
+        piece = torch.nn.functional.pad(piece, (0, aligned(piece.numel(), PAD) - piece.numel()))
         some_codes, some_scales = quantise(piece, format)
         codes[format.code_bytes(first) :][: some_codes.numel()] = some_codes
         scales[format.scale_bytes(first) :][: some_scales.nbytes] = some_scales.view(torch.uint8)

@@ -7,14 +7,13 @@ PCIe link carries only what its rank owns: the rest comes from other GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import StockBytes
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, gathers, zero_sizes
+from offload_trainer.plan.deepspeed.memory import StockBytes, ZeroSizes, gathered, zero_sizes
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import (
     Collective,
@@ -23,14 +22,13 @@ from offload_trainer.plan.parallel.collectives import (
     tensor_collectives,
     zero_collectives,
 )
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, zero_bounds
+from offload_trainer.plan.parallel.comm_cost import as_traffic, zero_bounds
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
     PHASES,
     UPDATE_START,
     Bound,
     Costs,
-    Forecast,
     Traffic,
     computing_bounds,
     update_rate,
@@ -235,7 +233,7 @@ class DeepSpeedCandidate:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def costs(self) -> Costs:
-        links = list(_as_traffic(self._collectives, here=self.work.here))
+        links = list(as_traffic(self._collectives, here=self.work.here))
         return Costs(self._traffic(), self._bounds(), links, stretch=self._stretch(), on_top=self._on_top())
 
     def _traffic(self) -> list[Traffic]:
@@ -263,15 +261,14 @@ class DeepSpeedCandidate:
 
     @cached_property
     def _collectives(self) -> list[Collective]:
-        work, stage, gathered = self.work, self.placement.stage, None
-        if stage == 3 and work.world > 1:
-            gathered = gathers(work.shape, self.sizes, checkpointing=work.checkpointing)
-        zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=gathered)
+        work, stage = self.work, self.placement.stage
+        sent = gathered(work.shape, self.sizes) if stage == 3 else {}
+        zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=sent)
         return [*zero, *tensor_collectives(work)]
 
     def _bounds(self) -> list[Bound]:
         """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
-        hidden = _as_traffic([one for one in self._collectives if one.hides != "nothing"], here=self.work.here)
+        hidden = as_traffic([one for one in self._collectives if one.hides != "nothing"], here=self.work.here)
         update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
         if self.machine.gpu is None or self.placement.optimizer != TierKind.GPU:
             count, rate = self._bytes.trained, update_rate(self.work, self.machine)  # parameters per second of a node
@@ -306,9 +303,6 @@ class DeepSpeedCandidate:
                 waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
         return waits
 
-    def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
-        return self.sizes, found
-
     def notes(self) -> list[str]:
         notes = [
             "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
@@ -324,14 +318,3 @@ class DeepSpeedCandidate:
 
     def tunable(self) -> list[tuple[str, ...]]:
         return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
-
-
-def _as_traffic(moved: Sequence[Collective], *, here: int) -> Iterator[Traffic]:
-    """Yield the bytes of each phase through each GPU, and through each node's network."""
-    found: dict[tuple[str, str], float] = {}
-    for one in moved:
-        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
-            if size:
-                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
-    for (place, phase), size in found.items():
-        yield Traffic(place, phase, round(size), round(size))

@@ -9,7 +9,7 @@ sends, and receives, this many bytes in a step:
     ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
                 buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/ds_config.py avoids
     ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
-                less what DeepSpeed does not gather again (`plan/deepspeed/zero_buffers.py`)
+                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed/memory.py)
     tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
                 The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
                 gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroGathers
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 
 
@@ -59,18 +59,18 @@ class Collective:
 
 
 def zero_collectives(
-    work: Workload, *, stage: int, trained: float, gathered: ZeroGathers | None = None
+    work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[Collective]:
-    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3 in a micro-batch."""
+    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
     alike = work.data * work.sequence  # ranks with the same weights
     if alike == 1:
         return
     size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
-    if gathered is not None:
-        yield Collective("forward", micro * size * gathered.forward, micro, alike, stride, hides="all")
-        yield Collective("backward", micro * size * gathered.backward, micro, alike, stride, hides="all")
-        if gathered.update:
-            yield Collective("update", size * gathered.update, 1, alike, stride)
+    for phase, count in gathered.items():
+        if phase == "update":
+            yield Collective(phase, size * count, 1, alike, stride)
+        else:
+            yield Collective(phase, micro * size * count, micro, alike, stride, hides="all")
     times = 1 if stage == 1 else micro
     hides: Literal["all", "last"] = "last" if stage == 1 else "all"
     yield Collective("backward", times * size * trained, times, alike, stride, hides=hides)
@@ -166,11 +166,7 @@ def divided(counted: Activations, tensor: int) -> Activations:
         whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
         return Growth(*(value / tensor for value in one.values())) + whole
 
-    kinds = (
-        Part(inside(kind.kept), tuple(map(inside, kind.forward)), tuple(map(inside, kind.backward)))
-        for kind in counted.kinds
-    )
-    return replace(counted, kinds=tuple(kinds))
+    return replace(counted, kinds=tuple(kind.each(inside) for kind in counted.kinds))
 
 
 def kept_elements(shape: ModelShape, sequence: int) -> float:

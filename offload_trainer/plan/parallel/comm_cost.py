@@ -10,8 +10,6 @@ rank:
     network     a (N - n) e S received           gradients from all ranks of other nodes; a n e (T - S) sent
                 a n (N - n) w each way           flags from each rank to each: which of w weights have a gradient
                 e (T - S) received               new weights, since each node has all weights; e (K - 1) S sent
-    norms       g (parts of pieces) each way     pieces of a weight's norm that a shard boundary cuts
-                                                 (`norm_shards.py`): between ranks of a node, and over the network
     gpus        e (T - R) into each GPU          new weights that are placed on the device
                 (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
     barriers    a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
@@ -19,27 +17,28 @@ rank:
                                                  targets, losses, sums, norm, step
     gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
 
-Single numbers (one per piece of a norm, and those at the start of a step) are small and not counted. Gradients are
+Messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on average 2 MB
+for each border in a unit) and those at the start of a step are small and not counted. Gradients are
 added in the order that a single rank would use, so nothing is reduced before it is sent. That takes n times the bytes
 of a reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.parallel.collectives import Collective
 from offload_trainer.plan.step_time import Bound, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, range_of_rank
-from offload_trainer.plan.tiered.norm_shards import given
+from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 STEP_BARRIERS = 5  # barriers per step in addition to those of units
-OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
+OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
 
 
 @dataclass(frozen=True)
@@ -65,14 +64,12 @@ def exchange_of(
     units: Sequence[Unit],
     homes: TierMap,
     *,
-    ordered: bool,
     by_parts: Mapping[str, TransferBytes] | None = None,
     node: int = 0,
 ) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `ordered`: norms are computed for a GPU (`norm_shards.py`). `by_parts`: weights that each device receives by
-    all-gather, by phase.
+    `by_parts`: weights that each device receives by all-gather, by phase.
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
@@ -96,7 +93,6 @@ def exchange_of(
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
         *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
     ]
-    links += _norms(work, units, range(node * here, (node + 1) * here), ordered=ordered)
     if remote:
         marks = micro * here * remote * weights
         given, taken = micro * here * e * (whole - held), micro * remote * e * held
@@ -109,15 +105,15 @@ def exchange_of(
     return CommCost(moving, sums=sums, barriers=barriers, gathers=len(turns))
 
 
-def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
-    """Return the traffic of partial norms between the ranks of a node, and over the network."""
-    among, got, sent = 0, 0, 0
-    for giver, taker, elements in given(units, ranks=work.world, ordered=ordered):
-        size = work.gradient_bytes * elements
-        among += size if giver in mine and taker in mine else 0
-        got += size if giver not in mine and taker in mine else 0
-        sent += size if giver in mine and taker not in mine else 0
-    return [Traffic(NORMS, "update", among, among), Traffic(NETWORK, "norm", got, sent)]
+def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
+    """Yield the bytes of each phase through each GPU, and through each node's network."""
+    found: dict[tuple[str, str], float] = {}
+    for one in moved:
+        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
+            if size:
+                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
+    for (place, phase), size in found.items():
+        yield Traffic(place, phase, round(size), round(size))
 
 
 def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
@@ -134,7 +130,6 @@ def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Boun
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
     bounds = [Bound("backward", None if rate is None else size / rate.value, what, "memory")]
     barriers = {"backward": moved.barriers - STEP_BARRIERS, "update": STEP_BARRIERS}
-    bounds += _over_network(moved.bytes(NETWORK, "norm"), machine, phase="update")
     return bounds + [
         bound for phase, count in barriers.items() for bound in _latencies(count, work, machine, phase=phase)
     ]
@@ -185,3 +180,65 @@ def zero_bounds(links: Sequence[Traffic], machine: MachineProfile) -> list[Bound
         else:
             found.append(_between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU"))
     return found
+
+
+# -- the gradient norm of a weight, divided over the ranks that each hold a part of its summed gradient
+#
+# A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
+# number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
+# range the piece begins. The engine communicates by these rules.
+
+_PIECE = 1 << 17  # elements of a piece on a CPU
+_CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
+
+Part = tuple[int, int, int]  # rank, and elements [first, end) of the unit in that rank's range
+
+
+def piece_width(numel: int, *, ordered: bool) -> int:
+    """Return the elements per piece for a weight of `numel` elements; `ordered`: the norm is computed for a GPU."""
+    return min(_CHUNK, 1 << max(0, numel - 1).bit_length()) if ordered else _PIECE
+
+
+@dataclass(frozen=True)
+class NormShards:
+    """The part of one weight's norm that one rank computes. Elements are counted from the unit's start."""
+
+    starts: range  # starts of the pieces that begin in its range
+    ends: int  # end of the weight
+    has: int  # end of the weight's part in its range
+    gives: Part | None  # the part that it sends to an earlier rank
+    gets: tuple[Part, ...]  # the parts that it receives from later ranks
+
+
+def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
+    """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
+    ends = place.start + place.weight.numel
+    first, has = _within(unit, place, rank, ranks=ranks)
+    into = (first - place.start) % width  # elements since the start of the piece, which an earlier rank computes
+    starts = range(first - into + width * (into > 0), has, width)
+    gets: list[Part] = []
+    if starts:
+        last = min(starts[-1] + width, ends)
+        for other in range(rank + 1, ranks):
+            begin, end = _within(unit, place, other, ranks=ranks)
+            if begin >= last:
+                break
+            if begin < min(end, last):
+                gets.append((other, begin, min(end, last)))
+    return NormShards(starts, ends, has, _gives(unit, place, width=width, rank=rank, ranks=ranks), tuple(gets))
+
+
+def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Part | None:
+    """Return the part that a rank sends of the piece that begins before its range."""
+    first, has = _within(unit, place, rank, ranks=ranks)
+    into = (first - place.start) % width
+    if not into or first >= has:
+        return None
+    return rank_of(unit, first - into, ranks=ranks), first, min(has, first - into + width)
+
+
+def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:
+    """Return the elements [first, end) of a weight in a rank's range; first equals end if there are none."""
+    first, end = range_of_rank(unit, rank, ranks=ranks)
+    first = max(first, place.start)
+    return first, max(first, min(end, place.start + place.weight.numel))

@@ -7,7 +7,7 @@ much of the optimizer state on the GPU as fits, then as much in RAM as fits, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from offload_trainer.packages import lacks
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, heap_holes
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
+from offload_trainer.plan.parallel.comm_cost import CommCost, as_traffic, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
     PHASES,
@@ -36,6 +36,7 @@ from offload_trainer.plan.step_time import (
     parts_left,
     parts_of,
     read_before_update,
+    seconds_of_matrices,
     transfer_seconds,
     update_rate,
 )
@@ -47,11 +48,11 @@ from offload_trainer.plan.tiered.footprint import (
     tiered_traffic,
     traffic_beside_matrices,
 )
-from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
-from offload_trainer.plan.tiered.orthogonalisation import seconds_of
+from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
+    layouts_of,
     left_free,
     shadows_that_fit,
     shares_in_words,
@@ -59,7 +60,6 @@ from offload_trainer.plan.tiered.spec import (
     tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_formats import FORMATS
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
     WeightTransfer,
@@ -84,24 +84,16 @@ class Tiered:
 
     place: PlacementSection
     section: TieredSection
-    inputs: object  # model.offload_activations
-    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # cached from plans of the same model
 
     name = "tiered"
 
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each."""
-        place = self.place
-        mistakes = self._not_with_ranks(place.gpus)
-        if kind_asked(place.gradients) == TierKind.DRIVES and not place.nvme:
-            mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
-        if self.inputs == TierKind.DRIVES and not place.nvme:
-            mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
-        mistakes += self._not_with_shares()
-        speeds = self.section.drive_speeds
-        if speeds and len(speeds) != len(place.nvme):
-            mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
-        return mistakes
+        found, speeds, drives = self._not_with_ranks(self.place.gpus), self.section.drive_speeds, len(self.place.nvme)
+        found += self._not_with_shares()
+        if speeds and len(speeds) != drives:
+            found.append(f"tiered.drive_speeds has {len(speeds)} numbers for {drives} --nvme")
+        return found
 
     def _not_with_shares(self) -> list[str]:
         """Return the mistake if --gpu-fraction and --ram-fraction do not add up or contradict --optimizer."""
@@ -123,21 +115,15 @@ class Tiered:
 
     def _not_with_ranks(self, world: int) -> list[str]:
         """Return the settings that several ranks do not support, one sentence each."""
-        place = self.place
-        if world == 1:
-            return []
+        place, state, gpu = self.place, "the state must be in RAM or on drives", TierKind.GPU
         settings = {
-            "--optimizer gpu": (kind_asked(place.optimizer) == TierKind.GPU, "the state must be in RAM or on drives"),
-            "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state must be in RAM or on drives"),
-            "placement.gradients=gpu": (
-                kind_asked(place.gradients) == TierKind.GPU,
-                "gradient sums must be in RAM or on drives",
-            ),
+            f"--optimizer gpu {{}}: {state}": kind_asked(place.optimizer) == gpu,
+            f"--gpu-fraction {{}}: {state}": place.gpu_fraction not in ("auto", 0),
+            "placement.gradients=gpu {}: gradient sums must be in RAM or on drives": kind_asked(place.gradients) == gpu,
         }
+        ranks = f"with {world} ranks and --engine tiered"
         return [
-            f"{setting} with {world} ranks and --engine tiered: {why}; leave it out"
-            for setting, (is_set, why) in settings.items()
-            if is_set
+            f"{setting.format(ranks)}; leave it out" for setting, is_set in settings.items() if is_set and world > 1
         ]
 
     def packages(self) -> list[tuple[str, str]]:
@@ -156,42 +142,20 @@ class Tiered:
 
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
-        section = self.section
-        found = self._not_with_ranks(work.world)
-        if work.checkpoints is None and section.overlap == "backward":  # a `Session` has the user's training loop
-            found.append(
-                "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
-                "after its backward; leave it out"
-            )
-        found += self._not_in_pieces(work)
-        order = section.micro_batch_order
-        if order == "breadth_first" and work.accumulate > 1 and (why := why_not_breadth_first(work)):
-            found.append(f"tiered.micro_batch_order=breadth_first: {why}; leave it out")
-        if section.fetch_granularity == "module" and not is_divided(work.shape):
-            found.append(
-                "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
-                "modules need their weights one after the other and are much smaller than the block; leave it out"
-            )
-        if work.state.rule.matrices and not any(weight.matrix for weight in work.shape.weights):
-            found.append(
-                f"optim.name={work.state.rule.name}: no repeated block of this model has a trainable matrix; use "
-                "optim.name=adamw"
-            )
-        return found
-
-    def _not_in_pieces(self, work: Workload) -> list[str]:
-        """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
-        if work.sequence == 1:
-            return []
-        setting, shape = f"parallel.sequence={work.sequence}", work.shape
-        if work.world % work.sequence:
-            return [f"{setting} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
-        if shape.packed:
-            return [f"{setting} with data.packing=on: attention masks between documents need whole rows; leave one out"]
-        if not shape.heads:
-            return [f"{setting}: the model's number of attention heads is not known; leave it out"]
-        why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-        return [f"{setting}: {why}"] if why else []
+        section, why, in_pieces = self.section, why_not_breadth_first(work), _why_not_in_pieces(work)
+        breadth_first = section.micro_batch_order == "breadth_first" and work.accumulate > 1
+        whole = section.fetch_granularity == "module" and not is_divided(work.shape)
+        found = {
+            "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
+            "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
+            f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
+            f"tiered.micro_batch_order=breadth_first: {why}; leave it out": breadth_first and why,
+            "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
+            "modules need their weights one after the other and are much smaller than the block; leave it out": whole,
+            f"optim.name={work.state.rule.name}: no repeated block of this model has a trainable matrix; use "
+            "optim.name=adamw": work.state.rule.matrices and not any(weight.matrix for weight in work.shape.weights),
+        }
+        return [*self._not_with_ranks(work.world), *(sentence for sentence, wrong in found.items() if wrong)]
 
     def with_setting(self, words: str) -> Tiered:
         """Return the engine with another setting, such as `FORWARD`."""
@@ -210,7 +174,7 @@ class Tiered:
         """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
-        layouts = self.layouts if self.layouts is not None else Layouts(work)
+        layouts = layouts_of(work)
         found: list[TieredCandidate] = []
         homes = self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
@@ -294,6 +258,21 @@ def _may_keep_heap(work: Workload, machine: MachineProfile) -> bool:
     return machine.gpu is None and work.world == 1 and work.seq_len < LONG and work.checkpoints is not None
 
 
+def _why_not_in_pieces(work: Workload) -> str:
+    """Return why the rows of this step cannot be divided over ranks (`parallel.sequence`), or "" if they can."""
+    shape = work.shape
+    if work.sequence == 1:
+        return ""
+    if work.world % work.sequence:
+        return f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"
+    if shape.packed:
+        return " with data.packing=on: attention masks between documents need whole rows; leave one out"
+    if not shape.heads:
+        return ": the model's number of attention heads is not known; leave it out"
+    why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
+    return why and f": {why}"
+
+
 def why_not_breadth_first(work: Workload) -> str:
     """Return why the micro-batches of a step cannot pass through the model block by block, or "" if they can."""
     shape = work.shape
@@ -369,8 +348,7 @@ class TieredCandidate:
 
     @cached_property
     def _exchange(self) -> CommCost:
-        ordered = self.machine.gpu is not None
-        return exchange_of(self.work, self.units, self._laid_out, ordered=ordered, by_parts=self._by_parts)
+        return exchange_of(self.work, self.units, self._laid_out, by_parts=self._by_parts)
 
     @cached_property
     def _by_parts(self) -> dict[str, TransferBytes]:
@@ -379,12 +357,7 @@ class TieredCandidate:
     @property
     def _links(self) -> list[Traffic]:
         """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
-        found = list(self._exchange.links)
-        for one in all_to_alls(self.work):
-            found.append(Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes)))
-            if through := round(one.network(self.work.here)):
-                found.append(Traffic(NETWORK, one.phase, through, through))
-        return found
+        return [*self._exchange.links, *as_traffic(all_to_alls(self.work), here=self.work.here)]
 
     @property
     def _waits(self) -> list[Bound]:
@@ -435,13 +408,18 @@ class TieredCandidate:
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
-        moved, title = 2 * self._state_bytes + 2, work.state.rule.title  # bytes per parameter without the gradient
+        moved = 2 * work.state.mean_bytes(work.shape) + 2  # bytes per parameter without the gradient
+        title = work.state.rule.title
         longer = (moved + work.gradient_bytes) / (moved + 2)
         products: float | None = 0.0
+        others: float | None = 0.0
         if work.state.rule.matrices:
-            products = seconds_of(work.shape, self.machine)
+            products = seconds_of_matrices(work.shape, self.machine)
             cores = self.machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
+            tiers = tiers_of(self.machine)
+            beside = traffic_beside_matrices(work, self._laid_out, format=self.sizes.format, tiers=tiers)
+            others = transfer_seconds(beside, self.machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
@@ -452,24 +430,10 @@ class TieredCandidate:
         if outside:
             speed = update_rate(work, self.machine)
             seconds = None
-            if speed and products is not None and (others := self._transfers_beside_matrices) is not None:
+            if speed and products is not None and others is not None:
                 seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
-
-    @property
-    def _transfers_beside_matrices(self) -> float | None:
-        """Return the seconds of an update's transfers for pages without matrices; 0 if the rule has no matrices."""
-        if not self.work.state.rule.matrices:
-            return 0.0
-        tiers = tiers_of(self.machine)
-        moved = traffic_beside_matrices(self.work, self._laid_out, format=self.sizes.format, tiers=tiers)
-        return transfer_seconds(moved, self.machine, phase="update")
-
-    @property
-    def _state_bytes(self) -> float:
-        """Return the mean bytes of state per trainable parameter."""
-        return self.work.state.mean_bytes(self.work.shape)
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
@@ -539,8 +503,8 @@ class TieredCandidate:
         size, rate = shadow_bytes(self._laid_out, self.sizes.format), self.machine.rates.memory
         if rate is not None:
             return 2 * size / rate.value
-        updates = update_rate(self.work, self.machine) or 0.0
-        moved = updates * (2 * self._state_bytes + 4)  # the gradient and the weight have 16 bits
+        each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
+        moved = (update_rate(self.work, self.machine) or 0.0) * each
         return 2 * size / moved if moved else 0.0
 
     @property
@@ -557,92 +521,58 @@ class TieredCandidate:
                         waited[moved.phase] += 2 * moved.read / memory.value
         return waited
 
-    def notes(self) -> list[str]:
-        reason = self.machine.no_state_on_gpu
-        notes = [f"this GPU cannot store optimizer state: {reason}"] if reason else []
-        if self.work.world > 1:
-            nodes = f"{self.work.nodes} nodes" if self.work.nodes > 1 else "one node"
-            notes.append(
-                f"{self.work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"
+    def notes(self) -> Iterator[str]:
+        """Yield the sentences of the plan about this placement."""
+        work, machine = self.work, self.machine
+        if machine.no_state_on_gpu:
+            yield f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}"
+        if work.world > 1:
+            nodes = f"{work.nodes} nodes" if work.nodes > 1 else "one node"
+            yield f"{work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"
+            if work.nodes > 1:
+                yield "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
+        if base := work.shape.base_format:
+            frozen = sum(weight.numel for weight in work.shape.weights if weight.quantised)
+            yield (
+                f"model.base={base}: {format_count(frozen)} frozen parameters, the matrices of blocks, are stored in "
+                f"{FORMATS[base].bytes_each:.3g} B each and dequantised when they are used; the plan does not count "
+                "the seconds of that"
             )
-            if self.work.nodes > 1:
-                notes.append(
-                    "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
-                )
-        notes += self._note_of_base()
-        notes += self._note_of_order()
-        notes += self._note_of_parts()
-        if self.work.sequence > 1:
-            notes.append(
-                f"parallel.sequence={self.work.sequence}: each GPU processes {self.work.length} of the "
-                f"{self.work.seq_len} tokens of a row; {self.work.data} data-parallel group(s) of {self.work.sequence} "
-                "ranks"
-            )
-        notes += self._note_of_transfer()
-        for phase in PHASES:
-            held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
-            parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
-            if parts:
-                notes.append(f"in the {phase}, ranks additionally wait {', '.join(parts)}")
-        return notes
-
-    def _note_of_base(self) -> list[str]:
-        """Return the plan's note about quantised weights, if there are any."""
-        base = self.work.shape.base_format
-        if not base:
-            return []
-        count = sum(weight.numel for weight in self.work.shape.weights if weight.quantised)
-        return [
-            f"model.base={base}: {format_count(count)} frozen parameters, the matrices of blocks, are stored in "
-            f"{FORMATS[base].bytes_each:.3g} B each and dequantised when they are used; the plan does not count the "
-            "seconds of that"
-        ]
-
-    def _note_of_order(self) -> list[str]:
-        """Return the plan's note about the order of micro-batches, where it decides how often weights are fetched."""
-        count, key = self.work.accumulate, "tiered.micro_batch_order"
-        if self.work.breadth_first:
-            return [
+        # The order of micro-batches, where it decides how often weights are fetched.
+        why, in_session = why_not_breadth_first(work), work.checkpoints is None
+        count, key = work.accumulate, "tiered.micro_batch_order"
+        if work.breadth_first:
+            yield (
                 f"{key}=breadth_first: the {count} micro-batches of a step pass through each block together, and its "
                 "weights are fetched once a pass"
-            ]
-        why, in_session = why_not_breadth_first(self.work), self.work.checkpoints is None
-        if self.placement.params == TierKind.GPU or count == 1 or self.order != "auto" or in_session or not why:
-            return []
-        return [f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"]
-
-    def _note_of_parts(self) -> list[str]:
-        """Return the plan's note about divided blocks, if there are any."""
-        parts = [unit for unit in self.units if unit.is_part]
-        if not parts:
-            return []
-        largest = max(parts, key=lambda unit: unit.elements)
-        block = sum(unit.elements for unit in self.units if unit.within == largest.within)
-        return [
-            "tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, "
-            f"{largest.name}, has {format_count(largest.elements)} of its block's {format_count(block)} parameters"
-        ]
-
-    def _note_of_transfer(self) -> list[str]:
-        """Return a note on how weights in RAM reach the devices of a node, or why the setting has no effect."""
-        ranks, e = self.work.here, self.work.item_bytes
-        if (
-            self.placement.params == TierKind.RAM
-            and ranks > 1
-            and (self.machine.gpu is not None or self.sizes.by_parts)
-        ):
-            largest, by_parts = max(unit.stored_bytes(e) for unit in self.units), self.sizes.by_parts
-            return [
-                describe_weight_transfer(
-                    self.weight_transfer, largest, self.machine, ranks=ranks, item_bytes=e, by_parts=by_parts
-                )
-            ]
-        if self.weight_transfer != "auto":
-            return [
-                f"tiered.weight_transfer={self.weight_transfer} has no effect here: there is one rank per node, or the "
-                "weights are not in RAM"
-            ]
-        return []
+            )
+        elif self.placement.params != TierKind.GPU and count > 1 and self.order == "auto" and why and not in_session:
+            yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"
+        if parts := [unit for unit in self.units if unit.is_part]:
+            largest = max(parts, key=lambda unit: unit.elements)
+            block = sum(unit.elements for unit in self.units if unit.within == largest.within)
+            yield (
+                "tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, "
+                f"{largest.name}, has {format_count(largest.elements)} of its block's {format_count(block)} parameters"
+            )
+        if work.sequence > 1:
+            yield (
+                f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "
+                f"a row; {work.data} data-parallel group(s) of {work.sequence} ranks"
+            )
+        in_ram, asked = self.placement.params == TierKind.RAM and work.here > 1, self.weight_transfer
+        if in_ram and (machine.gpu is not None or self.sizes.by_parts):
+            size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
+            yield describe_weight_transfer(asked, size, machine, work=work, by_parts=self.sizes.by_parts)
+        elif asked != "auto":
+            yield (
+                f"tiered.weight_transfer={asked} has no effect here: there is one rank per node, or the weights are "
+                "not in RAM"
+            )
+        for phase in PHASES:
+            held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
+            if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
+                yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"
 
     def tunable(self) -> list[tuple[str, ...]]:
         """Return groups of settings for `tune` to try; none of them changes a result or a placement."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
-from offload_trainer.plan.tiered.orthogonalisation import workspace_bytes
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -23,11 +23,13 @@ from offload_trainer.plan.tiered.spec import (
     SAVE_BUFFERS,
     SHARED_READS,
     TierSizes,
+    device_slot,
     exchange_bytes,
     gradient_ring,
+    host_slot,
+    route_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiered.update_staging import device_slot, host_slot, route_of
 from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
     TransferBytes,
@@ -57,8 +59,10 @@ def tiered_items(
         *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g),
     ]
     if work.state.rule.matrices:
-        size = here * workspace_bytes(work.shape, gpu=tiers.has_gpu)
-        items.append(device("orthogonalisation", size, "of the largest matrix, one at a time"))
+        matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
+        each = 6 if tiers.has_gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
+        size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
+        items.append(device("orthogonalisation", here * size, "of the largest matrix, one at a time"))
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
         items.append(ram("gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives"))

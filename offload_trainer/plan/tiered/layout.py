@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Annotated
 
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.weight_formats import StoredWeight, stored_weights
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind, in_memory
 from offload_trainer.safe_files import EXACT, Count
 
@@ -80,7 +80,20 @@ class Unit:
 
     def stored_weights(self, item_bytes: int) -> tuple[StoredWeight, ...]:
         """Return the frozen weights of a quantised unit as they are stored, after the trained ones."""
-        return stored_weights(self.places, trained=self.trained, item_bytes=item_bytes)
+        found, end = list[StoredWeight](), self.trained * item_bytes
+        for place in self.places:
+            weight, first = place.weight, end
+            if weight.trainable:
+                continue
+            if not weight.quantised:
+                end = aligned(first + weight.numel * item_bytes, _PART)
+                found.append(StoredWeight(place.start, weight.numel, None, first, end, end))
+                continue
+            format, elements = FORMATS[weight.quantised], aligned(weight.numel, PAD)
+            scales = aligned(first + format.code_bytes(elements), _PART)
+            end = aligned(scales + format.scale_bytes(elements), _PART)
+            found.append(StoredWeight(place.start, elements, format, first, scales, end))
+        return tuple(found)
 
     def in_place(self, home: int) -> bool:
         """Return whether the model uses the unit's weights where they are stored, if its home is `home`.
@@ -204,13 +217,8 @@ def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
 
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
-    return max((_largest_range(unit, ranks) for unit in units), default=0)
-
-
-def _largest_range(unit: Unit, ranks: int) -> int:
-    if not unit.matrices:
-        return -(-unit.trained // ALIGN // ranks) * ALIGN
-    return max(end - first for first, end in (range_of_rank(unit, rank, ranks=ranks) for rank in range(ranks)))
+    ranges = (range_of_rank(unit, rank, ranks=ranks) for unit in units for rank in range(ranks))
+    return max((end - first for first, end in ranges), default=0)
 
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
@@ -498,44 +506,47 @@ _WORTH = 0.9  # divide only if the largest part has at most this share of the la
 _LITTLE = 16  # a module that is smaller than the largest part by this factor stays on the device
 
 
-@dataclass
-class _Module:
-    """A block, or a module inside one, with its weights."""
-
-    name: str
-    own: list[Weight] = field(default_factory=list)
-    inside: dict[str, _Module] = field(default_factory=dict)
-
-    @property
-    def elements(self) -> int:
-        return sum(weight.numel for weight in self.weights())
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.own
-        for module in self.inside.values():
-            yield from module.weights()
-
-
 def divided(shape: ModelShape) -> ModelShape:
     """Return the shape with blocks divided into the smallest possible parts, or unchanged if that gains too little.
 
     Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
     """
-    blocks, divisible = _blocks(shape.weights), set(shape.divisible) - set(shape.tiles)
-    least = [part for block in blocks for part in _parts(block, divisible, most=0)]
-    most = max((part.elements for part in least), default=0)
-    if most > _WORTH * max((block.elements for block in blocks), default=0):
+    divisible = set(shape.divisible) - set(shape.tiles)
+    inside = {  # of each weight in a block: the block and the modules in it that contain the weight, the smallest last
+        weight: list(
+            accumulate(weight.name.removeprefix(weight.unit).split(".")[1:-1], "{}.{}".format, initial=weight.unit)
+        )
+        for weight in shape.weights
+        if weight.block
+    }
+    elements, own = Counter[str](), Counter[str]()
+    for weight, names in inside.items():
+        own[names[-1]] += weight.numel
+        elements.update(dict.fromkeys(names, weight.numel))
+
+    def part_of(weight: Weight, most: int) -> str:
+        """Return the part that contains a weight, of at most `most` elements if it can be divided so; "": none does."""
+        whole = (
+            name for name in inside[weight] if elements[name] <= most or name not in divisible or own[name] > _STAYS
+        )
+        return next(whole, "")
+
+    most = max((elements[part_of(weight, 0)] for weight in inside), default=0)
+    if most > _WORTH * max((elements[block] for block in shape.blocks), default=0):
         return shape
-    part_of: dict[str, str] = {}
-    for block in blocks:
-        parts = _parts(block, divisible, most=most)
-        if parts == [block]:
-            continue
-        part_of |= {weight.name: block.name for weight in block.weights()}
-        for part in _moved(parts, most=most):
-            part_of |= {weight.name: part.name for weight in part.weights()}
-    weights = tuple(replace(weight, part=part_of.get(weight.name, "")) for weight in shape.weights)
-    return replace(shape, weights=weights)
+    staying = set[str]()  # the smallest parts of a block stay on the device, as long as their total is small too
+    for weights in shape.by_unit().values():
+        names = sorted({part_of(weight, most): None for weight in weights if weight.block}, key=elements.__getitem__)
+        held = accumulate(elements[name] for name in names)
+        staying |= {
+            n for n, total in zip(names, held, strict=True) if elements[n] <= most // _LITTLE and total <= _STAYS
+        }
+
+    def fetched_with(weight: Weight) -> str:
+        name = part_of(weight, most) if weight.block else weight.unit
+        return "" if name == weight.unit else weight.unit if name in staying else name
+
+    return replace(shape, weights=tuple(replace(weight, part=fetched_with(weight)) for weight in shape.weights))
 
 
 def undivided(shape: ModelShape) -> ModelShape:
@@ -549,34 +560,61 @@ def is_divided(shape: ModelShape) -> bool:
     return any(weight.part for weight in shape.weights)
 
 
-def _blocks(weights: Sequence[Weight]) -> list[_Module]:
-    blocks: dict[str, _Module] = {}
-    for weight in weights:
-        if not weight.block:
-            continue
-        module = blocks.setdefault(weight.unit, _Module(weight.unit))
-        owner = weight.name.rpartition(".")[0]
-        for name in owner.removeprefix(weight.unit).split(".")[1:]:
-            module = module.inside.setdefault(name, _Module(f"{module.name}.{name}"))
-        module.own.append(weight)
-    return list(blocks.values())
+# -- frozen weights that are stored quantised (`model.base`), and where a unit's stored bytes hold each weight
+#
+#     in use   [ trained weights | frozen weights, each from a multiple of 256 elements on ]       in the run's dtype
+#     stored   [ trained weights | codes, scales | elements | codes, scales | ... | padding ]      bytes
+#
+# A quantised weight is divided into blocks of consecutive elements. A code selects one of the format's numbers between
+# -1 and 1, and an element is that number times the largest absolute value of its block, the scale. Weights are rounded
+# to bf16 before they are quantised. Scales are then bf16 numbers, so 2 bytes store them exactly, and the stored bytes
+# do not depend on the run's dtype. `offloading/weights/quantised.py` computes codes and values with bitsandbytes.
+
+SCALE_BYTES = 2  # bf16
+PIECE = 1 << 20  # elements that are quantised at a time, and on a CPU dequantised at a time
+PAD = 256  # elements; quantised weights are padded with zeros to a multiple, so that all blocks are whole
+_PART = 256  # bytes; codes, scales and elements start at multiples
 
 
-def _parts(module: _Module, divisible: set[str], *, most: int) -> list[_Module]:
-    """Divide `module` into parts of at most `most` elements, except for modules that cannot be divided."""
-    own = sum(weight.numel for weight in module.own)
-    if module.elements <= most or module.name not in divisible or own > _STAYS:
-        return [module]
-    return [part for inner in module.inside.values() for part in _parts(inner, divisible, most=most)]
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of quantised weights."""
+
+    name: str
+    bits: int  # the size of a code
+    block: int  # elements that share a scale; a divisor of PAD
+
+    @property
+    def bytes_each(self) -> float:
+        """Return the bytes of an element, with its share of the scale."""
+        return self.bits / 8 + SCALE_BYTES / self.block
+
+    def code_bytes(self, elements: int) -> int:
+        """Return the bytes of the codes of `elements`, a multiple of PAD."""
+        return elements * self.bits // 8
+
+    def scale_bytes(self, elements: int) -> int:
+        """Return the bytes of the scales of `elements`, a multiple of PAD."""
+        return elements // self.block * SCALE_BYTES
 
 
-def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
-    """Return the parts that are fetched. The smallest ones stay on the device as long as their total is small too."""
-    ordered = sorted(parts, key=lambda part: part.elements)
-    staying, held = 0, 0
-    for part in ordered:
-        held += part.elements
-        if part.elements > most // _LITTLE or held > _STAYS:
-            break
-        staying += 1
-    return ordered[staying:]
+# nf4: the 16 numbers of NormalFloat (Dettmers et al. 2023, QLoRA). int8: k / 127 for k from -127 to 127.
+FORMATS = {one.name: one for one in (WeightFormat("nf4", bits=4, block=64), WeightFormat("int8", bits=8, block=256))}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One frozen weight of a unit, as it is stored. Offsets are bytes from the start of the unit's stored bytes."""
+
+    start: int  # its first element in the unit that is in use
+    elements: int  # a multiple of PAD if it is quantised
+    format: WeightFormat | None  # None: it is stored as it is used
+    values: int  # offset of its codes, or of its elements
+    scales: int  # offset of its scales
+    end: int  # offset of the next weight
+
+    def scratch_bytes(self, item_bytes: int, *, gpu: bool) -> int:
+        """Return the temporary memory that dequantising it needs: its scales in fp32, and on a CPU a piece's values."""
+        assert self.format is not None
+        piece = self.elements if gpu else min(PIECE, self.elements)
+        return 4 * piece // self.format.block + (0 if gpu else item_bytes * piece)

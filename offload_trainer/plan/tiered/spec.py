@@ -13,6 +13,7 @@ from typing import Literal
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import gpu_reserve
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
     Page,
     TierMap,
@@ -26,7 +27,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
-from offload_trainer.plan.tiers import DEVICE, RAM, Placement, Tier, TierKind, in_memory, on_drive, tiers_of
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, Tier, TierKind, in_memory, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -139,16 +140,9 @@ def tier_sizes(
 
 @dataclass(frozen=True)
 class Layouts:
-    """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share.
+    """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share."""
 
-    `work` may be a step of any batch size.
-    """
-
-    work: Workload
-
-    @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        return units_of(self.work.shape, matrices=self.work.state.rule.matrices)
+    units: tuple[Unit, ...]
 
     @cached_property
     def pages(self) -> Callable[..., tuple[Page, ...]]:
@@ -176,6 +170,16 @@ class Layouts:
         return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
 
 
+def layouts_of(work: Workload) -> Layouts:
+    """Return the layouts of a workload's model; cached, since a plan asks for those of one model many times."""
+    return _layouts(work.shape, work.state.rule.matrices)
+
+
+@lru_cache(2)
+def _layouts(shape: ModelShape, matrices: bool) -> Layouts:
+    return Layouts(units_of(shape, matrices=matrices))
+
+
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
     """Return the bytes of a rank's buffers from which others read its gradients: `OUTBOXES` times the largest unit."""
     return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
@@ -200,22 +204,6 @@ _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if 
 Needs = Callable[[TierSizes, Tier], int]  # returns the bytes that sizes need on a tier
 
 
-def shares_that_fit(
-    section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
-) -> TierSizes:
-    """Return `sizes` with the shares of `auto` computed.
-
-    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
-    """
-    if section.optimizer != "auto" or not trained:
-        return sizes
-    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
-        sizes = _fill_gpu(section, sizes, machine, trained=trained, each=each, needs=needs)
-    if section.ram_fraction == "auto" and section.nvme:
-        sizes = _fill_ram(sizes, machine, state=each * trained, needs=needs)
-    return sizes
-
-
 def left_free(ram: int) -> int:
     """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
 
@@ -225,38 +213,34 @@ def left_free(ram: int) -> int:
     return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
-def _fill_gpu(
+def shares_that_fit(
     section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
 ) -> TierSizes:
-    """Return the sizes with the largest GPU share that fits.
+    """Return `sizes` with the shares of `auto` computed: multiples of 1/1000, or all that the other shares leave.
 
-    The share is a multiple of 1/1000, or all that the other tiers' shares leave.
+    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
     """
-    in_ram, gpu = 0.0 if section.ram_fraction == "auto" else section.ram_fraction, tiers_of(machine).gpu
-
-    def shared(share: float) -> TierSizes:
-        one = replace(sizes, gpu_fraction=share, ram_fraction=in_ram)
-        return replace(one, ram_fraction=one.on_drives) if section.ram_fraction == "auto" else one
-
-    share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
-    while share > 0:
-        over = needs(shared(share), gpu) - (machine.gpu_bytes - gpu_reserve(machine))
-        if over <= 0:
-            return shared(share)
-        # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-        share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
-    return sizes
-
-
-def _fill_ram(sizes: TierSizes, machine: MachineProfile, *, state: float, needs: Needs) -> TierSizes:
-    """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
-    ram = tiers_of(machine).ram
-    if needs(sizes, ram) <= ram.capacity:
+    if section.optimizer != "auto" or not trained:
         return sizes
-    # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
-    spare = ram.capacity - left_free(ram.capacity) - needs(replace(sizes, ram_fraction=0.0), ram)
-    share = max(0, spare) / state
-    return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+    tiers, ram_is_open = tiers_of(machine), section.ram_fraction == "auto"
+    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
+        bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
+        share = bare.on_drives
+        while share > 0:
+            rest = round(1 - share, 9) if ram_is_open else bare.ram_fraction
+            shared = replace(bare, gpu_fraction=share, ram_fraction=rest)
+            over = needs(shared, tiers.gpu) - (machine.gpu_bytes - gpu_reserve(machine))
+            if over <= 0:
+                sizes = shared
+                break
+            # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
+            share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
+    if ram_is_open and section.nvme and needs(sizes, tiers.ram) > tiers.ram.capacity:
+        # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
+        room = tiers.ram.capacity - left_free(tiers.ram.capacity)
+        share = max(0, room - needs(replace(sizes, ram_fraction=0.0), tiers.ram)) / (each * trained)
+        sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+    return sizes
 
 
 def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
@@ -278,3 +262,82 @@ def shares_in_words(shares: dict[str, float]) -> str:
     """Return shares that sum to 1 as text, such as "40.0% gpu, else RAM"."""
     *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
     return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"rest {last}" if parts else last])
+
+
+# -- the parts of a page that pass through staging buffers during the update, and the buffers' sizes
+#
+#     state on a drive      ──> buffer in host memory ──CPU──> back, with gradients and new weights that are not in RAM
+#     state in RAM          ──CPU──> in place
+#     state on the device   ──device──> in place; a device buffer stages gradients and new weights that are not there
+
+Part = Literal["state", "gradient", "weights"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The parts of one page that are staged during its update."""
+
+    number: int
+    page: Page
+    through_host: frozenset[Part]  # parts staged in host memory
+    through_device: frozenset[Part]  # parts staged on the device
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether the device computes the update."""
+        return self.page.home == DEVICE
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of one staging buffer by part; 0 if no page stages that part there."""
+
+    state: int
+    gradient: int
+    weights: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gradient + self.weights
+
+
+def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
+    """Return the route of each page of this node.
+
+    `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
+    """
+    here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
+    return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
+
+
+def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
+    """Return the route of one page; see `routes_of`."""
+    parts: dict[Part, int] = {"gradient": homes.gradients[page.unit], "weights": homes.weights[page.unit]}
+    if page.home == DEVICE:
+        host = frozenset(part for part, home in parts.items() if on_drive(home))
+        return Route(number, page, host, frozenset(part for part, home in parts.items() if home != DEVICE))
+    parts["state"] = page.home
+    direct = {part for part, home in parts.items() if in_memory(home)}
+    if parts["weights"] == DEVICE and not is_gpu:
+        direct.add("weights")
+    return Route(number, page, frozenset(parts) - direct, frozenset())
+
+
+def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
+    """Return the size of one host staging buffer; `gradient` and `weight` are bytes per element."""
+    inside = {part: [route.page for route in routes if part in route.through_host] for part in _PARTS}
+    state = max((format.page_bytes(page) for page in inside["state"]), default=0)
+    return SlotBytes(state, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
+
+
+def device_slot(routes: Sequence[Route], *, gradient: int, weight: int) -> SlotBytes:
+    """Return the size of one device staging buffer; `gradient` and `weight` are bytes per element."""
+    inside = {part: [route.page for route in routes if part in route.through_device] for part in _PARTS}
+    return SlotBytes(0, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
+
+
+_PARTS: tuple[Part, ...] = ("state", "gradient", "weights")
+
+
+def _largest(pages: Sequence[Page]) -> int:
+    return max((page.elements for page in pages), default=0)

@@ -26,6 +26,7 @@ from offload_trainer.plan.shape import ModelShape, Order
 from offload_trainer.plan.step_time import Bound
 from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
 from offload_trainer.plan.tiers import DEVICE
+from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_seconds
 
 # Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
@@ -136,64 +137,47 @@ def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool
 
 
 def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:
-    """Return (unit, position of its use) for each fetch while `order` is executed `times` times.
+    """Return (unit, position of its use) for each fetch while `order` is executed `times` times, from empty buffers.
 
     `order` lists unit indices by use; units that are not in `units` are resident and need no fetch. When a repetition
     starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
     again.
     """
-    indices = {unit.index for unit in units}
+    rings, indices = Rings(units, blocks=blocks), {unit.index for unit in units}
     needed = [(place, unit) for place, unit in enumerate(order) if unit in indices]
-    walk, found, before = _Walk(units, needed, blocks=blocks), list[list[tuple[int, int]]](), dict[object, int]()
+    far = 2 * len(rings.slots)  # prefetch distance
+    following = [unit for _, unit in needed] * (1 + -(-far // max(1, len(needed))))
+    coming = set[int]()  # fetched, and not used yet
+
+    def bring(unit: int, number: int) -> None:
+        rings.put(unit, number)
+        coming.add(unit)
+
+    def look_ahead(current: int | None, done: int) -> None:
+        for unit, number in rings.ahead(current, following[done : done + far]):
+            bring(unit, number)
+
+    look_ahead(None, 0)
+    found, before = list[list[tuple[int, int]]](), dict[object, int]()
     for number in range(times):
-        begun = before.setdefault(walk.state, number)
+        uses = sorted({slot.used for slot in rings.slots})
+        state = tuple((slot.unit, uses.index(slot.used)) for slot in rings.slots), frozenset(coming)
+        begun = before.setdefault(state, number)
         if begun < number:
             found += [found[begun + place % (number - begun)] for place in range(times - number)]
             break
-        found.append(walk.once())
-    return [(unit, number * len(order) + place) for number, each in enumerate(found) for unit, place in each]
-
-
-class _Walk:
-    """Simulate the rings while units are used in a fixed order, repeatedly."""
-
-    def __init__(self, units: Sequence[Unit], needed: Sequence[tuple[int, int]], *, blocks: int) -> None:
-        """Start with empty buffers; `needed` lists (position, unit)."""
-        self._rings, self._needed = Rings(units, blocks=blocks), needed
-        self._far = 2 * len(self._rings.slots)  # prefetch distance
-        self._following = [unit for _, unit in needed] * (1 + -(-self._far // max(1, len(needed))))
-        self._coming: set[int] = set()  # fetched, and not used yet
-        self._look_ahead(None, 0)
-
-    @property
-    def state(self) -> object:
-        """Return everything that later fetches depend on: buffers by recency, and pending fetches."""
-        slots = self._rings.slots
-        uses = sorted({slot.used for slot in slots})
-        return tuple((slot.unit, uses.index(slot.used)) for slot in slots), frozenset(self._coming)
-
-    def once(self) -> list[tuple[int, int]]:
-        """Execute the order once and return (unit, position) for each fetch."""
-        rings, found = self._rings, []
-        for done, (place, unit) in enumerate(self._needed, 1):
+        found.append([])
+        for done, (place, unit) in enumerate(needed, 1):
             if rings.slot_of(unit) is None:
-                number = rings.room_for(unit)
-                assert number is not None
-                self._bring(unit, number)
-            if unit in self._coming:
-                self._coming.remove(unit)
-                found.append((unit, place))
+                room = rings.room_for(unit)
+                assert room is not None
+                bring(unit, room)
+            if unit in coming:
+                coming.remove(unit)
+                found[-1].append((unit, place))
             rings.use(unit)
-            self._look_ahead(unit, done)
-        return found
-
-    def _look_ahead(self, current: int | None, done: int) -> None:
-        for unit, number in self._rings.ahead(current, self._following[done : done + self._far]):
-            self._bring(unit, number)
-
-    def _bring(self, unit: int, number: int) -> None:
-        self._rings.put(unit, number)
-        self._coming.add(unit)
+            look_ahead(unit, done)
+    return [(unit, number * len(order) + place) for number, each in enumerate(found) for unit, place in each]
 
 
 NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
@@ -295,18 +279,16 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    setting: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    setting: WeightTransfer, size: int, machine: MachineProfile, *, work: Workload, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
-    times = []
-    for way in (False, True):
-        seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
-        times.append("unknown" if seconds is None else format_seconds(seconds))
+    ways = (_of_unit(size, machine, ranks=work.here, by_parts=way, item_bytes=work.item_bytes) for way in (False, True))
+    whole, parts = ("unknown" if seconds is None else format_seconds(seconds) for seconds in ways)
     asked = "" if setting == "auto" else f" (tiered.weight_transfer={setting})"
-    taken_so = "all_gather" if by_parts else "direct"
     return (
-        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {times[0]} if each GPU copies "
-        f"all of it from RAM (direct), {times[1]} if each copies its shard and they exchange the shards (all_gather)"
+        f"weight transfer for {work.here} GPUs: {'all_gather' if by_parts else 'direct'}{asked}; the largest block "
+        f"takes {whole} if each GPU copies all of it from RAM (direct), {parts} if each copies its shard and they "
+        "exchange the shards (all_gather)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The `plan` command for other machines: plans from a machine file, and a comparison of parallelism modes.
+"""The `plan` command for other machines, and its comparison of the ways to divide a step over ranks.
 
 `run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
 sized from a transformers model on the meta device.
@@ -7,21 +7,19 @@ sized from a transformers model on the meta device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from offload_trainer.config import DeepSpeedSection, ModelSection, ParallelSection, TieredSection, TrainConfig
+from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.defaults import micro_batches, with_dtype_of_card
-from offload_trainer.plan.engines import combination_mistakes
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.tables import Mode, assumptions, modes, row_of, scaling, table
+from offload_trainer.plan.machine import MachineProfile, describe_links
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan, micro_batches, with_dtype_of_card, workload
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.planning import (
     MemoryFallbacks,
@@ -31,67 +29,57 @@ from offload_trainer.run.planning import (
     with_longest_row,
     with_what_fits,
 )
-from offload_trainer.settings import values_given
-from offload_trainer.units import format_count
+from offload_trainer.settings import values_given, with_words
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _MOST_NODES = 1024
 _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning every size takes minutes
 
 
-def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
-    """Plan a run on a described machine, with the longest row that fits."""
-    models = _models(config)
-    found = planned(config, models, machine, world=config.placement.gpus)
+def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: str | None = None) -> Plan:
+    """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits.
+
+    Raises UserError for an invalid number of nodes.
+    """
+    count, models = _count(machine, nodes), _models(config)
+    each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
+    found = planned(config, models, machine, world=count * each, nodes=count)
     if not found.plan.fits:
         found = with_what_fits(found, config, models, here=False)
     return with_longest_row(found, config, models).plan
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Several plans as text and as JSON, a stable format. Seconds are null if a rate is missing."""
-
-    text: str
-    json: dict[str, Any]
-    plan: Plan  # the first that fits, or one that does not
-
-    @classmethod
-    def of(cls, lines: Sequence[str], json: dict[str, Any], machine: MachineProfile, *, plans: Sequence[Plan]) -> Self:
-        assumed = assumptions(machine)
-        text = "\n".join([*lines, *(f"  assumed: {line}" for line in assumed)])
-        return cls(text, json | {"assumptions": assumed}, next((plan for plan in plans if plan.fits), plans[-1]))
+# -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------
 
 
-def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> Comparison:
-    """Plan a run for each number of nodes in `nodes`, such as "2" or "1,2,4", in ascending order.
+def modes(world: int) -> Iterator[tuple[str, str, int]]:
+    """Yield (name, settings, number of ranks that compute the same rows) of each way to divide a step over the ranks.
 
-    Each node has as many ranks as --gpus says, or else as the machine has GPUs. Raises UserError for invalid numbers.
+    These are the tiered engine with and without sequence parallelism, ZeRO, and tensor parallelism with ZeRO-1. No
+    engine runs a pipeline.
     """
-    counts = nodes.split(",")
-    if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
-        raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
-    gpus, models = _gpus(config, machine), _models(config)
-    plans = [planned(config, models, machine, world=gpus * n, nodes=n).plan for n in sorted(set(map(int, counts)))]
-    rows = [row_of(plan, f"{plan.nodes} x {gpus} ranks") for plan in plans]
-    ratios = scaling(rows)
-    lines = table(rows, last="scaling", ends=["" if ratio is None else f"{ratio:.2f}" for ratio in ratios])
-    found = {"scaling": [row | {"scaling": ratio} for row, ratio in zip(rows, ratios, strict=True)]}
-    if len(plans) == 1:
-        lines, found = [plans[0].describe(), *lines], plans[0].to_json() | found
-    return Comparison.of(lines, found, machine, plans=plans)
+    counts = [count for count in range(1, world + 1) if world % count == 0]
+    yield f"tiered, {world} ranks", "--engine tiered", 1
+    for count in counts[1:]:
+        yield f"tiered, {world} ranks, sequence {count}", f"--engine tiered parallel.sequence={count}", count
+    for stage in (1, 2, 3):
+        yield f"ZeRO-{stage} over {world}", f"--engine deepspeed deepspeed.zero_stage={stage}", 1
+    for count in counts[1:]:
+        zero = f" x ZeRO-1 over {world // count}" * (count < world)
+        yield f"tensor {count}{zero}", f"--engine deepspeed parallel.tensor={count}", count
 
 
-def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
-    """Compare the ways to divide a step over ranks, the fastest first.
+def compare_modes(
+    config: TrainConfig, machine: MachineProfile | None, nodes: str | None
+) -> tuple[dict[str, Any], str, Plan]:
+    """Plan each way to divide a step over ranks at equal tokens a step; return JSON, text and plan, the fastest first.
 
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
     UserError for a single rank, an invalid number of nodes, or what the tiered engine refuses without sequence
-    parallelism; and if no mode is left.
+    parallelism; and if no way is left.
     """
-    if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
-        raise UserError(f"--nodes {nodes}: with --parallel, one whole number from 1 to {_MOST_NODES}")
     here = machine or machine_here(config.placement, output=config.save.output)
-    count = here.nodes if nodes is None else int(nodes)
+    count = _count(here, nodes)
     world = count * (config.placement.gpus if machine is None else _gpus(config, machine))
     if world == 1:
         raise UserError(
@@ -103,91 +91,89 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     work = workload(config, shape, world=world, nodes=count)
     own_rows = max(1, work.data)  # ranks with rows of their own in the configuration
     train = next(micro_batches(config.train, seq_len=work.seq_len, world=own_rows))
-    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * own_rows, Layouts(work)
-    plans, refused = list[tuple[Mode, Plan]](), dict[str, list[str]]()
-    for mode in modes(world):
-        groups = world // (mode.tensor * mode.sequence)
-        if rows % groups:
-            why = f"{rows} rows a step are not a multiple of {groups} data-parallel ranks"
-            refused.setdefault(why, []).append(mode.name)
-            continue
+    rows = train.micro_batch_size * train.gradient_accumulation_steps * own_rows
+    plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
+    for name, words, together in modes(world):
+        each, rest = divmod(rows, world // together)
         try:
-            if mode.sequence > 1 and whole:
+            if rest:
+                raise UserError(f"{rows} rows a step are not a multiple of {world // together} data-parallel ranks")
+            if whole and "sequence" in words:
                 raise UserError(whole)
-            tried = _configurations(config, mode, rows=rows)
-            plans.append((mode, _first_that_fits(tried, models, here, world=world, nodes=count, layouts=layouts)))
+            *larger, smallest = _batches(config, words, each, together)
+            tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in larger)
+            plan = next((plan for plan in tried if plan.fits), None)
+            plans.append((name, words, plan or planned(smallest, models, here, world=world, nodes=count).plan))
         except UserError as error:
-            if mode == Mode(world):
+            if words == "--engine tiered" and not rest:
                 raise
-            refused.setdefault(str(error).removeprefix(f"{mode.setting}: "), []).append(mode.name)
+            reason = "; ".join(str(error).split("\n  - ")[1:]) or str(error)
+            refused.setdefault(reason.removeprefix(f"{words.split()[-1]}: "), []).append(name)
     if not plans:
         raise UserError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
-    plans.sort(key=lambda one: (not one[1].fits, one[1].forecast.step is None, one[1].forecast.step or 0.0))
-    found = [row_of(plan, mode.name, words=_words(mode, plan)) for mode, plan in plans]
-    lines = [f"{format_count(rows * work.seq_len)} tokens a step, {world} ranks on {count} node(s)"]
-    lines += table(found, last="runs with", ends=[row["words"] for row in found])
+    plans.sort(key=lambda one: (not one[2].fits, one[2].forecast.step is None, one[2].forecast.step or 0.0))
+    tokens, best = rows * work.seq_len, plans[0][2]
+    lines = [f"{format_count(tokens)} tokens a step, {world} ranks on {count} node(s)"]
+    lines += [_line(name, words, plan) for name, words, plan in plans]
     lines += [f"  refused: {', '.join(names)}: {reason}" for reason, names in refused.items()]
     values = {
-        "tokens_per_step": rows * work.seq_len,
+        "tokens_per_step": tokens,
         "ranks": world,
         "nodes": count,
-        "fastest": found[0]["name"] if found[0]["seconds"] is not None and not found[0]["lacks"] else None,
-        "modes": found,
+        "fastest": plans[0][0] if best.fits and best.forecast.step is not None else None,
+        "modes": [
+            {"name": name, "words": words, "step": plan.forecast.step, **plan.to_json()} for name, words, plan in plans
+        ],
         "refused": [{"mode": name, "reason": reason} for reason, names in refused.items() for name in names],
     }
-    return Comparison.of(lines, values, here, plans=[plan for _, plan in plans])
+    return values, "\n".join([*lines, *describe_links(here.links)]), best
+
+
+def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[TrainConfig]:
+    """Return the configurations that run a mode with `rows` rows a step on each rank, largest micro-batch first."""
+    place = config.placement
+    if words.startswith("--engine tiered"):
+        config = config.model_copy(update={"deepspeed": DeepSpeedSection()})
+    else:  # DeepSpeed swaps to one drive
+        config = config.model_copy(update={"tiered": TieredSection()}).with_keys("placement", nvme=place.nvme[:1])
+        config = config.with_keys("deepspeed", zero_stage="auto")
+    config = with_words(config.with_keys("parallel", tensor=1, sequence=1), words)
+    sizes = sorted({math.gcd(rows, most * together) for most in _MICRO}, reverse=True)
+    return [
+        config.with_keys(
+            "train", micro_batch_size=size, gradient_accumulation_steps=rows // size, tokens_per_step="auto"
+        )
+        for size in sizes
+    ]
+
+
+def _line(name: str, words: str, plan: Plan) -> str:
+    """Return the plan of a mode as a line of text."""
+    if not plan.fits:
+        return f"  {name:<28}does not fit: {'; '.join(plan.shortfalls())}"
+    step = plan.forecast.step
+    seconds = "unknown" if step is None else format_seconds(step)
+    speed = "" if step is None else f"{format_count(plan.tokens_per_step / step)} tokens/s"
+    sizes = {"GPU": plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world, "RAM": plan.tiers[RAM_NAME]["need"]}
+    for title, place in (("between GPUs", GPUS), ("network", NETWORK)):
+        moved = [(one.read, one.written) for one in plan.links if one.place == place]
+        sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more
+    needs = ", ".join(f"{title} {format_bytes(size)}" for title, size in sizes.items() if size)
+    return f"  {name:<28}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
+
+
+def _count(machine: MachineProfile, nodes: str | None) -> int:
+    """Return the number of machines that --nodes asks for, else as many as the machine's file describes."""
+    if nodes is None:
+        return machine.nodes
+    if not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
+        raise UserError(f"--nodes {nodes}: one whole number from 1 to {_MOST_NODES}")
+    return int(nodes)
 
 
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
-    """Return the ranks of each node: --gpus, or else the machine's GPUs."""
+    """Return the ranks of each described machine: --gpus, or else the machine's GPUs."""
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
-
-
-def _words(mode: Mode, plan: Plan) -> str:
-    """Return the settings that run a mode."""
-    return f"--engine {plan.engine} {mode.setting}".rstrip()
-
-
-def _configurations(config: TrainConfig, mode: Mode, *, rows: int) -> list[TrainConfig]:
-    """Return the configurations that run a mode with `rows` rows a step, largest micro-batch first.
-
-    Settings of the other engine are left out. Raises UserError if the mode cannot be combined with the configuration.
-    """
-    together = mode.tensor * mode.sequence
-    each = rows // (mode.ranks // together)
-    place, tensor = config.placement, mode.tensor > 1
-    sections: dict[str, object] = {"parallel": ParallelSection(tensor=mode.tensor, sequence=mode.sequence)}
-    if mode.stage is None:
-        sections |= {"placement": place.model_copy(update={"engine": "tiered"}), "deepspeed": DeepSpeedSection()}
-    else:
-        sections["placement"] = place.model_copy(update={"engine": "deepspeed", "nvme": place.nvme[:1]})
-        stage = config.deepspeed.model_copy(update={"zero_stage": "auto" if tensor else mode.stage})
-        sections |= {"deepspeed": stage, "tiered": TieredSection()}
-    found = []
-    for size in sorted({math.gcd(each, most * together) for most in _MICRO}, reverse=True):
-        batch = {"micro_batch_size": size, "gradient_accumulation_steps": each // size, "tokens_per_step": "auto"}
-        found.append(config.model_copy(update=sections | {"train": config.train.model_copy(update=batch)}))
-    if mistakes := combination_mistakes(found[0]):
-        raise UserError("; ".join(mistakes))
-    return found
-
-
-def _first_that_fits(
-    tried: Sequence[TrainConfig],
-    models: MemoryFallbacks,
-    machine: MachineProfile,
-    *,
-    world: int,
-    nodes: int,
-    layouts: Layouts,
-) -> Plan:
-    """Return the plan of the first configuration that fits, or that of the last with the memory fallbacks."""
-    *larger, smallest = tried
-    for config in larger:
-        plan = make_plan(config, layouts.work.shape, machine, world=world, nodes=nodes, layouts=layouts)
-        if plan.fits:
-            return plan
-    return planned(smallest, models, machine, world=world, nodes=nodes).plan
 
 
 def _why_whole(models: MemoryFallbacks) -> str:

@@ -8,7 +8,6 @@ never as pickled objects. torch.distributed is set up only for NCCL between GPUs
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from datetime import timedelta
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -42,7 +42,6 @@ _TELLING, _NOT_COMING = 5.0, "not coming"  # timeout in seconds of the launcher'
 _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does first and names the missing ranks
 _LEAST_SECRET = 16  # characters
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _NUMBER = struct.Struct("!q")
 
 
@@ -52,7 +51,6 @@ class _Joined:
 
     rank: int
     world: int
-    here: range  # ranks of this node
     listener: Listener
     everybody: Mesh
     store: dist.Store | None  # the launcher's store, if there are several nodes; rank 0 may host it
@@ -67,18 +65,50 @@ _joined: _Joined | None = None
 def join() -> None:
     """Connect this process to the other ranks, using the launcher's environment variables.
 
-    SIGTERM has its default action until all ranks are connected: torch's store blocks in C++, where a Python handler
-    would not run, and there is nothing to save yet.
+    On one machine they connect over Unix sockets, which open no network port. SIGTERM has its default action until all
+    ranks are connected: torch's store blocks in C++, where a Python handler would not run, and there is nothing to save
+    yet. Raises TrainerError if not all ranks connect in time or one has ended, and UserError if the secrets differ.
     """
     global _joined
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
+    each, until = int(os.environ.get("LOCAL_WORLD_SIZE", world)), time.monotonic() + _JOINING
+    several = each < world
+    first = rank - int(os.environ["LOCAL_RANK"]) if several else 0
     here = range(first, first + each)
-    barrier = _connect_on_one_node if each == world else _connect_on_several
-    _joined = _Joined(rank, world, here, *barrier(rank, world, here))
+    secret = _secret() if several else b""
+    store = _launchers_store() if several else None
+    listener = Listener(_run(), rank, here=here, secret=secret, host=_address() if several else None)
+    try:
+        if store is not None:
+            _exchange_addresses(listener, store, rank, world, here=here, until=until)
+        everybody = listener.mesh(
+            range(world),
+            patience=_SETTING_UP,
+            within=max(1.0, until - time.monotonic()),
+            while_waiting=lambda: _raise_failed_joins(store) if store is not None else None,
+        )
+        _joined = _Joined(rank, world, listener, everybody, store)
+    except PeerTimeout as error:
+        at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
+        raise TrainerError(f"{_late()}: {error}; {at}") from error
+    except HandshakeRefused as error:
+        raise UserError(f"{error}: give every node the same {SECRET}") from error
+    except RuntimeError as error:  # of the store
+        raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
+    finally:
+        if _joined is None:
+            listener.close()
     signal.signal(signal.SIGTERM, handler)
+
+
+def _late() -> str:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    unreached = f", or does not reach {place} ({_INTERFACE} names the network)" if "MASTER_ADDR" in os.environ else ""
+    return (
+        f"after {_JOINING:g} s not all ranks of the run have come: a rank or node has not been started, has ended with "
+        f"a message of its own{unreached}"
+    )
 
 
 def _run() -> str:
@@ -87,73 +117,29 @@ def _run() -> str:
     return os.environ.get(RUN) or " ".join(os.environ.get(name, "") for name in names)
 
 
-@contextmanager
-def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None = None) -> Iterator[Listener]:
-    """Open a listener; close it if the body raises."""
-    listener = Listener(_run(), rank, here=here, secret=secret, host=host)
+def _launchers_store() -> dist.Store:
     try:
-        yield listener
-    except BaseException:
-        listener.close()
-        raise
+        return _store_of_attempt(timeout=_JOINING)
+    except RuntimeError as error:
+        raise TrainerError(f"{_late()}: {str(error).splitlines()[0]}") from error
 
 
-def _connect_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
-    """Connect the ranks of this machine over Unix sockets, which open no network port.
-
-    Raises TrainerError if not all of them connect in time.
-    """
-    with _listening(rank, here) as listener:
-        try:
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
-        except PeerTimeout as error:
-            raise TrainerError(
-                f"after {_JOINING:g} s not all ranks of the run have come: {error}; the launcher, or that rank, says "
-                "why"
-            ) from error
-
-
-def _connect_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
-    """Connect the ranks of all nodes, which exchange their addresses through the launcher's store.
+def _exchange_addresses(
+    listener: Listener, store: dist.Store, rank: int, world: int, *, here: range, until: float
+) -> None:
+    """Tell the ranks of other nodes this one's address through the launcher's store, and read theirs.
 
     The store accepts writes from any process, so its content is not trusted: the peer at each address must prove that
-    it knows the secret. Raises TrainerError if not all ranks connect in time or one has ended, and UserError if the
-    secrets differ.
+    it knows the secret.
     """
-    secret, until = _secret(), time.monotonic() + _JOINING
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    why = (
-        f"after {_JOINING:g} s not all ranks of the run have come to {place}: a node has not been started, has ended "
-        f"with a message of its own, or does not reach that address ({_INTERFACE} names the network)"
-    )
-    try:
-        store = _store_of_attempt(timeout=_JOINING)
-    except RuntimeError as error:
-        raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
-
-    def poll() -> None:
+    store.set(_key(rank), " ".join(map(str, listener.address)))
+    while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
         _raise_failed_joins(store)
-
-    with _listening(rank, here, secret=secret, host=_address()) as listener:
-        try:
-            store.set(_key(rank), " ".join(map(str, listener.address)))
-            while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
-                poll()
-                if time.monotonic() > until:
-                    raise TrainerError(f"{why}: {arrived} of {world} are here")
-                time.sleep(_AGAIN)
-            for other in set(range(world)) - set(here):
-                listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
-            left = max(1.0, until - time.monotonic())
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, while_waiting=poll), store
-        except PeerTimeout as error:
-            at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
-            raise TrainerError(f"{why}: {error}; {at}") from error
-        except HandshakeRefused as error:
-            raise UserError(f"{error}: give every node the same {SECRET}") from error
-        except RuntimeError as error:
-            ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
-            raise TrainerError(ended) from error
+        if time.monotonic() > until:
+            raise TrainerError(f"{_late()}: {arrived} of {world} are here")
+        time.sleep(_AGAIN)
+    for other in set(range(world)) - set(here):
+        listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
 
 
 def _store_of_attempt(*, timeout: float) -> dist.Store:
@@ -184,17 +170,15 @@ def _key(rank: int) -> str:
 def _address() -> str:
     """Return this node's address, as text, on the named interface, else on the route to the first node."""
     if name := os.environ.get(_INTERFACE):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            try:
-                request = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError as error:
-                raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here") from error
-            return socket.inet_ntoa(request[20:24])
+        for address in psutil.net_if_addrs().get(name, ()):
+            if address.family == socket.AF_INET:
+                return str(address.address)
+        raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, first_node = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sent:
-            sent.connect(address)  # a UDP connect chooses the route and sends nothing
+            sent.connect(first_node)  # a UDP connect chooses the route and sends nothing
             return str(sent.getsockname()[0])
     except OSError as error:
         raise TrainerError(f"the address of the first node, {host}, is not to be reached: {error.strerror}") from error
@@ -308,8 +292,7 @@ def join_torch(backend: str) -> None:
         return
     rank, world = place_here()
     store: dist.Store
-    if _joined is not None and len(_joined.here) < world:
-        assert _joined.store is not None
+    if _joined and _joined.store is not None:
         store = _joined.store
     else:
         store = dist.FileStore(_private_file(), world) if _joined else dist.HashStore()

@@ -1,4 +1,4 @@
-"""Tests of report.html: it follows a run, no text is cut or overlaps another, and its figures match plans."""
+"""Tests of report.html: it follows a run, and no text is cut or overlaps another."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sample_plans import SHAPES
 from test_telemetry import a_step
 
-from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
-from offload_trainer.plan.planner import resolve_and_plan
-from offload_trainer.run.planning import Planned
-from offload_trainer.run.report import other_plans
-from offload_trainer.settings import load_config
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, read_metrics
 from offload_trainer.telemetry.report import (
@@ -31,12 +24,11 @@ from offload_trainer.telemetry.report import (
     Series,
     predicted_row,
     report_page,
-    thinned,
     ticks,
     write_comparison,
 )
 from offload_trainer.telemetry.sinks import LiveReport, Screen, Telemetry
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_seconds
 
 # Units of a chart's text on a desktop and on a phone, and the widest character's share of them.
 SIZES, WIDEST = (12, 20), 0.62
@@ -77,7 +69,6 @@ def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) ->
         evaluations=evaluations,
         progress=(100_000, left),
         predicted=predicted_row(place, 10**12, 10**12, format_bytes, 2 * 10**12),
-        changes=[("settings", "a step"), ("--ram-fraction 0.5", "3 s")],
         notes=[f"a step writes 13 GB to {place}"],
     )
 
@@ -199,17 +190,10 @@ def test_memory_is_drawn_by_tier() -> None:
 
 def test_wear_is_the_counted_bytes() -> None:
     facts = facts_of(small_page([a_step(step, nvme_written_bytes=2 * 10**9) for step in (1, 2, 3)]))
-    assert facts["written to drives, a step (median)"] == "2 GB"
+    assert facts["written to drives, a step"] == "2 GB"
     assert facts["steps that wear 1 TB of a drive&#x27;s endurance (TBW)"] == "500"
     for few in (4096, None):
         assert "written" not in small_page([a_step(1, nvme_written_bytes=few)])
-
-
-def test_thinning_keeps_means_and_ends_short() -> None:
-    points = [(float(x), float(x * x)) for x in range(10)]
-    assert thinned(points, most=10) == points
-    assert thinned([], most=10) == []
-    assert thinned(points, most=4) == [(1.0, 5 / 3), (4.0, 50 / 3), (7.0, 149 / 3), (9.0, 81.0)]
 
 
 def test_ticks_are_round() -> None:
@@ -234,7 +218,7 @@ def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, li
     said: list[str] = []
     outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append, live=False))
 
-    def page(left: float | None, _: bool) -> str:
+    def page(left: float | None) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
 
     outputs.report = LiveReport(folder / "report.html", page, say=said.append)
@@ -259,9 +243,9 @@ def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     steps = [facts_of(page)["steps"] for page in shown]
     assert steps == [f"{step} of 100000" for step in (1, 21, 41)]
     facts = facts_of(shown[-1])
-    assert facts["training loss"] == "11.18"
-    assert facts["time per step (median)"] == "0.5 s"
-    assert facts["tokens/s (of that step)"] == "1.02 k"
+    assert facts["training loss"] == "11.1795"
+    assert facts["a step"] == "0.5 s"
+    assert facts["tokens a second"] == "1.02 k"
     assert facts["time left"] == "13 h 53 min"
     assert RELOAD in shown[-1]
     assert faults(shown[-1]) == []
@@ -314,7 +298,7 @@ def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     report = LiveReport(tmp_path / "report.html", page, say=pytest.fail)
-    report.end(failed=True)
+    report.end()
     assert not written  # no step was finished
     for _ in range(1000):
         clock.now += 1.0
@@ -346,7 +330,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("runs", [2, 20])
-def test_runs_have_different_colours_and_their_names_beside_the_lines(runs: int, tmp_path: Path) -> None:
+def test_runs_have_different_lines_and_their_names_below(runs: int, tmp_path: Path) -> None:
     names = [f"run-{number}-{'x' * number}" for number in range(runs)]
     losses = [Series(name, [(1.0, 4.0), (100.0, 2.0 + number % 3 / 1000)]) for number, name in enumerate(names)]
     write_comparison(tmp_path / "page.html", title="Runs", losses=losses, table=[("", *names)])
@@ -356,59 +340,6 @@ def test_runs_have_different_colours_and_their_names_beside_the_lines(runs: int,
     drawn = re.findall(r'<polyline class="line" style="([^"]*)" [^>]*><title>(.*?)</title>', chart)
     assert [name for _, name in drawn] == names
     assert len({style for style, _ in drawn}) == runs
-    beside = re.findall(r'<text x="[\d.]+" y="[\d.]+" style="fill: (var\(--c\d\))">(.*?)</text>', chart)
-    assert [name.lstrip("…") for _, name in beside] == [name if len(name) <= 12 else name[-11:] for name in names]
-    assert all(colour in style for (colour, _), (style, _) in zip(beside, drawn, strict=True))
-
-
-# -- other plans ----------------------------------------------------------------------------------------------------
-
-
-def machine(*, gpu: int, ram: int) -> MachineProfile:
-    """Return a V100 machine with this much memory, in GB."""
-    return replace(read_machine("v100-32gb"), gpu_bytes=gpu * 10**9, ram_bytes=ram * 10**9)
-
-
-def planned(here: MachineProfile, *words: str) -> Planned:
-    drives = [word for drive in here.drives for word in ("--nvme", drive.directory)]
-    config = load_config(["--model", "gpt2-xl", *drives, *words])
-    settled, plan = resolve_and_plan(config, SHAPES["gpt2-xl"], here)
-    return Planned(settled, plan, here, SimpleNamespace(shape=SHAPES["gpt2-xl"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("here", "given", "expected"),
-    [
-        (machine(gpu=8, ram=12), ("--ram-fraction", "0.25"), "does not fit: ram needs"),
-        (machine(gpu=8, ram=24), ("train.tokens_per_step=3072",), "fits"),
-        (machine(gpu=40, ram=64), ("--accumulate", "4"), "fits"),
-    ],
-)
-def test_each_number_is_that_of_a_separate_plan(here: MachineProfile, given: tuple[str, ...], expected: str) -> None:
-    run = planned(here, *given)
-    _, mine, *others = other_plans(run)
-    assert mine[0] == "this plan"
-    assert any(row[-1].startswith(expected) for row in others)
-    fixed = [word for word in given if "tokens_per_step" not in word]  # the number of rows replaces it
-    kept = f"model.activation_checkpointing={run.config.model.activation_checkpointing}"  # the run's own choice
-    speeds = []
-    for words, *cells in (mine, *others):
-        own = [] if words == "this plan" else words.split()
-        other = planned(here, kept, *(fixed if "--accumulate" in own else given), *own).plan
-        speeds.append(other.tokens_per_step / other.forecast.step)
-        needs = [format_bytes(other.tiers[tier]["need"]) for tier in ("gpu", "ram")]
-        fits = "fits" if other.fits else "does not fit: " + "; ".join(other.shortfalls())
-        assert cells == [format_seconds(other.forecast.step), format_count(speeds[-1]), *needs, fits], words
-        less = [other.tiers[tier]["need"] < run.plan.tiers[tier]["need"] for tier in ("gpu", "ram")]
-        assert words == "this plan" or speeds[-1] > 1.01 * speeds[0] or (other.fits and any(less)), words
-    assert speeds[1:] == sorted(speeds[1:], reverse=True)
-
-
-def test_without_a_timed_machine_plans_differ_in_bytes() -> None:
-    here = replace(machine(gpu=8, ram=24), rates=Rates())
-    here = replace(here, drives=tuple(replace(drive, rates=None) for drive in here.drives))
-    _, mine, *others = other_plans(planned(here))
-    assert mine[1:3] == ("not timed: offload-train bench", "-")
-    assert others
-    assert all(row[-1] == "fits" and row[3:5] != mine[3:5] for row in others)
+    key = re.findall(r'<span style="color: (var\(--c\d\)); border-bottom: 2px \w+">(.*?)</span>', page)
+    assert [name for _, name in key] == names
+    assert all(colour in style for (colour, _), (style, _) in zip(key, drawn, strict=True))

@@ -259,8 +259,8 @@ def end_if_node_vanishes(nodes: Sequence[range], *, say: Callable[[str], None]) 
     """Start a thread that ends this process once another node has not answered for a minute. Collective.
 
     Without it collectives would wait for a machine that has lost power or network for as long as a step, a start or a
-    save may take. The thread runs in each node's first rank, prints the reason with `say`, and exits immediately,
-    because the training thread is blocked on the lost node; the launcher then ends the other ranks of this node.
+    save may take. The thread runs in each node's first rank. It prints the reason with `say` and exits immediately,
+    because the training thread is blocked on the lost node. The launcher then ends the other ranks of this node.
     """
 
     def watch() -> None:

@@ -39,7 +39,7 @@ from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Steps, is_there, open_file, read_back, shown
+from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Steps, is_there, read_back, shown
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -49,7 +49,7 @@ from offload_trainer.storage.atomic_io import (
     sync_file,
     write_text,
 )
-from offload_trainer.storage.locks import NoLocks, try_lock
+from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
 from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
@@ -351,24 +351,18 @@ def reading(checkpoint: Path) -> Iterator[None]:
     Raises UserError if it has just been pruned.
     """
     gone = UserError(f"{checkpoint}: removed in the meantime by its run, which has a newer one")
-    try:
-        manifest = open_file(checkpoint / MANIFEST)
-    except FileNotFoundError:
-        raise gone from None
-    except ValueError as error:
-        raise UserError(f"{checkpoint / MANIFEST} cannot be read: {error}. {_fix(checkpoint)}") from error
-    try:
+    with ExitStack() as held:
         try:
-            try_lock(manifest, shared=True)
+            held.enter_context(shared_lock(checkpoint / MANIFEST))
         except NoLocks:
             pass  # without file locks a run never prunes
-        except BlockingIOError:
+        except (FileNotFoundError, BlockingIOError):
             raise gone from None
+        except OSError as error:
+            raise UserError(f"{checkpoint / MANIFEST} cannot be read: {error.strerror}. {_fix(checkpoint)}") from error
         if not (checkpoint / MANIFEST).exists():
             raise gone
         yield
-    finally:
-        os.close(manifest)
 
 
 def find_resume(setting: str, *, output: Path) -> Path | None:

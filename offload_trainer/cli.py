@@ -24,7 +24,7 @@ from offload_trainer.plan.machine import describe_rates
 from offload_trainer.run.launcher import has_launcher, start_ranks
 from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten
 from offload_trainer.settings import dump_config, load_config
-from offload_trainer.signals import no_checkpoint_yet, stop_at_once
+from offload_trainer.signals import stop_at_once
 from offload_trainer.stdio import lasting_streams
 from offload_trainer.units import format_bytes, shown
 
@@ -95,7 +95,7 @@ def _train(given: Namespace, words: list[str]) -> None:
     if given.dry_run:
         _plan_here(words, as_json=False)
         return
-    with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
+    with redirect_stdout(sys.stderr):  # libraries print there
         start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)
         quieten()

@@ -7,7 +7,7 @@ A connection from another user, or without a valid proof, is closed before its d
 the address that was dialled, so relaying it through another address fails. After the handshake the traffic is neither
 encrypted nor signed: anyone who can read the network between nodes can read it.
 
-`Listener` connects ranks; `Mesh` provides all_gather, broadcast, barrier and point-to-point transfers of bytes.
+`Listener` connects ranks; `Mesh` provides all_gather and point-to-point transfers of bytes.
 `ranks.py` builds the collectives of tensors and JSON values on it.
 """
 
@@ -24,10 +24,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import LOST, PeerFailed, TrainerError
 
 RUN = "OFFLOAD_TRAINER_RUN"  # environment variable: a name that the launcher has given to this run only
 
@@ -38,20 +38,24 @@ _SIZE = struct.Struct("!Q")  # length in bytes, sent ahead of each part
 _NONCE = _PROOF = 32  # bytes
 _PATIENCE = 10.0  # seconds for one handshake
 _AGAIN = 0.05  # seconds between two attempts to reach a rank that does not listen yet
+UNANSWERED = 60  # seconds until a machine that does not answer counts as lost
 _MOST_STRANGERS = 64  # concurrent handshakes
 _MOST_BYTES = 1 << 30  # largest message whose size the sender chooses
 
 
-class PeerGone(RuntimeError):
-    """Another rank has closed its connection, or has not responded in time."""
+class PeerGone(PeerFailed):
+    """Another rank has closed its connection, or sends something else than this one expects."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"another rank has ended: {message}", code=LOST)
 
 
-class PeerTimeout(PeerGone):
+class PeerTimeout(PeerFailed):
     """Ranks, listed in `missing`, have not reached the operation in time."""
 
     def __init__(self, missing: Sequence[int]) -> None:
         self.missing = tuple(missing)
-        super().__init__(f"{', '.join(f'Rank {rank}' for rank in missing)} failed to come")
+        super().__init__(f"{', '.join(f'Rank {rank}' for rank in missing)} failed to come", code=LOST)
 
 
 class Mesh:
@@ -74,40 +78,19 @@ class Mesh:
     def others(self) -> tuple[int, ...]:
         return tuple(self._peers)
 
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, which may differ in size, in the order of ranks."""
-        sizes = [_checked(*_SIZE.unpack(size)) for size in self.all_gather_equal(_SIZE.pack(len(data)))]
-        return self._gather(data, sizes, patience=None)
-
-    def all_gather_equal(self, data: bytes, *, patience: float | None = None) -> list[bytes]:
-        """Return every rank's `data`, which has the same size on all ranks, in the order of ranks.
+    def all_gather(self, data: bytes, *, equal: bool = False, patience: float | None = None) -> list[bytes]:
+        """Return every rank's `data` in the order of ranks. `equal`: it has the same size on all ranks.
 
         Raises PeerTimeout with the ranks that have not responded in time.
         """
-        return self._gather(data, [len(data)] * len(self.members), patience=patience)
-
-    def _gather(self, data: bytes, sizes: Sequence[int], *, patience: float | None) -> list[bytes]:
+        sizes = [len(data)] * len(self.members)
+        if not equal:
+            sizes = [_checked(*_SIZE.unpack(size)) for size in self.all_gather(_SIZE.pack(len(data)), equal=True)]
         found = {member: bytearray(size) for member, size in zip(self.members, sizes, strict=True)}
         found[self.rank][:] = data
         out = [(peer, memoryview(data)) for peer in self.others]
         self.exchange(out, [(peer, memoryview(found[peer])) for peer in self.others], patience=patience)
         return [bytes(one) for one in found.values()]
-
-    def broadcast(self, data: bytes, *, source: int) -> bytes:
-        """Return the `data` of rank `source` on every rank; other ranks' `data` is ignored."""
-        if self.rank == source:
-            for part in (_SIZE.pack(len(data)), data):
-                self.exchange([(peer, memoryview(part)) for peer in self.others], [])
-            return data
-        size = bytearray(_SIZE.size)
-        self.exchange([], [(source, memoryview(size))])
-        found = bytearray(_checked(*_SIZE.unpack(size)))
-        self.exchange([], [(source, memoryview(found))])
-        return bytes(found)
-
-    def barrier(self, *, patience: float | None = None) -> None:
-        """Block until all ranks have called it."""
-        self.all_gather_equal(b"\0", patience=patience)
 
     def exchange(self, out: Parts, into: Parts, *, patience: float | None = None) -> None:
         """Send each part of `out` to its rank and fill each part of `into` from its rank.
@@ -127,6 +110,25 @@ class Mesh:
         future: Future[None] = Future()
         self._jobs.put((future, out, into))
         return future
+
+    def ends(self) -> Iterator[tuple[int, int]]:
+        """Yield the rank and the error number of each connection as it ends; 0: the rank has closed it.
+
+        Takes TCP connections that carry nothing else. A machine that has lost power or network closes none of its
+        connections, so the kernels ask each other, and after `UNANSWERED` seconds the connection ends with an error.
+        """
+        poll = select.poll()
+        for connection in self._peers.values():
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, UNANSWERED // 3)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, UNANSWERED // 3)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+            poll.register(connection, select.POLLRDHUP)
+        for _ in self._peers:
+            descriptor = poll.poll()[0][0]
+            poll.unregister(descriptor)
+            peer = self._number[descriptor]
+            yield peer, self._peers[peer].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
     def check(self) -> None:
         """Raise PeerGone if another rank has closed its connection."""
@@ -192,7 +194,7 @@ class Mesh:
                 whole = parts.popleft().obj
                 if isinstance(whole, _Size) and bytes(whole) != whole.expected:
                     sent, wanted = _SIZE.unpack(whole)[0], _SIZE.unpack(whole.expected)[0]
-                    raise RuntimeError(f"rank {peer} sends {sent} bytes where {wanted} are expected")
+                    raise PeerGone(f"rank {peer} sends {sent} bytes where {wanted} are expected")
         except BlockingIOError:
             return
         except OSError as error:
@@ -227,7 +229,7 @@ def _events(peer: int, out: Mapping[int, _Queue], into: Mapping[int, _Queue]) ->
 
 def _checked(size: int) -> int:
     if size > _MOST_BYTES:
-        raise RuntimeError(f"a message of {size} bytes, and at most {_MOST_BYTES} are taken")
+        raise PeerGone(f"a message of {size} bytes, and at most {_MOST_BYTES} are taken")
     return size
 
 

@@ -7,28 +7,29 @@ never as pickled objects. torch.distributed is set up only for NCCL between GPUs
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import re
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from hmac import compare_digest, digest
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from offload_trainer.errors import LOST, RERUN_HINT, PeerFailed, TrainerError, UserError
-from offload_trainer.mesh import RUN, HandshakeRefused, Listener, Mesh, PeerTimeout
+from offload_trainer.mesh import RUN, UNANSWERED, HandshakeRefused, Listener, Mesh, PeerGone, PeerTimeout
 from offload_trainer.safe_files import parsed, shown
 
 T = TypeVar("T")
@@ -41,7 +42,6 @@ _TELLING, _NOT_COMING = 5.0, "not coming"  # timeout in seconds of the launcher'
 _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does first and names the missing ranks
 _LEAST_SECRET = 16  # characters
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _NUMBER = struct.Struct("!q")
 
 
@@ -51,7 +51,6 @@ class _Joined:
 
     rank: int
     world: int
-    here: range  # ranks of this node
     listener: Listener
     everybody: Mesh
     store: dist.Store | None  # the launcher's store, if there are several nodes; rank 0 may host it
@@ -66,18 +65,50 @@ _joined: _Joined | None = None
 def join() -> None:
     """Connect this process to the other ranks, using the launcher's environment variables.
 
-    SIGTERM has its default action until all ranks are connected: torch's store blocks in C++, where a Python handler
-    would not run, and there is nothing to save yet.
+    On one machine they connect over Unix sockets, which open no network port. SIGTERM has its default action until all
+    ranks are connected: torch's store blocks in C++, where a Python handler would not run, and there is nothing to save
+    yet. Raises TrainerError if not all ranks connect in time or one has ended, and UserError if the secrets differ.
     """
     global _joined
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
+    each, until = int(os.environ.get("LOCAL_WORLD_SIZE", world)), time.monotonic() + _JOINING
+    several = each < world
+    first = rank - int(os.environ["LOCAL_RANK"]) if several else 0
     here = range(first, first + each)
-    barrier = _connect_on_one_node if each == world else _connect_on_several
-    _joined = _Joined(rank, world, here, *barrier(rank, world, here))
+    secret = _secret() if several else b""
+    store = _launchers_store() if several else None
+    listener = Listener(_run(), rank, here=here, secret=secret, host=_address() if several else None)
+    try:
+        if store is not None:
+            _exchange_addresses(listener, store, rank, world, here=here, until=until)
+        everybody = listener.mesh(
+            range(world),
+            patience=_SETTING_UP,
+            within=max(1.0, until - time.monotonic()),
+            while_waiting=lambda: _raise_failed_joins(store) if store is not None else None,
+        )
+        _joined = _Joined(rank, world, listener, everybody, store)
+    except PeerTimeout as error:
+        at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
+        raise TrainerError(f"{_late()}: {error}; {at}") from error
+    except HandshakeRefused as error:
+        raise UserError(f"{error}: give every node the same {SECRET}") from error
+    except RuntimeError as error:  # of the store
+        raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
+    finally:
+        if _joined is None:
+            listener.close()
     signal.signal(signal.SIGTERM, handler)
+
+
+def _late() -> str:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    unreached = f", or does not reach {place} ({_INTERFACE} names the network)" if "MASTER_ADDR" in os.environ else ""
+    return (
+        f"after {_JOINING:g} s not all ranks of the run have come: a rank or node has not been started, has ended with "
+        f"a message of its own{unreached}"
+    )
 
 
 def _run() -> str:
@@ -86,73 +117,29 @@ def _run() -> str:
     return os.environ.get(RUN) or " ".join(os.environ.get(name, "") for name in names)
 
 
-@contextmanager
-def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None = None) -> Iterator[Listener]:
-    """Open a listener; close it if the body raises."""
-    listener = Listener(_run(), rank, here=here, secret=secret, host=host)
+def _launchers_store() -> dist.Store:
     try:
-        yield listener
-    except BaseException:
-        listener.close()
-        raise
+        return _store_of_attempt(timeout=_JOINING)
+    except RuntimeError as error:
+        raise TrainerError(f"{_late()}: {str(error).splitlines()[0]}") from error
 
 
-def _connect_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
-    """Connect the ranks of this machine over Unix sockets, which open no network port.
-
-    Raises TrainerError if not all of them connect in time.
-    """
-    with _listening(rank, here) as listener:
-        try:
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
-        except PeerTimeout as error:
-            raise TrainerError(
-                f"after {_JOINING:g} s not all ranks of the run have come: {error}; the launcher, or that rank, says "
-                "why"
-            ) from error
-
-
-def _connect_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
-    """Connect the ranks of all nodes, which exchange their addresses through the launcher's store.
+def _exchange_addresses(
+    listener: Listener, store: dist.Store, rank: int, world: int, *, here: range, until: float
+) -> None:
+    """Tell the ranks of other nodes this one's address through the launcher's store, and read theirs.
 
     The store accepts writes from any process, so its content is not trusted: the peer at each address must prove that
-    it knows the secret. Raises TrainerError if not all ranks connect in time or one has ended, and UserError if the
-    secrets differ.
+    it knows the secret.
     """
-    secret, until = _secret(), time.monotonic() + _JOINING
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    why = (
-        f"after {_JOINING:g} s not all ranks of the run have come to {place}: a node has not been started, has ended "
-        f"with a message of its own, or does not reach that address ({_INTERFACE} names the network)"
-    )
-    try:
-        store = _store_of_attempt(timeout=_JOINING)
-    except RuntimeError as error:
-        raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
-
-    def poll() -> None:
-        _raise_failed_joins(store, secret)
-
-    with _listening(rank, here, secret=secret, host=_address()) as listener:
-        try:
-            store.set(_key(rank), " ".join(map(str, listener.address)))
-            while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
-                poll()
-                if time.monotonic() > until:
-                    raise TrainerError(f"{why}: {arrived} of {world} are here")
-                time.sleep(_AGAIN)
-            for other in set(range(world)) - set(here):
-                listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
-            left = max(1.0, until - time.monotonic())
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, while_waiting=poll), store
-        except PeerTimeout as error:
-            at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
-            raise TrainerError(f"{why}: {error}; {at}") from error
-        except HandshakeRefused as error:
-            raise UserError(f"{error}: give every node the same {SECRET}") from error
-        except RuntimeError as error:
-            ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
-            raise TrainerError(ended) from error
+    store.set(_key(rank), " ".join(map(str, listener.address)))
+    while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
+        _raise_failed_joins(store)
+        if time.monotonic() > until:
+            raise TrainerError(f"{_late()}: {arrived} of {world} are here")
+        time.sleep(_AGAIN)
+    for other in set(range(world)) - set(here):
+        listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
 
 
 def _store_of_attempt(*, timeout: float) -> dist.Store:
@@ -183,17 +170,15 @@ def _key(rank: int) -> str:
 def _address() -> str:
     """Return this node's address, as text, on the named interface, else on the route to the first node."""
     if name := os.environ.get(_INTERFACE):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            try:
-                request = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError as error:
-                raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here") from error
-            return socket.inet_ntoa(request[20:24])
+        for address in psutil.net_if_addrs().get(name, ()):
+            if address.family == socket.AF_INET:
+                return str(address.address)
+        raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, first_node = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sent:
-            sent.connect(address)  # a UDP connect chooses the route and sends nothing
+            sent.connect(first_node)  # a UDP connect chooses the route and sends nothing
             return str(sent.getsockname()[0])
     except OSError as error:
         raise TrainerError(f"the address of the first node, {host}, is not to be reached: {error.strerror}") from error
@@ -207,38 +192,25 @@ def _parsed_address(address: bytes, *, of: int) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def _raise_failed_joins(store: dist.Store, secret: bytes) -> None:
+def _raise_failed_joins(store: dist.Store) -> None:
     """Raise the error that a rank has left in the store because it cannot join, if any."""
-    if not store.check([_NOT_COMING]):
-        return
-    proof, _, note = store.get(_NOT_COMING)[:10_000].partition(b" ")
-    if not compare_digest(proof, _sign(note, secret)):
-        raise UserError(
-            "a rank does not come, and its note is not signed with this run's secret: give every node the same "
-            f"{SECRET}"
-        )
-    node, _, message = note.decode().partition(" ")
-    known = node == os.environ.get("GROUP_RANK")  # the rank has already printed it on this node
-    raise PeerFailed(message, code=LOST) if known else TrainerError(f"node {node} does not come: {message}")
-
-
-def _sign(note: bytes, secret: bytes) -> bytes:
-    return digest(secret, b"note " + note, "sha256").hex().encode()
+    if store.check([_NOT_COMING]):
+        node, _, message = store.get(_NOT_COMING)[:10_000].decode(errors="replace").partition(" ")
+        known = node == os.environ.get("GROUP_RANK")  # the rank has already printed it on this node
+        raise PeerFailed(message, code=LOST) if known else TrainerError(f"node {node} does not come: {message}")
 
 
 def announce_failed_join(why: str) -> None:
-    """Leave a signed note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
+    """Leave a note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
 
-    Does nothing after `join`, on a single node, or without a launcher's store.
+    Anyone who can write to the store can leave one and so end the run, and no more: the note is printed only. Does
+    nothing after `join`, on a single node, or without a launcher's store.
     """
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1"))
     if _joined or not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    note = f"{os.environ.get('GROUP_RANK')} {why}".encode()
     with suppress(RuntimeError):  # the node that hosts the store has ended
-        store = _store_of_attempt(timeout=_TELLING)
-        signed = _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note
-        store.set(_NOT_COMING, signed)  # type: ignore[arg-type]  # its stub knows text only
+        _store_of_attempt(timeout=_TELLING).set(_NOT_COMING, f"{os.environ.get('GROUP_RANK')} {why}")
 
 
 # -- ranks, nodes and groups -------------------------------------------------------------------------------------------
@@ -280,23 +252,34 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
         join_torch("nccl")
         return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=timedelta(seconds=patience))[0]
     ours = next(ranks for ranks in every if _joined.rank in ranks)
-    with _as_peer_failure():
-        return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, while_waiting=_joined.everybody.check)
+    return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, while_waiting=_joined.everybody.check)
+
+
+def end_if_node_vanishes(nodes: Sequence[range], *, say: Callable[[str], None]) -> None:
+    """Start a thread that ends this process once another node has not answered for a minute. Collective.
+
+    Without it collectives would wait for a machine that has lost power or network for as long as a step, a start or a
+    save may take. The thread runs in each node's first rank. It prints the reason with `say` and exits immediately,
+    because the training thread is blocked on the lost node. The launcher then ends the other ranks of this node.
+    """
+
+    def watch() -> None:
+        for peer, code in mesh.ends():
+            if code not in (0, errno.ECONNRESET):
+                number, its = next((number, its) for number, its in enumerate(nodes) if peer in its)
+                say(
+                    f"node {number} (ranks {its.start} to {its.stop - 1}) has not answered for {UNANSWERED} s, and the "
+                    "run ends. The same command resumes"
+                )
+                os._exit(1)
+
+    if len(nodes) > 1:
+        mesh = group_of([[its[number] for its in nodes] for number in range(len(nodes[0]))], in_step=False)
+        if mesh.rank in [its.start for its in nodes]:
+            threading.Thread(target=watch, name="nodes", daemon=True).start()
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
-
-
-def launchers_store(*, timeout: float) -> dist.Store:
-    """Return the launcher's store of a run of several nodes, over a separate connection.
-
-    Any process can read and write it, so do not trust its content. `timeout`: of its operations, in seconds.
-    """
-    assert _joined is not None
-    assert _joined.store is not None
-    store: dist.Store = _joined.store.clone()  # type: ignore[attr-defined]  # not in its stub
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
 
 
 def join_torch(backend: str) -> None:
@@ -309,8 +292,8 @@ def join_torch(backend: str) -> None:
         return
     rank, world = place_here()
     store: dist.Store
-    if _joined is not None and len(_joined.here) < world:
-        store = launchers_store(timeout=_JOINING)
+    if _joined and _joined.store is not None:
+        store = _joined.store
     else:
         store = dist.FileStore(_private_file(), world) if _joined else dist.HashStore()
         for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):  # keep the sockets of gloo and NCCL on the loopback interface
@@ -334,11 +317,11 @@ def _private_file() -> str:
 
 @contextmanager
 def _as_peer_failure() -> Iterator[None]:
-    """Convert a communication error into PeerFailed: the rank that ended reports the reason."""
+    """Convert an error of torch.distributed into PeerFailed: the rank that ended reports the reason."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerFailed(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
+        raise PeerGone(str(error).splitlines()[0]) from error
 
 
 def barrier(*, stalled: float = STALLED) -> None:
@@ -355,15 +338,14 @@ def exchange_numbers(number: int, *, stalled: float, group: Mesh) -> list[int]:
     """
     first = group.rank == 0
     try:
-        with _as_peer_failure():
-            found = group.all_gather_equal(_NUMBER.pack(number), patience=stalled + (0 if first else _LATER))
-    except PeerFailed as error:
-        if first and isinstance(error.__cause__, PeerTimeout):
-            raise TrainerError(
-                f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-                f"{error.__cause__}; {RERUN_HINT}"
-            ) from error
-        raise
+        found = group.all_gather(_NUMBER.pack(number), equal=True, patience=stalled + (0 if first else _LATER))
+    except PeerTimeout as error:
+        if not first:
+            raise
+        raise TrainerError(
+            f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
+            f"{error}; {RERUN_HINT}"
+        ) from error
     return [int(_NUMBER.unpack(one)[0]) for one in found]
 
 
@@ -377,13 +359,13 @@ def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
     if not _joined or not values.numel():
         return
     group = _joined.everybody if group is None else group
-    with _as_peer_failure():
-        if not isinstance(group, Mesh):
+    if not isinstance(group, Mesh):
+        with _as_peer_failure():
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
-        elif group.rank == source:
-            group.exchange([(peer, _bytes_of(values)) for peer in group.others], [])
-        else:
-            group.exchange([], [(source, _bytes_of(values))])
+    elif group.rank == source:
+        group.exchange([(peer, _bytes_of(values)) for peer in group.others], [])
+    else:
+        group.exchange([], [(source, _bytes_of(values))])
 
 
 def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
@@ -392,13 +374,12 @@ def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
     On a GPU the operation is queued on the current stream.
     """
     parts = values.view(torch.uint8)
-    with _as_peer_failure():
-        if not isinstance(group, Mesh):
-            mine = parts.chunk(dist.get_world_size(group))[number]
-            dist.all_gather_into_tensor(parts, mine, group=group)
-            return
+    if isinstance(group, Mesh):
         pieces = parts.chunk(len(group.members))
         _exchange([pieces[number]] * len(pieces), pieces, group=group)
+        return
+    with _as_peer_failure():
+        dist.all_gather_into_tensor(parts, parts.chunk(dist.get_world_size(group))[number], group=group)
 
 
 def _exchange(out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, group: Mesh) -> None:
@@ -416,13 +397,13 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
     `parts` must be contiguous. On a GPU the operation is queued on the current stream.
     """
     received = torch.empty_like(parts)
-    with _as_peer_failure():
-        if not isinstance(group, Mesh):
-            dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
-            return received
+    if isinstance(group, Mesh):
         mine = group.members.index(group.rank)
         received[mine] = parts[mine]
         _exchange(list(parts.flatten(1)), list(received.flatten(1)), group=group)
+        return received
+    with _as_peer_failure():
+        dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
     return received
 
 
@@ -435,13 +416,7 @@ def send_recv(
     order in which they are sent. Empty tensors are skipped.
     """
     parts = ([(rank, _bytes_of(values)) for rank, values in way if values.numel()] for way in (out, into))
-    begun = group.begin(*parts)
-
-    def wait() -> None:
-        with _as_peer_failure():
-            begun.result()
-
-    return wait
+    return group.begin(*parts).result
 
 
 def all_reduce(values: torch.Tensor, *, group: Mesh) -> None:
@@ -449,18 +424,8 @@ def all_reduce(values: torch.Tensor, *, group: Mesh) -> None:
     gathered = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
     mine = group.members.index(group.rank)
     gathered[mine] = values.reshape(-1)
-    with _as_peer_failure():
-        _exchange([gathered[mine]] * len(gathered), list(gathered), group=group)
+    all_gather_parts(gathered.view(-1), mine, group=group)
     values.copy_(gathered.sum(0).reshape(values.shape))
-
-
-def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> Any:
-    """Broadcast a value from rank `source` to a group (None: all ranks), as JSON validated against the type `kind`."""
-    group = _joined.everybody if _joined and group is None else group
-    if group is None:
-        return value
-    with _as_peer_failure():
-        return _decode(group.broadcast(_encode(value) if group.rank == source else b"", source=source), kind)
 
 
 def _encode(value: Any) -> bytes:
@@ -491,18 +456,18 @@ class Group:
     rank: int = 0
     mesh: Mesh | None = None  # None: this process alone
 
+    def some(self, work: Callable[[], object], *, mine: bool) -> None:
+        """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
+
+        def maybe() -> None:
+            if mine:
+                work()
+
+        self.each(maybe)
+
     def first(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0 only. If it fails, all ranks raise."""
-        failed: Exception | None = None
-        if self.rank == 0:
-            try:
-                work()
-            except Exception as error:
-                failed = error
-        shared = share(_failure(failed), source=0, group=self.mesh) if self.mesh else None
-        if failed is not None:
-            raise failed
-        _raise_peer_failure([shared])
+        self.some(work, mine=self.rank == 0)
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
         """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
@@ -515,22 +480,14 @@ class Group:
             mine.append(work())
         except Exception as error:
             failed = error
-        results = _gathered([_failure(failed), mine], self.mesh, tuple[Any, list[kind]])
+        code = getattr(failed, "exit_code", LOST)
+        results = _gathered([code, str(failed or ""), mine], self.mesh, tuple[int, str, list[kind]])
         if failed is not None:
             raise failed
-        _raise_peer_failure([wrong for wrong, _ in results])
-        return [value for _, values in results for value in values]
-
-
-def _failure(failed: Exception | None) -> list[Any] | None:
-    """Return [exit code, message] of an error, to send to the other ranks; None without an error."""
-    return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
-
-
-def _raise_peer_failure(failures: Sequence[Sequence[Any] | None]) -> None:
-    for wrong in failures:
-        if wrong is not None:
-            raise PeerFailed(wrong[1], code=wrong[0])
+        for code, message, values in results:
+            if not values:
+                raise PeerFailed(message, code=code)
+        return [value for _, _, (value,) in results]
 
 
 ALONE = Group()
@@ -553,19 +510,13 @@ def on_rank_zero(work: Callable[[], object]) -> None:
 
 def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
     """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
-    results: list[T] = []
-    on_rank_zero(lambda: results.append(work()))
-    return broadcast_json(results, list[kind])[0]
+    group = everybody()
+    return group.each(lambda: [work()] if group.rank == 0 else [], list[kind])[0][0]
 
 
 def on_some(work: Callable[[], object], *, mine: bool) -> None:
     """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
-
-    def maybe() -> None:
-        if mine:
-            work()
-
-    everybody().each(maybe)
+    everybody().some(work, mine=mine)
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
@@ -580,9 +531,13 @@ def rank_zero_first(work: Callable[[], T]) -> T:
     return work()
 
 
-def broadcast_json(value: Any, kind: Any = Any) -> Any:
-    """Broadcast rank 0's value to all ranks, as JSON validated against the type `kind`."""
-    return share(value, source=0, group=None, kind=kind)
+def broadcast_json(value: Any, kind: Any = Any, *, source: int = 0, group: Mesh | None = None) -> Any:
+    """Broadcast the value of rank `source` to a group (None: all ranks), as JSON validated against the type `kind`."""
+    group = group or everybody().mesh
+    if group is None:
+        return value
+    found = group.all_gather(_encode(value) if group.rank == source else b"")
+    return _decode(found[group.members.index(source)], kind)
 
 
 def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
@@ -591,14 +546,10 @@ def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
 
 
 def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
-    if mesh is None:
-        return [value]
-    with _as_peer_failure():
-        return [_decode(data, kind) for data in mesh.all_gather(_encode(value))]
+    return [_decode(data, kind) for data in mesh.all_gather(_encode(value))] if mesh else [value]
 
 
 def wait_for_all(*, group: Mesh | None = None) -> None:
     """Block until all ranks of the group (None: all ranks) have called this."""
-    if _joined:
-        with _as_peer_failure():
-            (group or _joined.everybody).barrier()
+    if mesh := group or everybody().mesh:
+        mesh.all_gather(b"\0", equal=True)

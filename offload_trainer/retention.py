@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import (
-    NotOwned,
-    OwnershipMark,
+    Say,
+    ScratchDirectory,
     clear,
+    is_ours,
     is_removable,
-    made_as,
     reason,
-    remove,
-    remove_unfinished,
+    remove_dead,
 )
 
 WORK = "the checkpoint being written,"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
-_HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned)")
+_HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned|(tmp|pruned)~[0-9a-f]{{8}})")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -63,20 +63,17 @@ def steps_in(root: Path) -> list[Path]:
 def prune(root: Path, *, keep: int) -> list[str]:
     """Remove the oldest checkpoints beyond `keep`, except any that is being read.
 
-    Returns a note for each other checkpoint that is not removed. Each one is renamed before its removal, so a kill
-    leaves no partial checkpoint under a valid name.
+    Returns a note for each other checkpoint that is not removed. Each one is moved into a scratch directory before its
+    removal, so a kill leaves no partial checkpoint under a valid name.
     """
-    notes = []
+    notes: list[str] = []
     try:
         found = complete_checkpoints(root)
     except UserError as error:
         return [str(error)]
     for old in found[:-keep]:
-        if strangers := _strangers(old):
-            notes.append(f"{old} is not pruned: {shown(strangers[0])} in it is not the checkpoint's")
-            continue
         try:
-            why = _removed(old, step=step_of(old), hidden=old.with_name(f".{old.name}.pruned"))
+            why = _why_kept(old) or _remove(old, say=lambda line: notes.append(line.removeprefix("note: ")))
         except NoLocks as error:
             return [*notes, f"older checkpoints are not pruned: {error}"]
         if why:
@@ -84,64 +81,55 @@ def prune(root: Path, *, keep: int) -> list[str]:
     return notes
 
 
-def _strangers(checkpoint: Path) -> list[str]:
-    """Return the names of files in a checkpoint that its manifest does not list, so that the user must have added."""
+def _why_kept(checkpoint: Path) -> str:
+    """Return why a checkpoint is not one that this program may remove; "" if it is.
+
+    It may have another user's files, or files that its manifest does not list, so that the user must have added them.
+    """
     try:
-        named = {MANIFEST, *parsed(file_bytes(checkpoint / MANIFEST), Manifest).files}
-    except (OSError, ValueError):
-        return [MANIFEST]
-    found = (path for path in sorted(checkpoint.rglob("*")) if path.is_symlink() or not path.is_dir())
-    return [name for path in found if (name := path.relative_to(checkpoint).as_posix()) not in named]
+        manifest = parsed(file_bytes(checkpoint / MANIFEST), Manifest)
+        owner, writer = checkpoint.stat().st_uid, (checkpoint / MANIFEST).stat().st_uid
+    except (OSError, ValueError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    ours = owner == writer and is_ours(owner, checkpoint.parent)
+    if checkpoint.is_symlink() or not ours or manifest.step != step_of(checkpoint):
+        return "it is a link, another user's, or its manifest is of another step"
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and name != MANIFEST and name not in manifest.files:
+            return f"{shown(name)} in it is not the checkpoint's"
+    return ""
 
 
-def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
-    """Rename a checkpoint of this step to `hidden` and remove it; return why it stays, "" if removed or being read.
+def _remove(checkpoint: Path, *, say: Say) -> str:
+    """Remove a checkpoint; return why it stays, "" if it is removed or being read.
 
     Raises NoLocks if the filesystem has no file locks.
     """
     try:
-        held = lock = open_lock(directory / MANIFEST)
-    except OSError as error:
-        return reason(error)
-    try:
-        try_lock(lock)
-        if not is_removable(directory, _manifest_of(step)):
-            return "it is a link, another user's, or its manifest is of another step"
-        if hidden is not None:
-            os.rename(directory, hidden)
-        held = -1
-        remove(hidden or directory, _manifest_of(step), lock=lock)
+        lock = open_lock(checkpoint / MANIFEST)
+        try:
+            try_lock(lock)
+            with ScratchDirectory(checkpoint.with_name(f".{checkpoint.name}.pruned"), what=WORK, say=say) as place:
+                os.rename(checkpoint, place.path / checkpoint.name)
+                os.close(lock)  # NFS does not remove a directory with an open file
+                lock = -1
+        finally:
+            if lock >= 0:
+                os.close(lock)
     except BlockingIOError:
         return ""
-    except (OSError, NotOwned) as error:
+    except OSError as error:
         return reason(error)
-    finally:
-        if held >= 0:
-            os.close(held)
     return ""
-
-
-def _manifest_of(step: int) -> OwnershipMark:
-    """Return the mark by which a directory is recognized as a checkpoint of this step written by this program."""
-
-    def is_of_step(content: bytes) -> bool:
-        try:
-            return parsed(content, Manifest).step == step
-        except ValueError:
-            return False
-
-    return OwnershipMark(MANIFEST, is_of_step)
 
 
 def bytes_that_go(root: Path) -> int:
     """Return the bytes of checkpoints that a run can remove; those that it would not prune do not count."""
-    whole = [path for path in complete_checkpoints(root) if not _strangers(path)]
-    marks = {path: _manifest_of(step_of(path)) for path in whole}
-    for path in root.iterdir() if root.is_dir() else ():
-        if found := _HIDDEN.fullmatch(path.name):
-            mark = made_as(WORK, path.name) if found["end"] == "tmp" else _manifest_of(int(found["step"]))
-            marks[path] = mark
-    return sum(bytes_below(path) for path, mark in marks.items() if is_removable(path, mark))
+    found = [path for path in complete_checkpoints(root) if not _why_kept(path)]
+    if root.is_dir():
+        found += [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name) and is_removable(path, what=WORK)]
+    return sum(map(bytes_below, found))
 
 
 def remove_leftovers(root: Path) -> None:
@@ -153,9 +141,6 @@ def remove_leftovers(root: Path) -> None:
         if found := _HIDDEN.fullmatch(path.name):
             if found["end"] == "tmp":
                 clear(root / found["name"], what=WORK)
-                continue
-            try:
-                if not remove_unfinished(path):
-                    _removed(path, step=int(found["step"]))
-            except NoLocks:
-                pass  # a half-removed checkpoint does not block later saves
+            else:
+                with suppress(OSError, TrainerError):  # it does not block later saves
+                    remove_dead(path, what=WORK)

@@ -10,6 +10,7 @@ requested type, or one error that names the file, the problem and the remedy.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -73,7 +74,6 @@ def read_back(
     kind: type[Kind],
     *,
     fix: str,
-    most_bytes: int = MOST_BYTES,
     links: bool = False,
     finite: bool = True,
     opener: Callable[[Path], int] | None = None,
@@ -89,7 +89,7 @@ def read_back(
     Raises UserError that names the file, the problem and `fix`.
     """
     try:
-        return parsed(file_bytes(path, most=most_bytes, links=links, opener=opener), kind, finite=finite)
+        return parsed(file_bytes(path, links=links, opener=opener), kind, finite=finite)
     except FileNotFoundError as error:
         raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
     except ValueError as error:
@@ -129,15 +129,24 @@ def open_file(path: Path, *, links: bool = False) -> int:
     try:
         if not links and stat.S_ISLNK(os.lstat(path).st_mode):
             raise ValueError("it is a link")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+        return open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(error.strerror or "it cannot be opened") from error
+
+
+def open_regular(path: Path, flags: int, *, directory: int | None = None) -> int:
+    """Open a file with these flags of open(2), without ever blocking. Raises OSError for anything but a regular file.
+
+    `path` is relative to the descriptor `directory` if one is passed.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=directory)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+        what = "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file"
+        raise OSError(errno.EINVAL, what, str(path))
     return descriptor
 
 
@@ -168,7 +177,6 @@ def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             decoded,
-            parse_int=_integer,
             parse_float=_finite if finite else float,
             parse_constant=_refused_constant if finite else None,
             object_pairs_hook=_object,
@@ -186,7 +194,7 @@ def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
 def as_kind(value: Any, kind: type[Kind]) -> Kind:
     """Validate a parsed JSON value as a `kind`. Raises ValueError that names the first mismatch."""
     try:
-        return _adapter(kind).validate_python(value)  # type: ignore[arg-type]
+        return adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError(_complaint(error)) from error
 
@@ -194,20 +202,13 @@ def as_kind(value: Any, kind: type[Kind]) -> Kind:
 class LimitedYaml(yaml.SafeLoader):
     """PyYAML's safe loader without aliases, tags and very long numbers, so that values are no larger than the text."""
 
-    _depth = 0
-
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise self._refused("anchors and aliases (& and *) are not read: write the value where it belongs", event)
         if event.tag is not None:
             raise self._refused(f"tags such as {shown(event.tag)} are not read", event)
-        if self._depth == _DEEPEST:
-            raise self._refused(_TOO_DEEP, event)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
@@ -233,6 +234,8 @@ def parsed_yaml(text: bytes | str, loader: type[LimitedYaml] = LimitedYaml) -> A
         return yaml.load(text.decode("utf-8") if isinstance(text, bytes) else text, loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example, an invalid date
         raise ValueError(f"not YAML: {one_line(error)}") from error
 
@@ -274,7 +277,8 @@ _TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator and serializer of a type."""
     return TypeAdapter(kind)
 
 
@@ -288,12 +292,6 @@ def _complaint(error: ValidationError) -> str:
         return f"{where} is not known to this version"
     wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{where} should be {wanted}, and is {_cut(repr(first['input']))}"
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"it holds an integer of {len(text)} digits")
-    return int(text)
 
 
 def _finite(text: str) -> float:

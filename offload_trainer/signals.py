@@ -43,20 +43,16 @@ class StopRequest:
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Within this context a signal raises Stopped. A second one kills the process, even inside blocking C code."""
+    """Within this context a signal raises Stopped. A second one kills the process, even inside blocking C code.
+
+    SIGUSR1 is ignored, since there is no state to save yet.
+    """
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
         _raise_until_caught(number)
 
-    with _handled(dict.fromkeys(_STOPPING, stop)), _quiet_where_lost():
-        yield
-
-
-@contextmanager
-def no_checkpoint_yet() -> Iterator[None]:
-    """Ignore SIGUSR1 within this context, since there is no state to save yet."""
-    with _handled({signal.SIGUSR1: signal.SIG_IGN}):
+    with _handled({**dict.fromkeys(_STOPPING, stop), signal.SIGUSR1: signal.SIG_IGN}), _quiet_where_lost():
         yield
 
 

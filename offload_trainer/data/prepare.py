@@ -36,8 +36,8 @@ from offload_trainer.data.tokenizer import known_ids, tokenizer_fingerprint, voc
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
-from offload_trainer.storage.locks import NoLocks, exclusive_lock
+from offload_trainer.storage.locks import exclusive_lock
+from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Increase it when the same text and tokenizer give other ids than before.
@@ -171,7 +171,7 @@ def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive_lock(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
-        except (OSError, NoLocks):
+        except OSError:
             pass  # if the directory cannot be written, the writer reports it
         yield
 

@@ -30,7 +30,7 @@ from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
-from offload_trainer.storage.cache_files import MODE, open_owned
+from offload_trainer.storage.owned_dirs import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 BLOCK = 1 << 20  # bytes covered by one CRC-32
@@ -117,7 +117,7 @@ class TokenFile:
         """Open a token file. If no sidecar has its checksums, all of it is read once.
 
         Without a sidecar, the values show whether the ids are uint16 or uint32. `owned` is for a file of the cache,
-        where others may write too: it is refused unless it is this user's (storage/cache_files.py).
+        where others may write too: it is refused unless it is this user's (storage/owned_dirs.py).
 
         Raises UserError for an unreadable sidecar, an empty file, and a size that differs from the sidecar or is not a
         whole number of ids. Without a sidecar, also for ids whose dtype cannot be determined.

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.locks import NoLocks, exclusive_lock
+from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
 logger = logging.getLogger(__name__)
@@ -102,14 +102,10 @@ def _load(builder: Any) -> Any:
             f"DeepSpeed's kernel {builder.name} could not be built: {reason(error)}; name a directory for it with "
             "TORCH_EXTENSIONS_DIR"
         ) from error
-    with ExitStack() as stack:
-        try:  # exclude other builds of this program
-            lock = directory.with_name(f"{builder.name}.turn")
-            stack.enter_context(exclusive_lock(lock, say=write_now, patience=_LONGEST))
-            for name in _BUILDS[builder.name]:
-                remove_stale_lock(_build_directory(name))
-        except NoLocks:
-            pass  # another build may be running
+    turn = directory.with_name(f"{builder.name}.turn")
+    with exclusive_lock(turn, say=write_now, patience=_LONGEST) as alone:  # exclude other builds of this program
+        for name in _BUILDS[builder.name] if alone else ():
+            remove_stale_lock(_build_directory(name))
         try:
             return builder.load(verbose=False)
         except Exception as error:

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from offload_trainer.plan.step_time import correction
 from offload_trainer.safe_files import LENIENT, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
-from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
-from offload_trainer.storage.locks import NoLocks, exclusive_lock
-from offload_trainer.storage.owned_dirs import reason
+from offload_trainer.storage.locks import exclusive_lock
+from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned, reason
 
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
 _DRIVE_METHOD = 2  # the same for drives
@@ -96,11 +95,8 @@ def _changed() -> Iterator[dict[str, Any]]:
     """
     path = cache_file()
     make_directories(path.parent)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(exclusive_lock(path.with_name(f"{path.name}.lock"), say=write_now))
-        except NoLocks:
-            pass  # without locks another process's numbers may be lost; they are then measured again
+    # without locks another process's numbers may be lost; they are then measured again
+    with exclusive_lock(path.with_name(f"{path.name}.lock"), say=write_now):
         try:
             stored = asdict(_read())
         except ValueError:

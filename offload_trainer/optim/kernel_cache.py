@@ -15,8 +15,7 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,9 +24,8 @@ from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS, key_of, place
 from offload_trainer.safe_files import file_bytes, open_file
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
-from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
-from offload_trainer.storage.locks import NoLocks, exclusive_lock
-from offload_trainer.storage.owned_dirs import is_ours, scratch
+from offload_trainer.storage.locks import exclusive_lock
+from offload_trainer.storage.owned_dirs import MODE, cache_directory, is_ours, open_owned, scratch
 
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
@@ -102,7 +100,8 @@ def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
     try:
         _make_private(file.parent)
         if not _is_whole(file):
-            with _one_at_a_time(file.parent / "turn"):
+            # without locks two builds may overlap; the SHA-256 then detects a mixed pair
+            with exclusive_lock(file.parent / "turn", say=write_now):
                 if not _is_whole(file):  # another process may have built it while this one waited for the lock
                     content = make(file.parent)
                     write_bytes(file, content, mode=MODE)
@@ -160,16 +159,6 @@ def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> b
         return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
     except (OSError, ValueError):
         return False
-
-
-@contextmanager
-def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold `lock` during a build. Without file locks two builds may overlap; the SHA-256 then detects a mixed pair."""
-    try:
-        with exclusive_lock(lock, say=write_now):
-            yield
-    except NoLocks:
-        yield
 
 
 def _make_private(directory: Path) -> None:

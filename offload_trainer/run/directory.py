@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
@@ -33,7 +33,7 @@ from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
+from offload_trainer.storage.locks import NoLocks, open_lock, shared_lock, try_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
@@ -97,15 +97,9 @@ def _ends_told(log: Log) -> Iterator[None]:
 
 def refuse_second(output: Path) -> None:
     """Raise UserError if another run is writing in `output`. Call this before reading its checkpoints."""
-    lock = _open_lock(output, create=False)
-    if lock is None:
-        return
-    try:
-        _take(lock, output, shared=True)
-    except NoLocks:
-        pass  # `held` prints a note about it
-    finally:
-        os.close(lock)
+    # without locks, `held` prints a note about it
+    with suppress(FileNotFoundError, NoLocks), _lock_errors(output), shared_lock(output / _MARK):
+        pass
 
 
 def refuse_strangers(output: Path) -> None:
@@ -136,11 +130,12 @@ def held(output: Path, log: Log) -> Iterator[int]:
     protection from a second run.
     """
     make_directories(output)
-    lock = _open_lock(output, create=True)
-    assert lock is not None
+    with _lock_errors(output):
+        lock = open_lock(output / _MARK, create=True)
     try:
         try:
-            _take_in_the_end(lock, output)
+            with _lock_errors(output):
+                _take(lock)
         except NoLocks as error:
             log.say(
                 f"note: {output}: {error}. A second run in this directory would not be noticed: start none. Older "
@@ -151,30 +146,28 @@ def held(output: Path, log: Log) -> Iterator[int]:
         os.close(lock)
 
 
-def _open_lock(output: Path, *, create: bool) -> int | None:
+@contextmanager
+def _lock_errors(output: Path) -> Iterator[None]:
+    """Convert errors of the run's lock into UserError, except that it is missing or that there are no locks."""
     try:
-        return open_lock(output / _MARK, create=create)
+        yield
     except FileNotFoundError:
-        return None
+        raise
+    except BlockingIOError:
+        raise UserError(f"{output}: another run is using this directory; name another --output") from None
     except OSError as error:
         raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
 
 
-def _take_in_the_end(lock: int, output: Path) -> None:
+def _take(lock: int) -> None:
     """Take the lock for the whole run, retrying while a starting run briefly has it (`refuse_second`)."""
-    for _ in range(_TRIES):
+    for left in reversed(range(_TRIES)):
         try:
             return try_lock(lock)
         except BlockingIOError:
-            time.sleep(_INSTANT)
-    _take(lock, output)
-
-
-def _take(lock: int, output: Path, *, shared: bool = False) -> None:
-    try:
-        try_lock(lock, shared=shared)
-    except BlockingIOError:
-        raise UserError(f"{output}: another run is using this directory; name another --output") from None
+            if not left:
+                raise
+        time.sleep(_INSTANT)
 
 
 @contextmanager

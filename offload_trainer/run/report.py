@@ -35,12 +35,11 @@ def report(setup: Setup, job: Job) -> None:
         _keep_ratios(setup, rows)
 
 
-def run_page(setup: Setup, left: float | None, failed: bool, *, swaps: list[Path]) -> str:
+def run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
     """Return the page of a run, read from its directory.
 
     It takes 0.1 s on one core, also after 100,000 steps, since it is made of about 800 of them. `left`: the seconds to
-    the end of the run; None: it has ended. The page of a run that has ended without having `failed` has the plan's
-    notes.
+    the end of the run; None: it has ended.
     """
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     return report_page(
@@ -49,7 +48,7 @@ def run_page(setup: Setup, left: float | None, failed: bool, *, swaps: list[Path
         evaluations=read_evaluations(setup.output / "evaluations.jsonl"),
         progress=(setup.config.train.steps, left),
         predicted=_predicted(setup, rows, swaps=swaps),
-        notes=setup.plan.notes if left is None and not failed else (),
+        notes=setup.plan.notes,
     )
 
 

@@ -25,7 +25,7 @@ from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
-from offload_trainer.ranks import from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import end_if_node_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
@@ -40,7 +40,6 @@ from offload_trainer.run.checks import (
     refuse_unseen,
 )
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
-from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -74,11 +73,11 @@ def train_run(
     def tell(line: str) -> None:
         write_now(f"{log.clear}offload-train: {line}")
 
-    with beating(nodes, rank=rank, say=tell):
-        on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-        planned = _plan_together(config, nodes=nodes, log=log)
-        setup, checkpoint = _set_up(config, planned, log)
-        _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
+    end_if_node_vanishes(nodes, say=tell)
+    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
+    planned = _plan_together(config, nodes=nodes, log=log)
+    setup, checkpoint = _set_up(config, planned, log)
+    _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
 
 
 def use_deterministic_algorithms() -> None:
@@ -238,7 +237,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             state = trainer.train(job, asked, resume=resume_from)
         except Exception:
             if job.telemetry and job.telemetry.report:
-                job.telemetry.report.end(failed=True)
+                job.telemetry.report.end()
             raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

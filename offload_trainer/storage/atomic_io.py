@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import shutil
-import stat
 from functools import partial
 from pathlib import Path
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import open_given
+from offload_trainer.safe_files import open_given, open_regular
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
-# name in a scratch directory for the replaced directory, on filesystems that cannot exchange two names
-REPLACED = "replaced"
+REPLACED = "replaced"  # name in a scratch directory for the replaced directory
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
@@ -65,17 +62,14 @@ def open_to_append(path: Path) -> int:
 
     Raises UserError for a link, a pipe or a device.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o666)
+        return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe without a reader
             raise UserError(f"{path}: a link or a pipe is not written to; move it away") from error
+        if error.errno == errno.EINVAL:
+            raise UserError(f"{path}: not a regular file, and not written to; move it away") from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UserError(f"{path}: not a regular file, and not written to; move it away")
-    return descriptor
 
 
 def make_directories(path: Path) -> None:
@@ -124,28 +118,13 @@ def copy_tree(source: Path, destination: Path) -> None:
 def put_in_place(new: Path, final: Path) -> None:
     """Rename `new`, from a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory there.
 
-    Where the filesystem can exchange two names, `final` exists at every moment. Elsewhere the old directory is for an
-    instant only in the scratch directory, from which it is restored after a kill. The replaced directory is left in the
-    scratch directory.
+    A replaced directory is for an instant only in the scratch directory, from which `owned_dirs.clear` restores it
+    after a kill. It is left there.
     """
-    if not final.exists():
-        os.rename(new, final)
-    elif not exchange(new, final):
+    if final.exists():
         os.rename(final, new.with_name(REPLACED))
-        os.rename(new, final)
+    os.rename(new, final)
     sync_directory(final.parent)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically with renameat2(2), RENAME_EXCHANGE.
-
-    Returns False, without changing anything, where the C library or the filesystem does not support it.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if not hasattr(library, "renameat2"):
-        return False
-    return bool(library.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
 
 def sync_directory(path: Path) -> None:

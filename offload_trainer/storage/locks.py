@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.safe_files import open_regular
 
 _MISSING = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _PATIENCE = 60.0  # seconds to wait for a lock that other processes hold briefly
@@ -28,22 +28,14 @@ class NoLocks(TrainerError):
 
 
 def open_lock(path: Path, *, create: bool = False, directory: int | None = None) -> int:
-    """Return a descriptor of a lock file, opened for writing too where this user may.
-
-    `path` is relative to the descriptor `directory` if one is passed. Raises OSError for a link, a pipe or anything
-    else that is not a regular file.
-    """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    """Return a descriptor of a lock file, opened for writing too where this user may. Raises as `open_regular`."""
     try:
-        descriptor = os.open(path, flags | os.O_RDWR | (os.O_CREAT if create else 0), 0o666, dir_fd=directory)
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        return open_regular(path, flags, directory=directory)
     except OSError as error:
         if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        descriptor = os.open(path, flags | os.O_RDONLY, dir_fd=directory)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
+    return open_regular(path, os.O_RDONLY | os.O_NOFOLLOW, directory=directory)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
@@ -60,18 +52,35 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
 
 
 @contextmanager
-def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[None]:
+def shared_lock(path: Path) -> Iterator[None]:
+    """Hold a shared lock on the existing file `path` for the duration of the context.
+
+    Raises as `open_lock` and `try_lock` do.
+    """
+    descriptor = open_lock(path)
+    try:
+        try_lock(descriptor, shared=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`, created if missing, for the duration of the context.
 
-    Waits at most `patience` seconds, reporting the wait through `say`, and then raises TrainerError. Raises NoLocks as
-    `try_lock` does.
+    Yields True, or False without a lock if the filesystem does not support locks. Waits at most `patience` seconds,
+    reporting the wait through `say`, and then raises TrainerError.
     """
     descriptor = open_lock(path, create=True)
-    start, reported = time.monotonic(), False
+    start, reported, held = time.monotonic(), False, True
     try:
         while True:
             try:
                 try_lock(descriptor)
+                break
+            except NoLocks:
+                held = False
                 break
             except BlockingIOError:
                 waited = time.monotonic() - start
@@ -81,6 +90,6 @@ def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = 
                 say(f"waiting for {path}, which another process holds; for at most {patience:.0f} s")
                 reported = True
             time.sleep(0.05)
-        yield
+        yield held
     finally:
         os.close(descriptor)

@@ -2,11 +2,11 @@
 
     ScratchDirectory(path, what=...)  a new directory, locked and marked while its process lives, removed on close
     remove_dead(path, what=...)       remove such a directory after its process has died
-    remove(path, mark)                remove any directory that contains `mark`; the mark is removed last
 
-A mark is a file directly in the directory that says what the directory is for and the name under which it was created.
-A link, another user's directory, or a directory with another name, no mark or another mark is left alone: it may be the
-only copy of somebody's work. Removal follows no link below the directory and enters no other filesystem.
+The mark is a file directly in the directory that says what it is for and the name under which it was created; it is
+removed last. A checkpoint, which has none, is moved into such a directory first. A link, another user's directory, or a
+directory with another name, no mark or another mark is left alone: it may be the only copy of somebody's work. Removal
+follows no link below the directory and enters no other filesystem.
 """
 
 from __future__ import annotations
@@ -18,35 +18,22 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from offload_trainer import errors
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.safe_files import open_file
 from offload_trainer.storage.atomic_io import REPLACED, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
-MARK = ".lock"  # the mark of a scratch directory, locked as long as its process lives
-_LARGEST = 1 << 28  # limit on the bytes of a mark that are read
+MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
+MARK = ".lock"  # the mark, locked as long as its process lives
 
 Say = Callable[[str], None]
 
 
 class NotOwned(TrainerError):
     """Raised, with the reason, for a directory that this program may not remove."""
-
-
-@dataclass(frozen=True)
-class OwnershipMark:
-    """A file whose presence in a directory shows that this program may remove the directory."""
-
-    name: str
-    holds: Callable[[bytes], bool]  # returns whether the file's content is right
-
-
-def made_as(what: str, name: str) -> OwnershipMark:
-    """Return the mark of a scratch directory that was created for `what` under this name."""
-    return OwnershipMark(MARK, lambda content: content == _content(what, name))
 
 
 def _content(what: str, name: str) -> bytes:
@@ -67,8 +54,8 @@ class ScratchDirectory:
     ) -> None:
         """Create, lock and mark the directory; `say` is called with a note if it cannot be removed later.
 
-        Raises FileExistsError if the name is taken, FileNotFoundError or BlockingIOError if another process takes the
-        directory for an abandoned one before it is marked, and OSError.
+        It gets its name once it is marked, so that nobody takes it for an abandoned one. Raises OSError, also if the
+        name is taken, unless by an empty directory.
 
         `take_over` takes the directory of a process that has died, including its content, and raises as `remove_dead`.
         """
@@ -76,22 +63,22 @@ class ScratchDirectory:
         if take_over:
             self._lock = _lock_dead(path, what=what)
             return
-        path.mkdir(mode=mode)
+        new = path.with_name(f"{path.name}~{secrets.token_hex(4)}")
+        new.mkdir(mode=mode)
         try:
-            self._lock = open_lock(path / MARK, create=True)
-            try:  # lock before marking: otherwise another process could take the directory for an abandoned one
+            self._lock = open_lock(new / MARK, create=True)
+            try:
                 try_lock(self._lock)
             except NoLocks:
                 self.locked, self._what = False, f"{self._what} (no locks here)"
-            if os.fstat(self._lock).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "removed while it was being made", str(path))
             os.write(self._lock, _content(self._what, path.name))
             os.fsync(self._lock)
-            sync_directory(path)
+            sync_directory(new)
+            os.rename(new, path)
         except BaseException:
             with suppress(FileNotFoundError):
-                (path / MARK).unlink(missing_ok=True)
-                path.rmdir()
+                (new / MARK).unlink(missing_ok=True)
+                new.rmdir()
             raise
 
     def leave(self) -> None:
@@ -106,7 +93,7 @@ class ScratchDirectory:
             return
         lock, self._lock = self._lock, -1
         try:
-            remove(self.path, made_as(self._what, self.path.name), lock=lock)
+            _remove(self.path, self._what, lock=lock)
         except (OSError, NotOwned) as error:
             self._say(f"note: {self.path} stays: {reason(error)}")
 
@@ -162,16 +149,17 @@ def clear(final: Path, *, what: str) -> None:
     """
     place = workplace_of(final)
     try:
-        if not remove_unfinished(place):
-            lock = _lock_dead(place, what=what)
-            try:
-                if not final.exists() and (place / REPLACED).is_dir():
-                    os.rename(place / REPLACED, final)
-                    sync_directory(final.parent)
-            except BaseException:
-                os.close(lock)
-                raise
-            remove(place, made_as(what, place.name), lock=lock)
+        if _remove_empty(place):
+            return
+        lock = _lock_dead(place, what=what)
+        try:
+            if not final.exists() and (place / REPLACED).is_dir():
+                os.rename(place / REPLACED, final)
+                sync_directory(final.parent)
+        except BaseException:
+            os.close(lock)
+            raise
+        _remove(place, what, lock=lock)
     except FileNotFoundError:
         return
     except BlockingIOError:
@@ -185,10 +173,10 @@ def clear(final: Path, *, what: str) -> None:
 # -- removal -----------------------------------------------------------------------------------------------------------
 
 
-def is_removable(directory: Path, mark: OwnershipMark) -> bool:
-    """Return whether `remove` would accept the directory: it is this user's and contains the mark."""
+def is_removable(directory: Path, *, what: str) -> bool:
+    """Return whether the directory is this user's and contains the mark, so that it is removed once it is unlocked."""
     try:
-        os.close(_opened(directory, mark))
+        os.close(_opened(directory, what))
     except (OSError, NotOwned):
         return False
     return True
@@ -200,14 +188,13 @@ def remove_dead(directory: Path, *, what: str) -> None:
     Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
     that cannot be found out, NotOwned, and OSError.
     """
-    if not remove_unfinished(directory):
-        lock = _lock_dead(directory, what=what)
-        remove(directory, made_as(what, directory.name), lock=lock)
+    if not _remove_empty(directory):
+        _remove(directory, what, lock=_lock_dead(directory, what=what))
 
 
 def _lock_dead(directory: Path, *, what: str) -> int:
     """Lock a dead process's scratch directory and return the descriptor of its mark. Raises as `remove_dead`."""
-    os.close(_opened(directory, made_as(what, directory.name)))
+    os.close(_opened(directory, what))
     lock = open_lock(directory / MARK)
     try:
         try_lock(lock)
@@ -219,64 +206,36 @@ def _lock_dead(directory: Path, *, what: str) -> int:
     return lock
 
 
-def is_unfinished(directory: Path) -> bool:
-    """Return whether it is this user's directory and is empty or contains only an empty mark, so that no work is in it.
-
-    A kill leaves such a directory between its creation and its marking, or between the last two steps of a removal.
-    """
+def _remove_empty(directory: Path) -> bool:
+    """Remove an empty directory, as a kill leaves it between the last two steps of a removal; return whether it was."""
     try:
-        about = directory.lstat()
-        if not stat.S_ISDIR(about.st_mode) or not is_ours(about.st_uid, directory.parent):
-            return False
-        names = os.listdir(directory)
-        mark = (directory / MARK).lstat() if names == [MARK] else None
+        os.rmdir(directory)
     except OSError:
         return False
-    return not names or (mark is not None and stat.S_ISREG(mark.st_mode) and mark.st_size == 0)
-
-
-def remove_unfinished(directory: Path) -> bool:
-    """Remove the directory if `is_unfinished`, and return whether it was.
-
-    Raises BlockingIOError if another process is just creating it, NoLocks, and OSError.
-    """
-    if not is_unfinished(directory):
-        return False
-    with suppress(FileNotFoundError):
-        lock = open_lock(directory / MARK)
-        try:
-            try_lock(lock)
-            if os.fstat(lock).st_size:
-                raise BlockingIOError(errno.EWOULDBLOCK, "marked meanwhile", str(directory))
-            (directory / MARK).unlink()
-        finally:
-            os.close(lock)
-    os.rmdir(directory)  # fails if something has been put there meanwhile
     return True
 
 
-def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
-    """Remove a directory that contains `mark`.
+def _remove(directory: Path, what: str, *, lock: int) -> None:
+    """Remove a scratch directory, the mark last, so that an interrupted removal can be repeated.
 
-    The mark is removed last, so that an interrupted removal can be repeated. `lock` is a descriptor of the mark, which
-    is closed here. Raises NotOwned with the reason, OSError if the filesystem refuses.
+    `lock` is the descriptor of the mark, which is closed here. Raises NotOwned with the reason, OSError if the
+    filesystem refuses.
     """
     try:
-        inside = _opened(directory, mark)
+        inside = _opened(directory, what)
         try:
-            _empty(inside, device=os.fstat(inside).st_dev, but=mark.name)
-            os.unlink(mark.name, dir_fd=inside)
+            _empty(inside, device=os.fstat(inside).st_dev, but=MARK)
+            os.unlink(MARK, dir_fd=inside)
         finally:
             os.close(inside)
     finally:
-        if lock >= 0:
-            # before rmdir: NFS keeps a name for an open file that was removed, so the directory would not be empty
-            os.close(lock)
+        # before rmdir: NFS keeps a name for an open file that was removed, so the directory would not be empty
+        os.close(lock)
     os.rmdir(directory)
 
 
-def _opened(directory: Path, mark: OwnershipMark) -> int:
-    """Return a descriptor of a directory that is this user's and contains `mark`.
+def _opened(directory: Path, what: str) -> int:
+    """Return a descriptor of a directory that is this user's and is marked as made for `what` under its name.
 
     Raises NotOwned, with the reason, for any other directory.
     """
@@ -292,19 +251,15 @@ def _opened(directory: Path, mark: OwnershipMark) -> int:
         if not is_ours(owner, directory.parent):
             raise NotOwned(f"it belongs to {user(owner)}")
         try:
-            descriptor = os.open(mark.name, flags | os.O_NONBLOCK, dir_fd=inside)
+            descriptor = open_lock(Path(MARK), directory=inside)
         except OSError as error:
-            raise NotOwned(f"it holds no {mark.name} that can be read, so this program did not make it") from error
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
-                raise NotOwned(f"its {mark.name} is no regular file of {user(owner)}")
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(_LARGEST)
-        finally:
-            os.close(descriptor)
-        if not mark.holds(content):
-            raise NotOwned(f"its {mark.name} does not say that this program made it for this purpose, by this name")
+            raise NotOwned(f"it holds no {MARK} that can be read, so this program did not make it") from error
+        with open(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_uid != owner:
+                raise NotOwned(f"its {MARK} is no file of {user(owner)}")
+            expected = _content(what, directory.name.partition("~")[0])
+            if file.read(len(expected) + 1) != expected:
+                raise NotOwned(f"its {MARK} does not say that this program made it for this purpose, by this name")
     except BaseException:
         os.close(inside)
         raise
@@ -351,3 +306,40 @@ def user(number: int) -> str:
 def reason(error: BaseException) -> str:
     """Return an error's message, with the file's name for an OSError."""
     return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+
+
+# -- files of the cache ------------------------------------------------------------------------------------------------
+# The cache (OFFLOAD_TRAINER_CACHE, data.cache) for tokenized data, measured rates and kernels may be a directory where
+# others can write. Their files must not become training data, measured speeds or code that runs.
+
+
+def cache_directory() -> Path:
+    """Return ``$OFFLOAD_TRAINER_CACHE``, ``$XDG_CACHE_HOME/offload-trainer`` or ``~/.cache/offload-trainer``.
+
+    Raises UserError if none of them can be determined.
+    """
+    named, base = os.environ.get("OFFLOAD_TRAINER_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if named:
+            return Path(named).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "offload-trainer"
+    except RuntimeError as error:
+        raise UserError(f"no cache directory: {error} Set HOME, or name one with OFFLOAD_TRAINER_CACHE") from error
+
+
+def open_owned(path: Path) -> int:
+    """Open a file of the cache for reading.
+
+    The open descriptor is checked, so that the file cannot be exchanged between the check and the reading. Raises
+    ValueError if another user owns it or others may change it; otherwise raises as `open_file`.
+    """
+    descriptor = open_file(path)
+    about = os.fstat(descriptor)
+    if about.st_uid != 0 and not is_ours(about.st_uid, path.parent):
+        wrong = f"it belongs to {user(about.st_uid)}, and is not trusted"
+    elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wrong = f"others may change it (mode {stat.S_IMODE(about.st_mode):o}; chmod go-w), and it is not trusted"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise ValueError(wrong)

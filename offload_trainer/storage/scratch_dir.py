@@ -21,14 +21,14 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, try_lock
+from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, shared_lock, try_lock
 from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOwned,
@@ -36,14 +36,12 @@ from offload_trainer.storage.owned_dirs import (
     ScratchDirectory,
     is_ours,
     is_removable,
-    is_unfinished,
-    made_as,
     reason,
     remove_dead,
 )
 
 PAGES = "pages"  # name of a run's list in its run directory
-_NAME = re.compile(r"run-[0-9a-f]{8}")
+_NAME = re.compile(r"run-[0-9a-f]{8}(~[0-9a-f]{8})?")  # with the second part before it is complete
 _WHAT = "page files of"
 _FOR, _RANKS = ".for", ".ranks"
 _LONGEST = 1 << 16  # limit on the bytes of a list and of a `.for`
@@ -66,14 +64,11 @@ class DriveLease:
         and is used in place of a new directory. Raises TrainerError if no directory can be created.
         """
         try:
-            for _ in range(3):  # another user may take the first name at this moment
-                root = root_of(drive)
-                with suppress(FileExistsError):
-                    root.mkdir()
-                if root == root_of(drive):
-                    break
+            for _ in range(2):  # another user may take the first name at this moment
+                root_of(drive).mkdir(exist_ok=True)
             self.removed = clear(drive, say=say, listed=listed, but=instead.path if instead else None)
-            self._place = instead or _new_lease(root_of(drive), say)
+            name = f"run-{secrets.token_hex(4)}"
+            self._place = instead or ScratchDirectory(root_of(drive) / name, what=_WHAT, say=say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
         self.path = self._place.path
@@ -94,17 +89,6 @@ class DriveLease:
         if error is not None and is_listed(self.path):
             self._place.leave()
         self.close()
-
-
-def _new_lease(root: Path, say: Say) -> ScratchDirectory:
-    for last in (False, False, True):
-        try:
-            return ScratchDirectory(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
-        # another process took it for an abandoned directory before it was marked
-        except (FileNotFoundError, BlockingIOError):
-            if last:
-                raise
-    raise AssertionError
 
 
 def root_of(drive: Path) -> Path:
@@ -137,7 +121,7 @@ def take_over(folder: Path, *, say: Say) -> ScratchDirectory:
 
 def has_locks(folder: Path) -> bool:
     """Return whether a later process can find out that the run of this private directory has died."""
-    return is_removable(folder, made_as(_WHAT, folder.name))
+    return is_removable(folder, what=_WHAT)
 
 
 def hold(folder: Path) -> int:
@@ -238,9 +222,10 @@ def _dead_in(drive: Path) -> list[Path]:
     """Return this user's private directories under `drive` whose run has died."""
 
     def is_dead(folder: Path) -> bool:
-        if not is_unfinished(folder) and not has_locks(folder):
-            return False
         try:
+            empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
+            if not empty and not has_locks(folder):
+                return False
             with protected(folder):
                 return True
         except (OSError, NoLocks):
@@ -304,13 +289,5 @@ def protected(folder: Path) -> Iterator[None]:
 
     Raises BlockingIOError if their run lives, NoLocks, and OSError.
     """
-    try:
-        lock = open_lock(folder / MARK)
-    except FileNotFoundError:
+    with shared_lock(folder / MARK) if os.path.lexists(folder / MARK) else nullcontext():
         yield  # a directory without a mark is never removed
-        return
-    try:
-        try_lock(lock, shared=True)
-        yield
-    finally:
-        os.close(lock)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.manifest import StoredFile
 from offload_trainer.safe_files import open_given
 
 # Torch dtypes by their names in configurations, plans and this package's files
@@ -69,14 +69,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class WrittenFile:
-    """Size of a finished file and the CRC-32 of its bytes."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
 class Piece:
     """Bytes [start, start + bytes) of a file, with their CRC-32 as computed when they were written."""
 
@@ -85,13 +77,13 @@ class Piece:
     crc32: int
 
 
-def file_of(pieces: Iterable[Piece]) -> WrittenFile:
+def file_of(pieces: Iterable[Piece]) -> StoredFile:
     """Return the size and CRC-32 of the file that `pieces`, from one or several writers, make up without gaps."""
     size = crc = 0
     for piece in sorted((piece for piece in pieces if piece.bytes), key=lambda piece: piece.start):
         assert piece.start == size, f"{piece} follows byte {size}"
         size, crc = size + piece.bytes, combined(crc, piece.crc32, piece.bytes)
-    return WrittenFile(size, crc)
+    return StoredFile(size, crc)
 
 
 class PlacedWriter:
@@ -199,7 +191,7 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
 
 
 class TensorFileWriter:
-    """A writer of a whole safetensors file: the elements of each tensor of `entries` in order, then `close`.
+    """A writer of a whole safetensors file: each tensor of `entries`, then `close`.
 
     Raises TrainerError if the disk refuses.
     """
@@ -209,18 +201,12 @@ class TensorFileWriter:
     ) -> None:
         self._header = PlacedWriter.make(path, entries, metadata=metadata)
         self._writer = PlacedWriter(path, entries, metadata=metadata)
-        self._given: Counter[str] = Counter()  # elements of each tensor that have been written
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor whole, from any device and layout."""
-        self.append(name, tensor.detach().to("cpu").contiguous().reshape(-1))
+        """Write a tensor, from any device and layout."""
+        self._writer.put(name, 0, tensor.detach().to("cpu").contiguous().reshape(-1))
 
-    def append(self, name: str, stretch: torch.Tensor) -> None:
-        """Write the next elements of a tensor: 1-D, contiguous, on the CPU, in the entry's dtype."""
-        self._writer.put(name, self._given[name], stretch)
-        self._given[name] += stretch.numel()
-
-    def close(self) -> WrittenFile:
+    def close(self) -> StoredFile:
         """Finish and sync the file. Every entry must have been written completely."""
         written = file_of([self._header, *self._writer.close()])
         assert written.bytes == self._writer.size, f"{written.bytes} of {self._writer.size} bytes were written"

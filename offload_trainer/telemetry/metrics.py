@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, open_file, parsed
+from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, adapter, open_file, parsed
 
 _Record = TypeVar("_Record")
 _PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
@@ -24,17 +23,9 @@ _PRIME = 7919  # shares no factor with the length of a stretch, so each place in
 def _to_json(record: Any) -> str:
     """Return a record as one line without a newline. NaN and infinity, which JSON lacks, become null.
 
-    Fields that have a default are left out if they are 0 or empty.
+    Fields that have a default are left out if they have it.
     """
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    always = {each.name for each in fields(record) if each.default is MISSING and each.default_factory is MISSING}
-    values = {key: finite(value) for key, value in asdict(record).items() if value or key in always}
-    return json.dumps(values, allow_nan=False)
+    return adapter(type(record)).dump_json(record, exclude_defaults=True).decode()  # type: ignore[arg-type]
 
 
 @with_config(EXACT)

@@ -3,7 +3,7 @@
     StepRecord, EvalRecord ─┐
     what was predicted ─────┴─ report_page, write_comparison ── report.html (the template)
 
-Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest label
+Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest number
 fits next to the chart in both cases, in the page style's font sizes.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from string import Template
 from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import is_there, open_file
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_speed, steady
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_phases, median_speed, steady
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 Point = tuple[float, float]
@@ -36,11 +36,10 @@ _PEAKS: dict[str, Callable[[StepRecord], int] | None] = {  # tiers in StepRecord
 }
 _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
 _HEAD = 4096  # bytes in which a page's generator tag is searched
-_MOST_POINTS = 800  # about one per pixel: even a run of a million steps makes a page of some kilobytes
+_MOST_POINTS = 800  # about one per pixel
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-_BESIDE, _LONGEST_BESIDE, _GAP = 170, 12, 22  # room for the names beside lines, their length, and a name's height
 _COLOURS = 8  # number of colours in the page's style
-_DASHES = ("none", "7 4", "2 3")  # of the first eight lines, the next eight, ...
+_DASHES = (("none", "solid"), ("7 4", "dashed"), ("2 3", "dotted"))  # of the first eight lines, the next eight, ...
 _HEAD_OF_PREDICTED = ("", "available", "predicted", "measured", "measured / predicted")
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
@@ -81,7 +80,14 @@ def report_page(
         ("Notes", f"<ul>{points}</ul>" if notes else ""),
         ("Memory", _memory(rows)),
     ]
-    facts = _facts(rows, evaluations, progress)
+    found = results(rows, evaluations)
+    facts = {label: in_words(label, value) for label, value in found.items() if value is not None}
+    if rows:
+        facts["steps"] += f" of {progress[0]}"
+    if rows and progress[1] is not None:
+        facts["time left"] = format_seconds(progress[1])
+    if written := found.get("written to drives, a step"):
+        facts["steps that wear 1 TB of a drive's endurance (TBW)"] = format_count(1e12 / written)
     return _page(title=title, facts=facts, sections=sections, live=progress[1] is not None)
 
 
@@ -130,30 +136,48 @@ def _page(*, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str,
 # -- parts of a page --------------------------------------------------------------------------------------------------
 
 
-def _facts(
-    rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord], progress: tuple[int, float | None]
-) -> dict[str, str]:
-    facts = {}
-    if rows:
-        last, counted = rows[-1], steady(rows)
-        facts["steps"] = f"{last.step} of {progress[0]}"
-        facts["time left"] = "-" if progress[1] is None else format_seconds(progress[1])
-        facts["tokens"] = format_count(last.tokens)
-        facts["training loss"] = _number(last.loss)
-        facts["validation loss"] = _number(evaluations[-1].validation_loss if evaluations else None)
-        facts["time per step (median)"] = format_seconds(median(row.seconds for row in counted))
-        facts["tokens/s (of that step)"] = format_count(median_speed(counted))
-        if utilisation := [row.mfu for row in counted if row.mfu is not None]:
-            facts["MFU (median)"] = f"{100 * median(utilisation):.1f} %"
-        facts["host memory, peak"] = format_bytes(last.host_rss_bytes)
-        if last.device_peak_bytes:
-            facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
-        if (written := median(row.nvme_written_bytes or 0 for row in rows)) >= _LOGS:
-            facts["written to drives, a step (median)"] = format_bytes(written)
-            facts["steps that wear 1 TB of a drive's endurance (TBW)"] = format_count(1e12 / written)
-        if any(row.hidden for row in counted):
-            facts["update overlapped with computation (median)"] = format_seconds(median(row.hidden for row in counted))
-    return {name: text for name, text in facts.items() if text != "-"}
+def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dict[str, Any]:
+    """Return the results of a run by label, None if unknown or not used. Times and traffic are medians."""
+    if not rows:
+        return {}
+    last, counted, evaluation = rows[-1], steady(rows), evaluations[-1] if evaluations else None
+    written = median(row.nvme_written_bytes or 0 for row in rows)
+    utilisation = [row.mfu for row in counted if row.mfu is not None]
+    return {
+        "steps": last.step,
+        "tokens": last.tokens,
+        "training loss": last.loss,
+        "validation loss": evaluation.validation_loss if evaluation else None,
+        "bits a byte": evaluation.bits_per_byte if evaluation else None,
+        "a step": median(row.seconds for row in counted),
+        **{f"a step, {name}": took or None for name, took in median_phases(rows).items()},
+        "a step, update hidden": median(row.hidden for row in counted) or None,
+        "tokens a second": median_speed(counted),
+        "MFU": median(utilisation) if utilisation else None,
+        "host memory, peak": last.host_rss_bytes,
+        "GPU memory, peak": last.device_peak_bytes or None,
+        "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
+        "written to drives, a step": written if written >= _LOGS else None,
+    }
+
+
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("tokens a step", "tokens", "tokens a second"), format_count),
+    **dict.fromkeys(("training loss", "validation loss", "bits a byte"), "{:.4f}".format),
+    **dict.fromkeys(("host memory, peak", "GPU memory, peak", "on drives", "written to drives, a step"), format_bytes),
+    "MFU": "{:.1%}".format,
+}
+
+
+def in_words(label: str, value: Any) -> str:
+    """Format a fact of a run, with a dash for None."""
+    if value is None:
+        return "-"
+    if label in _FORMATS or label.startswith("a step"):
+        return _FORMATS.get(label, format_seconds)(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _memory(rows: Sequence[StepRecord]) -> str:
@@ -178,18 +202,7 @@ def _table(rows: Rows) -> str:
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
 # -- charts -----------------------------------------------------------------------------------------------------------
-
-
-def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
-    """Return at most `most` points, each the mean of a group of neighbours; the last group may be smaller."""
-    group = math.ceil(len(points) / most)
-    chunks = [points[start : start + group] for start in range(0, len(points), group or 1)]
-    return [(fmean(x for x, _ in chunk), fmean(y for _, y in chunk)) for chunk in chunks]
 
 
 def ticks(low: float, high: float, *, about: int) -> list[float]:
@@ -202,36 +215,24 @@ def ticks(low: float, high: float, *, about: int) -> list[float]:
     return [round(i * gap, 12) for i in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
 
 
-def spread(heights: Sequence[float], *, gap: float, low: float, high: float) -> list[float]:
-    """Move heights as little as needed to be at least `gap` apart and within ``low..high``, in the same order."""
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    moved = list(heights)
-    for number in order:
-        moved[number] = low = max(moved[number], low)
-        low += gap
-    for number in reversed(order):
-        moved[number] = high = min(moved[number], high)
-        high -= gap
-    return moved
-
-
 def lines(
     given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
 ) -> str:
-    """Return a chart of the series over steps on one scale, with their names beside them; "" if none has a point."""
-    series = [Series(one.name, thinned(one.points, most=_MOST_POINTS), one.dots) for one in given if one.points]
+    """Return a chart of the series over steps on one scale, with their names below it; "" if none has a point."""
+    series = [Series(one.name, one.points[:: 1 + len(one.points) // _MOST_POINTS], one.dots) for one in given]
+    series = [one for one in series if one.points]
     if not series:
         return ""
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
     air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
     y_low, y_high = 0.0 if from_zero else y_low - air, y_high + air
-    right, height = _WIDTH - _BESIDE, max(_HEIGHT, _MARGIN + _GAP * len(series) + _BOTTOM)
+    right = _WIDTH - _LEFT // 2
 
     def place(x: float, y: float) -> Point:
         across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
         down = (y_high - y) / (y_high - y_low)
-        return _LEFT + (right - _LEFT) * across, _MARGIN + (height - _MARGIN - _BOTTOM) * down
+        return _LEFT + (right - _LEFT) * across, _MARGIN + (_HEIGHT - _MARGIN - _BOTTOM) * down
 
     parts = []
     for tick in ticks(y_low, y_high, about=5):
@@ -241,25 +242,20 @@ def lines(
     for tick in ticks(x_low, x_high, about=5):
         if tick == int(tick):  # label whole steps only
             x = place(tick, 0)[0]
-            parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{format_count(tick)}</text>')
-    ends = [place(*one.points[-1]) for one in series]
-    middles = spread([y for _, y in ends], gap=_GAP, low=_MARGIN, high=height - _BOTTOM)
-    for number, (one, (x, y), middle) in enumerate(zip(series, ends, middles, strict=True)):
-        colour, dashes = f"var(--c{number % _COLOURS})", _DASHES[number // _COLOURS % len(_DASHES)]
+            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{format_count(tick)}</text>')
+    names = []
+    for number, one in enumerate(series):
+        colour, (dashes, underline) = f"var(--c{number % _COLOURS})", _DASHES[number // _COLOURS % len(_DASHES)]
         placed = [place(*point) for point in one.points]
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         style = f"stroke: {colour}; stroke-dasharray: {dashes}"
         parts.append(f'<polyline class="line" style="{style}" points="{corners}"><title>{escape(one.name)}</title>')
         parts.append("</polyline>")
-        to = f'x1="{x:.1f}" y1="{y:.1f}" x2="{right + 12}" y2="{middle:.1f}"'
-        parts.append(f'<line class="rule" {to} style="stroke: {colour}; stroke-dasharray: 1 3"/>')
-        name = one.name if len(one.name) <= _LONGEST_BESIDE else f"…{one.name[1 - _LONGEST_BESIDE :]}"
-        at = f'x="{right + 16}" y="{middle + 5:.1f}" style="fill: {colour}"'
-        parts.append(f"<text {at}>{escape(name)}</text>")
+        names.append(f'<span style="color: {colour}; border-bottom: 2px {underline}">{escape(one.name)}</span>')
         if one.dots or len(placed) == 1:  # a single point draws no line
             for (step, value), (x, y) in zip(one.points, placed, strict=True):
                 title = escape(f"step {step:.0f}: {text(value)}")
                 circle = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
                 parts.append(f"<circle {circle}><title>{title}</title></circle>")
-    body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
+    return "\n".join([svg, *parts, "</svg>", f'<p class="key">{" ".join(names)}</p>'])

@@ -130,13 +130,12 @@ class Telemetry:
 class LiveReport:
     """report.html of a run that goes on: written after its first step, then at most once in ten seconds.
 
-    `page(left, failed)` returns the HTML. `left`: the seconds to the end of the run, or None once it has ended.
-    `failed`: it ended with an error, which should not wait for a long page. Where pages take longer, fewer are written:
-    one hundredth of the time goes into them. A page is not synced while the run goes on, so a busy disk does not delay
-    the step. One that cannot be written is reported once and does not end the run.
+    `page(left)` returns the HTML. `left`: the seconds to the end of the run, or None once it has ended. Where pages
+    take longer, fewer are written: one hundredth of the time goes into them. A page is not synced while the run goes
+    on, so a busy disk does not delay the step. One that cannot be written is reported once and does not end the run.
     """
 
-    def __init__(self, path: Path, page: Callable[[float | None, bool], str], *, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, page: Callable[[float | None], str], *, say: Callable[[str], None]) -> None:
         self._path, self._page, self._say = path, page, say
         self._due, self._failed = -math.inf, False
 
@@ -148,17 +147,14 @@ class LiveReport:
             end = time.monotonic()
             self._due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
 
-    def end(self, *, failed: bool = False) -> None:
-        """Write the page of a run that has ended, which no longer reloads itself.
+    def end(self) -> None:
+        """Write the page of a run that has ended, which no longer reloads itself, if this process finished a step."""
+        if self._due > -math.inf:
+            self._write(None)
 
-        Nothing is written if the run has `failed` before this process finished a step.
-        """
-        if not failed or self._due > -math.inf:
-            self._write(None, failed=failed)
-
-    def _write(self, left: float | None, *, failed: bool = False) -> None:
+    def _write(self, left: float | None) -> None:
         try:
-            write_text(self._path, self._page(left, failed), sync=left is None)
+            write_text(self._path, self._page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
             if not self._failed:
                 why = reason(error, self._path.parent) if isinstance(error, OSError) else error

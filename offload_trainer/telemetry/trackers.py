@@ -1,11 +1,11 @@
 """Forwarding of step and evaluation records to experiment trackers: TensorBoard, wandb, trackio.
 
-    StepRecord, EvalRecord ── Trackers ── queue ── thread ──┬─ tensorboard: tensorboard/ in the run directory
-                                                            ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
-                                                            └─ trackio: its local directory (TRACKIO_DIR)
+    StepRecord, EvalRecord ── Trackers ──┬─ tensorboard: tensorboard/ in the run directory
+                                         ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
+                                         └─ trackio: its local directory (TRACKIO_DIR)
 
 Each is an optional extra, and records are sent only to the trackers in `save.trackers`. A tracker that cannot start is
-an error that prevents the run. One that fails later is dropped with one message, and never stops or slows the training.
+an error that prevents the run. One that fails later is dropped with one message, and never stops the training.
 A resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
 """
 
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +29,7 @@ from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 Numbers = dict[str, float]
 
 _PROJECT = "offload-trainer"
-_WAITING = 10_000  # steps that a tracker may lag behind; further steps are dropped until it has caught up
-_LAST = 60.0  # seconds to wait at the end of a run for queued records
+_LAST = 60.0  # seconds to wait at the end of a run for records that a tracker has queued
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,14 @@ class _Tracker:
 
 
 class Trackers:
-    """Sends each record to all trackers in `names`, from a separate thread.
+    """Sends each record to all trackers in `names`, whose libraries queue it and return.
 
     Raises UserError if one of them is not installed or cannot start.
     """
 
     def __init__(self, names: Sequence[str], run: Tracked, *, say: Callable[[str], None]) -> None:
         refuse_missing(names)
-        self._say, self._late = say, False
+        self._say = say
         known: dict[str, str] = {}
         memory = run.directory / "trackers.json"
         if run.done and memory.exists():
@@ -74,43 +71,30 @@ class Trackers:
         self._trackers = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
         identities = {name: tracker.identity for name, tracker in self._trackers.items()}
         write_text(memory, json.dumps(known | identities, indent=1))
-        self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(_WAITING)
-        self._thread = threading.Thread(target=self._send, name="trackers", daemon=True)
-        self._thread.start()
 
     def put(self, group: str, record: StepRecord | EvalRecord) -> None:
-        """Queue a finished step (group "train") or validation."""
-        try:
-            self._queue.put_nowait((numbers_of(group, record), record.step))
-        except queue.Full:
-            if not self._late:
-                self._say(f"note: {', '.join(self._trackers)}: {_WAITING} steps behind, so some are left out there")
-            self._late = True
+        """Log a finished step (group "train") or validation."""
+        numbers = numbers_of(group, record)
+        self._each(lambda tracker: tracker.log(numbers, record.step))
 
     def close(self) -> None:
-        """Wait, with a time limit, until all trackers have received all records."""
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=_LAST)
-        self._thread.join(_LAST)
-        if self._thread.is_alive():
+        """Wait, with a time limit, until all trackers have taken all records."""
+        thread = threading.Thread(target=lambda: self._each(lambda tracker: tracker.close()), daemon=True)
+        thread.start()
+        thread.join(_LAST)
+        if thread.is_alive():
             self._say(
                 f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
             )
 
-    def _send(self) -> None:
-        while (given := self._queue.get()) is not None:
-            for name, tracker in list(self._trackers.items()):
-                self._try(name, lambda tracker=tracker, given=given: tracker.log(*given))  # type: ignore[misc]
+    def _each(self, act: Callable[[_Tracker], object]) -> None:
+        """Call `act` for each tracker; drop one for which it raises."""
         for name, tracker in list(self._trackers.items()):
-            self._try(name, tracker.close)
-
-    def _try(self, name: str, act: Callable[[], object]) -> None:
-        """Call `act`; if it raises, drop the tracker `name`."""
-        try:
-            act()
-        except Exception as error:  # no tracker error may stop the run
-            del self._trackers[name]
-            self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
+            try:
+                act(tracker)
+            except Exception as error:  # no tracker error may stop the run
+                del self._trackers[name]
+                self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
 
 
 def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:

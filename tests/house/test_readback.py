@@ -35,7 +35,7 @@ WRONG = {
     '{"step": 1e999, "tokens": 0, "data_position": 0}': "the number 1e999, which is not finite",
     '{"step": NaN, "tokens": 0, "data_position": 0}': "NaN, which is not a number",
     '{"step": 1, "step": 2, "tokens": 0, "data_position": 0}': "step twice",
-    '{"step": ' + "9" * 5000 + "}": "an integer of 5000 digits",
+    '{"step": ' + "9" * 5000 + "}": "value has 5000 digits",
     "[" * 100_000: "nested deeper",
     '{"step": "\\u001b[31m\\u0000", "tokens": 0, "data_position": 0}': r"and is '\\x1b\[31m\\x00'",
 }

@@ -17,7 +17,7 @@ from offload_trainer.arguments import COMMANDS, take_command
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS_OF_COMMANDS, dump_config, literals_of, load_config
-from offload_trainer.storage.cache_files import cache_directory
+from offload_trainer.storage.owned_dirs import cache_directory
 
 
 def mistakes(*words: str) -> list[str]:

@@ -6,14 +6,15 @@ import errno
 from pathlib import Path
 
 import pytest
+from dead_run_files import died
 from synthetic_checkpoints import Small, save
 
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import find_resume, read_manifest
 from offload_trainer.errors import TrainerError
-from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
-from offload_trainer.storage import atomic_io
-from offload_trainer.storage.atomic_io import bytes_below, exchange
+from offload_trainer.retention import WORK, bytes_that_go, complete_checkpoints, remove_leftovers
+from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
@@ -37,25 +38,13 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
     assert save(tmp_path, 2) == complete_checkpoints(first.parent)[-1]
 
 
-@pytest.mark.parametrize("swaps", [True, False])
-def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving a step twice replaces it, also on a filesystem that cannot exchange two names."""
-    if not swaps:
-        monkeypatch.setattr(atomic_io, "exchange", lambda one, other: False)
+def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
+    """Saving a step twice replaces it."""
     for step in (1, 2, 3, 3):
         save(tmp_path, step)
     root = tmp_path / "checkpoints"
     assert [path.name for path in complete_checkpoints(root)] == ["step-00000002", "step-00000003"]
     assert not list(root.glob(".*"))
-
-
-def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "inside").touch()
-    swapped = exchange(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / ("b" if swapped else "a") / "inside").exists()
-    assert not exchange(tmp_path / "a", tmp_path / "nowhere")
 
 
 def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
@@ -88,8 +77,10 @@ def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
 def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = tmp_path / "checkpoints"
-    save(tmp_path, 2).rename(root / ".step-00000002.pruned")
-    (root / ".step-00000002.pruned/master.safetensors").unlink()
+    second = save(tmp_path, 2)
+    killed = died(ScratchDirectory(root / ".step-00000002.pruned", what=WORK))
+    second.rename(killed / "step-00000002")
+    (killed / "step-00000002/master.safetensors").unlink()
     (root / ".step-00000007.pruned").mkdir()
     (root / ".step-00000007.pruned/work").write_text("precious")
     remove_leftovers(root)

@@ -59,7 +59,7 @@ def test_differing_settings_and_their_results(tmp_path: Path) -> None:
     assert told["a step, backward"] == ("0.2 s", "-")
     assert told["a step, update"] == ("0.1 s", "1.5 s")
     assert told["tokens a second"] == ("1.02 k", "256")
-    assert told["hidden"] == ("-", "0.25 s")
+    assert told["a step, update hidden"] == ("-", "0.25 s")
     assert told["steps skipped"] == ("-", "3")
     plan = json.loads((one / "plan.json").read_text())
     assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
@@ -67,7 +67,7 @@ def test_differing_settings_and_their_results(tmp_path: Path) -> None:
 
 def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
     told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
-    for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives", "hidden"):
+    for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives, a step"):
         assert name not in told
     assert told["steps"] == ("1",)
     assert not [cells for cells in told.values() if set(cells) == {"-"}]

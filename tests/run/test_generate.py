@@ -282,7 +282,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         found = runs_in(tmp_path)
     finally:
         os.close(lock)
-    assert {Path(run.directory).name: run.state for run in found} == {
+    assert {Path(run["directory"]).name: run["state"] for run in found} == {
         "done": "done",
         "b": "resumes from step 2",
         "c": "no checkpoint: starts from step 0",
@@ -293,7 +293,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         "h": "no checkpoint: starts from step 0",
         "i": "exported; its newest checkpoint is of step 2",
     }
-    assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
+    assert (found[0]["loss"], found[0]["validation_loss"], found[1]["validation_loss"]) == (2.5, 2.25, None)
     lines = aligned(run_table(found)).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]
     assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]

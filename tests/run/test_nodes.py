@@ -5,9 +5,14 @@ They have the bits of one rank, also after a kill and a resume.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,7 @@ from commands import COMMAND, FAULTY, KILL, TINY, Run, call, start
 from forked_ranks import held_port
 
 from offload_trainer import ranks
-from offload_trainer.errors import LOST, TrainerError, UserError
+from offload_trainer.errors import LOST, PeerFailed, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_unseen
 
@@ -138,8 +143,66 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
-        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node.* 1/2"):
+        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
+
+
+def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's failure to start reaches other nodes through the launcher's store."""
+    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
+    place |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", ranks.SECRET: "what both nodes know"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    ranks.announce_failed_join("--lrr: unknown flag")
+    with pytest.raises(PeerFailed):
+        ranks.join()
+    monkeypatch.setenv("GROUP_RANK", "0")
+    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: unknown flag$"):
+        ranks.join()
+
+
+WATCHES = """
+import socket, time
+from offload_trainer import mesh, ranks
+mesh.UNANSWERED = ranks.UNANSWERED = 3
+with socket.create_server(("10.78.0.1", 7000)) as server:
+    print("listens", flush=True)
+    connection, _ = server.accept()
+ranks.group_of = lambda groups, **_: mesh.Mesh(0, {2: connection}, patience=1.0)
+print("connected", flush=True)
+ranks.end_if_node_vanishes([range(2), range(2, 4)], say=lambda line: print(line, flush=True))
+time.sleep(300)
+"""
+ANSWERS = 'import socket, time; _ = socket.create_connection(("10.78.0.1", 7000)); time.sleep(300)'
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes networks, which root alone can")
+def test_a_node_that_vanishes_ends_the_others() -> None:
+    """The nodes are two network namespaces. The link between them is cut, which closes no connection."""
+    spaces = [f"offload-{os.getpid()}-{number}" for number in range(2)]
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True)
+
+    with ExitStack() as stack:
+        for space in spaces:
+            ip(f"netns add {space}")
+            stack.callback(ip, f"netns del {space}")
+        ip(f"link add link0 netns {spaces[0]} type veth peer name link1 netns {spaces[1]}")
+        for number, space in enumerate(spaces):
+            ip(f"-n {space} addr add 10.78.0.{number + 1}/24 dev link{number}")
+            ip(f"-n {space} link set link{number} up")
+        programs = [["ip", "netns", "exec", space, sys.executable, "-c"] for space in spaces]
+        first = stack.enter_context(subprocess.Popen([*programs[0], WATCHES], stdout=subprocess.PIPE, text=True))
+        assert first.stdout.readline() == "listens\n"
+        second = stack.enter_context(subprocess.Popen([*programs[1], ANSWERS]))
+        stack.callback(second.kill)
+        assert first.stdout.readline() == "connected\n"
+        ip(f"-n {spaces[1]} link set link1 down")
+        line = "node 1 (ranks 2 to 3) has not answered for 3 s, and the run ends. The same command resumes\n"
+        assert (first.stdout.readline(), first.wait(60)) == (line, 1)
 
 
 @pytest.mark.parametrize("secret", ["", "too short"])
@@ -158,9 +221,9 @@ def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
     nodes = Nodes(*words, each=1, folder=tmp_path / "nodes", restarted=(store, 0), secrets=secrets)
     codes = nodes.wait()
     first, second = (path.read_text() for path in nodes.told)
-    assert codes == [2, 2], f"{first}\n{second}"
-    assert f"give every node the same {ranks.SECRET}" in first
-    assert "a rank does not come, and its note is not signed with this run's secret" in first
+    assert codes == [1, 2], f"{first}\n{second}"
+    assert f"give every node the same {ranks.SECRET}" in second
+    assert "node 1 does not come: rank 0 at 127.0.0.1:" in first
     assert re.search("rank 0 at 127.0.0.1:[0-9]+ does not accept this rank's proof that it knows the run's", second)
     assert not (tmp_path / "out").exists()
 

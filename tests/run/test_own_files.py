@@ -176,8 +176,8 @@ def test_one_run_with_pipes_or_deep_files_does_not_hide_the_others(tmp_path: Pat
     (tmp_path / "a/metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "a/metrics.jsonl")
     one, two, three = runs_in(tmp_path)
-    assert "metrics.jsonl cannot be read: it is not a regular file" in one.state
-    assert (two.steps, three.steps) == (None, 3)
+    assert "metrics.jsonl cannot be read: it is not a regular file" in one["state"]
+    assert (two["steps"], three["steps"]) == (None, 3)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from forked_child import GONE, in_a_fork, lose_streams
 
 from offload_trainer.errors import Stopped, exit_code
-from offload_trainer.signals import no_checkpoint_yet, stop_at_once, waiting
+from offload_trainer.signals import stop_at_once, waiting
 from offload_trainer.stdio import write_now
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
@@ -137,7 +137,7 @@ def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sigusr1_requests_a_checkpoint() -> None:
-    with no_checkpoint_yet():
+    with stop_at_once():
         send(signal.SIGUSR1)
         with waiting(say=None) as asked:
             assert not asked.save

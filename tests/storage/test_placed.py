@@ -56,7 +56,7 @@ def test_unwritten_parts_make_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="follows byte 8"):
         file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
     writer = TensorFileWriter(tmp_path / "x", ENTRIES)
-    writer.append("a", torch.zeros(5))
+    writer.write("a", torch.zeros(5))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
         writer.close()
 

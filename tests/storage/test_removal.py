@@ -21,8 +21,6 @@ from offload_trainer.storage.owned_dirs import (
     NotOwned,
     ScratchDirectory,
     clear,
-    made_as,
-    remove,
     remove_dead,
     replacing,
 )
@@ -46,7 +44,10 @@ SINGLE_FILES = {
         "offload_trainer/run/checks.py",
         "unlink",
     ): "the token by which nodes see that they share the run directory",
-    ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
+    (
+        "offload_trainer/retention.py",
+        "rename",
+    ): "a checkpoint of ours is moved into a scratch directory, which is removed",
     ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
     ("offload_trainer/storage/host_memory.py", "ftruncate"): "memory without a name gets its size",
     (
@@ -269,15 +270,13 @@ def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:
         remove_dead(place.path, what="a test in")
     with pytest.raises(FileNotFoundError):
         remove_dead(tmp_path / "place", what="a test in")
+    (tmp_path / "work").touch()
     with pytest.raises(NotOwned):
-        remove(tmp_path, made_as("a test in", tmp_path.name))
+        remove_dead(tmp_path, what="a test in")
 
 
 def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
-    """A directory that a killed exchange left in the workplace is restored.
-
-    Where two names cannot be exchanged, the only complete copy is there for an instant.
-    """
+    """A directory that a killed exchange left in the workplace, where it is alone for an instant, is restored."""
     final = tmp_path / "hf"
     place = ScratchDirectory(owned_dirs.workplace_of(final), what="the export to")
     (place.path / owned_dirs.REPLACED).mkdir()

@@ -72,7 +72,8 @@ class Node:
         if len(self.local_ranks) == 1 or size == 0:
             return host_buffer(size, pinned=pinned)
         descriptor = memory_file(size) if self.is_first else -1
-        pid, number = ranks.share((os.getpid(), descriptor), source=self.local_ranks.start, group=self._inside)
+        first = self.local_ranks.start
+        pid, number = ranks.broadcast_json((os.getpid(), descriptor), source=first, group=self._inside)
         if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -6,27 +6,18 @@ config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each run ──> a t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
-from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
-from offload_trainer.storage.scratch_dir import PAGES, folders_in
-from offload_trainer.telemetry.metrics import (
-    StepRecord,
-    median_phases,
-    median_speed,
-    read_evaluations,
-    read_metrics,
-    steady,
-)
-from offload_trainer.telemetry.report import Series, refuse_foreign, write_comparison
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.storage.locks import NoLocks
+from offload_trainer.storage.scratch_dir import PAGES, folders_in, protected
+from offload_trainer.telemetry.metrics import StepRecord, read_evaluations, read_metrics
+from offload_trainer.telemetry.report import Series, in_words, refuse_foreign, results, write_comparison
 
 _ALWAYS = ("model.name", "model.dtype", "optim.name", "optim.moment_dtype", "optim.lr")  # settings shown if equal too
 # settings that do not affect results, or with few templates
@@ -43,21 +34,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """Summary of one run directory."""
+def runs_in(directory: Path) -> list[dict[str, Any]]:
+    """Return what `runs --json` prints of the runs at or below `directory`, sorted by path.
 
-    directory: str
-    state: str  # short description: running, done, or how it would resume
-    step: int = 0  # last step in metrics.jsonl
-    steps: int | None = None  # steps of the whole run in its configuration; None: not readable
-    loss: float | None = None
-    validation_loss: float | None = None
-    saved: int | None = None  # step of the newest checkpoint
-
-
-def runs_in(directory: Path) -> list[Run]:
-    """Return the runs at or below `directory`, sorted by path. Raises UserError if no run is found."""
+    `state` says that a run is running, done, or how it would resume. Raises UserError if no run is found.
+    """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; a run is in the directory given by its --output")
     found = []
@@ -66,7 +47,7 @@ def runs_in(directory: Path) -> list[Run]:
             try:
                 found.append(_summary(Path(place)))
             except UserError as error:  # one unreadable run must not hide the others
-                found.append(Run(place, str(error)))
+                found.append({"directory": place, "state": str(error)})
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
@@ -74,7 +55,7 @@ def runs_in(directory: Path) -> list[Run]:
     return found
 
 
-def _summary(directory: Path) -> Run:
+def _summary(directory: Path) -> dict[str, Any]:
     metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     checkpoints = complete_checkpoints(directory / "checkpoints")
     try:
@@ -83,15 +64,15 @@ def _summary(directory: Path) -> Run:
         steps = None
     steps = steps if isinstance(steps, int) else None
     saved = step_of(checkpoints[-1]) if checkpoints else None
-    return Run(
-        directory=str(directory),
-        state=_state(directory, steps=steps, saved=saved),
-        step=metrics[-1].step if metrics else 0,
-        steps=steps,
-        loss=metrics[-1].loss if metrics else None,
-        validation_loss=validations[-1].validation_loss if validations else None,
-        saved=saved,
-    )
+    return {
+        "directory": str(directory),
+        "state": _state(directory, steps=steps, saved=saved),
+        "step": metrics[-1].step if metrics else 0,
+        "steps": steps,
+        "loss": metrics[-1].loss if metrics else None,
+        "validation_loss": validations[-1].validation_loss if validations else None,
+        "saved": saved,
+    }
 
 
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
@@ -115,25 +96,19 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
 def _is_running(directory: Path) -> bool:
     """Return True if a process holds the lock of the run."""
     try:
-        lock = open_lock(directory / ".lock")
-    except OSError:
-        return False
-    try:
-        try_lock(lock, shared=True)
-    except (BlockingIOError, NoLocks) as error:
+        with protected(directory):
+            return False
+    except (OSError, NoLocks) as error:
         return isinstance(error, BlockingIOError)
-    finally:
-        os.close(lock)
-    return False
 
 
-def run_table(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return table rows: a header, then one row for each run."""
     rows: list[tuple[str, ...]] = [("run", "step", "loss", "validation", "")]
     for run in runs:
-        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.validation_loss))
-        progress = f"{run.step}/{'?' if run.steps is None else run.steps}"
-        rows.append((run.directory, progress, *losses, run.state))
+        losses = ("-" if run.get(key) is None else f"{run[key]:.4f}" for key in ("loss", "validation_loss"))
+        progress = f"{run.get('step', 0)}/{'?' if run.get('steps') is None else run['steps']}"
+        rows.append((run["directory"], progress, *losses, run["state"]))
     return rows
 
 
@@ -164,7 +139,9 @@ def compared(directories: Sequence[Path]) -> list[RunSummary]:
     runs = []
     for directory, (config, plan) in zip(directories, read, strict=True):
         rows = read_metrics(directory / "metrics.jsonl")
-        facts = {**{key: config.get(key) for key in keys}, **plan, **_results(directory, rows)}
+        found = results(rows, read_evaluations(directory / "evaluations.jsonl"))
+        skipped = {"steps skipped": sum(row.skipped for row in rows) or None}
+        facts = {**{key: config.get(key) for key in keys}, **plan, **found, **skipped}
         runs.append(RunSummary(directory, str(directory.absolute().relative_to(shared)), facts, rows))
     return runs
 
@@ -189,52 +166,11 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ) from error
 
 
-def _results(directory: Path, rows: Sequence[StepRecord]) -> dict[str, Any]:
-    """Return the results of a run by label."""
-    if not rows:
-        return {}
-    last, counted, evaluations = rows[-1], steady(rows), read_evaluations(directory / "evaluations.jsonl")
-    return {
-        "steps": last.step,
-        "tokens": last.tokens,
-        "training loss": last.loss,
-        "validation loss": evaluations[-1].validation_loss if evaluations else None,
-        "bits a byte": evaluations[-1].bits_per_byte if evaluations else None,
-        "a step": median(row.seconds for row in counted),
-        **{f"a step, {name}": took or None for name, took in median_phases(rows).items()},
-        "hidden": median(row.hidden for row in counted) or None,
-        "tokens a second": median_speed(counted),
-        "host memory, peak": last.host_rss_bytes,
-        "GPU memory, peak": last.device_peak_bytes or None,
-        "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
-        "written to drives": sum(row.nvme_written_bytes or 0 for row in rows) or None,
-        "steps skipped": sum(row.skipped for row in rows) or None,
-    }
-
-
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("tokens a step", "tokens", "tokens a second"), format_count),
-    **dict.fromkeys(("training loss", "validation loss", "bits a byte"), "{:.4f}".format),
-    **dict.fromkeys(("host memory, peak", "GPU memory, peak", "on drives", "written to drives"), format_bytes),
-    "hidden": format_seconds,
-}
-
-
 def comparison(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """Return table rows: a header, then one row for each fact that at least one run has."""
     labels = dict.fromkeys(label for run in runs for label in run.facts)
-    rows = [(label, *(_shown(label, run.facts.get(label)) for run in runs)) for label in labels]
+    rows = [(label, *(in_words(label, run.facts.get(label)) for run in runs)) for label in labels]
     return [("", *(run.name for run in runs)), *(row for row in rows if {*row[1:]} != {"-"})]
-
-
-def _shown(label: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if label in _FORMATS or label.startswith("a step"):
-        return _FORMATS.get(label, format_seconds)(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def write_page(path: Path, runs: Sequence[RunSummary]) -> None:

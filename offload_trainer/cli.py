@@ -227,8 +227,8 @@ def _prepare(_: Namespace, words: list[str]) -> None:
 
 
 def _export(given: Namespace, _: list[str]) -> None:
-    if given.trainer and (given.dtype not in (None, "fp32") or given.mixed):
-        raise UserError("--trainer writes a checkpoint in fp32: leave out --dtype and --mixed")
+    if given.trainer and given.dtype not in (None, "fp32"):
+        raise UserError("--trainer writes a checkpoint in fp32: leave out --dtype")
     dtype = given.dtype or ("fp32" if given.trainer else "fp16")
     repository = None
     if given.push_to_hub:
@@ -245,7 +245,7 @@ def _export(given: Namespace, _: list[str]) -> None:
     else:
         from offload_trainer.export.directory import export
 
-        done = export(given.source, given.destination, dtype=dtype, mixed=given.mixed, **how)
+        done = export(given.source, given.destination, dtype=dtype, **how)
     compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
     where = f"exported {done.source} in {dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))

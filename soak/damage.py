@@ -350,7 +350,6 @@ def pages(folder: Path) -> Files:
             for path in lease.iterdir():
                 path.unlink()
         ours = engine(new=True)
-        ours.offloaded.manifest.commits = True
         for step in range(1, 5):
             tokens = torch.full((2, 17), step) if run == "this" else torch.full((2, 17), 9)
             batch = Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0), seed=step)
@@ -376,7 +375,7 @@ def pages(folder: Path) -> Files:
                 raise ValueError("the run was killed before it completed a step")
         except (ValueError, OSError) as error:  # a start gives them as one message (run/resume.py)
             raise TrainerError(str(error)) from error
-        with opened(lease, mixed=False) as masters:
+        with opened(lease) as masters:
             for _ in finite_weights(masters):
                 pass
         ours = engine(new=False)
@@ -425,7 +424,7 @@ def checkpoint(folder: Path) -> Files:
         rows = split_rows(len(tokens), seq_len=16, validation=0.0).train
         reader = RowReader(tokens, rows=rows, seq_len=16, vocabulary=64, seed=0, shuffle=True)
         next(iter(reader.train_batches(DataState(state.data_position), micro_batch=2)))
-        with opened(folder, mixed=True) as weights:
+        with opened(folder) as weights:
             weights.card("fp16")
             for _ in finite_weights(weights):
                 pass

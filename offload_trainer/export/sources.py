@@ -110,7 +110,7 @@ def final_export(run: Path) -> FinalExport | None:
 
 
 @contextmanager
-def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
+def opened(path: Path) -> Iterator[Source]:
     """Open the weights at `path`. Inside the context their run does not remove them."""
     if is_there(path / DESCRIPTION):
         if is_alive(path):
@@ -119,12 +119,13 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
                 "SIGUSR1, and export that"
             )
         with protected(path):
-            yield _page_files(path, mixed=mixed).with_buffers()
+            yield _page_files(path).with_buffers()
         return
     if is_there(path / MARK) and is_there(path / "state"):
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
-            "it started; export its newest checkpoint"
+            "it started, or it did not keep two copies of its whole state on drives (--optimizer nvme --ram-fraction 0 "
+            "tiered.state_copies=2); export its newest checkpoint"
         )
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
@@ -203,16 +204,11 @@ def _opened_final(run: Path, left: FinalExport) -> Iterator[Source]:
         )
 
 
-def _page_files(directory: Path, *, mixed: bool) -> Source:
+def _page_files(directory: Path) -> Source:
     stored = read_store(directory)
     if not os.path.isfile(stored.model / "config.json"):
         raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
-    if stored.updating and not mixed:
-        raise UserError(
-            f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
-            f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
-        )
-    text = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
+    text = f"{directory}, after update {stored.step}"
     return Source(
         shapes=stored.shapes,
         weights=stored.weights,

@@ -16,7 +16,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.page_copies import PageCopies
+from offload_trainer.offloading.pages.page_copies import PageCopies, PageTable
 from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
@@ -107,15 +107,14 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     """
     layout, device, drives, kernel = parts.layout, parts.device, parts.drives, parts.kernels[0]
     units, homes, node = layout.units, layout.homes, layout.node
-    pages = [layout.copies * layout.format.page_bytes(page) for page in homes.pages]
+    table = PageTable(homes.pages, layout.format)
     state = PageStore(
-        homes.pages,
-        format=layout.format,
-        files=drives.files("state", pages, [page.home for page in homes.pages], shared=False),
+        table,
+        files=drives.files("state", [layout.copies * size for size in table.sizes], table.homes, shared=False),
         transfers=drives.unchecked,
         device=device,
         node=node,
-        copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=sum_with(kernel)),
+        copies=PageCopies(table, count=layout.copies, node=node, compute=sum_with(kernel)),
     )
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node

@@ -156,7 +156,7 @@ class OffloadedModel:
         self.activations = kept
 
     def enable_manifest(self, *, model: Path) -> None:
-        """Keep a manifest of the page files next to them; `model` is the directory with the model's configuration."""
+        """Keep a manifest of the page files, which have the whole state; `model` has the model's configuration."""
         paths, store = self._drives.directories, self.store
         self.manifest = ManifestWriter(
             paths, self.units, store.pages, format=store.format, model=model, copies=store.copies, sync=store.sync
@@ -176,7 +176,7 @@ class OffloadedModel:
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
                     self.state.put_master(name, master.float().reshape(-1))
-            self.state.flush()
+            self.store.flush()
 
         self.node.on_first_rank(put)
         self.weights.broadcast_all()
@@ -268,7 +268,7 @@ class OffloadedModel:
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole fp32 master. Call `state.flush` after the last one."""
+        """Return a CPU copy of one whole fp32 master. Call `store.flush` after the last one."""
         self.synchronize()  # the update may write a weight before its master
         return self.state.master(name)
 
@@ -378,7 +378,7 @@ class OffloadedModel:
             TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
         """
         assert not self.update_progress.is_running  # the backward has waited for the previous update
-        self.state.flush()
+        self.store.flush()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
         for name in arrived:
@@ -434,7 +434,7 @@ class OffloadedModel:
             yield name, self.master(name)
         for name in self.fixed:
             yield name, self.weight(name).float()
-        self.state.flush()
+        self.store.flush()
 
     def snapshot(self, *, loss_scale: LossScale = CONSTANT) -> TieredSnapshot:
         """Return a snapshot of the current state. The next update waits for pages that are not written yet."""

@@ -211,8 +211,6 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    if engine.offloaded.node.is_first:
-        engine.offloaded.enable_manifest(model=setup.output / "model")
     if sizes.keeps_heap:
         engine.offloaded.heap.keep(heap_limit(setup.plan.items))
     return engine

@@ -109,6 +109,7 @@ def record_late(ours: Any, model: Path) -> None:
             read_masters()
         note(step, updating=updating)
         if not updating:
+            manifest.commit(step, {})
             read_masters()
 
     manifest.note = noted

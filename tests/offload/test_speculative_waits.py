@@ -174,6 +174,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         ours.offloaded.enable_manifest(model=folder)
         updater = ours.offloaded.updater
         train(ours, batches(1))
+        ours.commit({})
         before = masters(ours)
 
         def go(_: torch.Tensor) -> None:

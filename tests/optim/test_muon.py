@@ -217,9 +217,11 @@ def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path:
 
 def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
-    with engine(models["qwen3"], *MUON, *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
+    words = [*MUON, *HOMES["all on the drives"], "tiered.state_copies=2"]
+    with engine(models["qwen3"], *words, drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2), lr=RATE)
+        ours.commit({})
         ours.synchronize()
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
         assert_same(dict(read_store(index.parent).weights()), masters(ours))

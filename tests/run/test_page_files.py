@@ -414,7 +414,7 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:
+def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> None:
     """Exporting the page files of a run killed within an update gives the weights of its last complete step."""
     words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
     killed("page=110", *words, output=tmp_path / "run")
@@ -437,7 +437,10 @@ def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(pl
     with DriveLease(place) as lease:
         (lease.path / "state").write_bytes(bytes(8192))
         with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
-            opened(lease.path, mixed=True).__enter__()
+            opened(lease.path).__enter__()
+        (lease.path / "store.json").write_text("{}")
+        with pytest.raises(UserError, match="its run is alive"):
+            opened(lease.path).__enter__()
 
 
 @pytest.mark.slow

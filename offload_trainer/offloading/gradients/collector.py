@@ -273,7 +273,7 @@ class Gradients:
         unit, place = self._intake.place[name]
         resident, flat = self.on_device(unit.index), values.reshape(-1)
         if resident is None:
-            self.store.replace(unit.index, place.start, flat)
+            self.store.put(unit.index, place.start, flat)
         else:
             resident[place.start : place.start + place.weight.numel].copy_(flat)
         self._norms.pop(name, None)

@@ -1,13 +1,12 @@
 """Write, read and validate the manifest of a run's page files, which says what a dead run's files contain.
 
     store.json   in each private directory: the page layout, the position of each weight's master, the model's directory
-    progress     with one copy of each page: the step of the files, and whether an update was running
-    record       with two copies, in the first directory only: the step, the valid copy and checksums of each page,
-                 and the engine's and the training loop's state at that step
+    record       in the first directory only: the step, the valid copy and checksums of each page, and the engine's and
+                 the training loop's state at that step
 
-A killed process loses no completed write, because the kernel still has it; pages in RAM are lost. With two copies of
-each page the files always contain one whole step. An update writes the copies that are not valid, and then a record
-that names the new ones:
+Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). A killed
+process loses no completed write, because the kernel still has it, so its files always contain one whole step. An update
+writes the copies that are not valid, and then a record that names the new ones:
 
     pages written ── synced ───────────────────┐
     `commit` (step counts, training position) ─┴── record ── synced ── the next update may write
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +26,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, Strict, with_config
+from pydantic import Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
+from offload_trainer.offloading.pages.page_copies import PageCopies, PageTable, copies_of_bits
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiers import on_drive, size_of_home
-from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
+from offload_trainer.safe_files import EXACT, Count, Line, Steps, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 
-DESCRIPTION, PROGRESS, RECORD = "store.json", "progress", "record"
+DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
-_PROGRESS_BYTES = 64
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -72,22 +68,20 @@ class StoreManifest:
     states: MomentsName
     pages: list[Page]
     weights: list[ManifestWeight]
-    fixed: list[Line]
     model: str
-    boot: str
     rule: RuleName
-    places: Annotated[int, Strict(), Field(ge=1, le=2)]  # copies of each page on a drive
     run: Line  # the run's id, which its record contains as well
+
+    def __post_init__(self) -> None:
+        state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
 
     @property
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states)
 
     @property
-    def page_bytes(self) -> list[int]:
-        """Return the bytes of each page."""
-        format = self.format
-        return [format.page_bytes(page) for page in self.pages]
+    def table(self) -> PageTable:
+        return PageTable(self.pages, self.format)
 
     @property
     def record(self) -> tuple[Path, int]:
@@ -105,11 +99,9 @@ def manifest_of(
     *,
     format: StateFormat,
     model: Path,
-    copies: int,
     run: str,
 ) -> StoreManifest:
-    """Return the manifest of the files of `drives`: the pages in them, their number of copies, and the weights."""
-    places = [(unit, place) for unit in units for place in unit.places]
+    """Return the manifest of the files of `drives`: the pages in them, and the weights."""
     return StoreManifest(
         run=run,
         drives=[str(drive.resolve()) for drive in drives],
@@ -118,23 +110,11 @@ def manifest_of(
         pages=list(pages),
         weights=[
             ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
-            for unit, place in places
-            if place.weight.trainable
+            for unit in units
+            for place in unit.places
         ],
-        fixed=[place.weight.name for _, place in places if not place.weight.trainable],
         model=str(model.absolute()),
-        boot=boot() if copies == 1 else "",  # two copies are consistent after a power cut, too
-        places=copies,
     )
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class Progress:
-    """The content of the progress file."""
-
-    step: Steps
-    updating: Flag
 
 
 @with_config(EXACT)
@@ -171,57 +151,41 @@ class ManifestWriter:
         *,
         format: StateFormat,
         model: Path,
-        copies: PageCopies | None = None,
-        sync: Callable[[], None] = lambda: None,
+        copies: PageCopies,
+        sync: Callable[[], None],
     ) -> None:
-        """Write store.json to each directory, and open the record or the progress files.
+        """Write store.json to each directory, and open the record.
 
         `copies` tracks the pages' copies; `sync` makes written pages durable. Files that were taken over from an
         earlier process keep that run's id.
         """
-        self._copies = copies if copies is not None and copies.count > 1 and drives else None
-        self._sync, self._lasting = sync, all(on_drive(page.home) for page in pages)
-        self.commits = False  # an update is recorded only together with the content that `commit` adds
-        self._record: Record | None = None
-        self._descriptors: list[int] = []
-        taken_over = bool(drives) and (drives[0] / DESCRIPTION).exists()
+        self._copies, self._sync = copies, sync
+        taken_over = (drives[0] / DESCRIPTION).exists()
         self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
-        count = 2 if self._copies else 1
-        manifest = manifest_of(drives, units, pages, format=format, model=model, copies=count, run=self._run)
+        manifest = manifest_of(drives, units, pages, format=format, model=model, run=self._run)
         for drive in drives:
             write_text(drive / DESCRIPTION, json.dumps(asdict(manifest)))
         self._lock = threading.Lock()
         self._step, self._under_way = 0, False
         self._committed: Mapping[str, Any] | None = None  # content from `commit`, kept while the update is running
-        if self._copies is not None:
-            for drive in drives:  # the directory entries must be durable, too
-                sync_directory(drive.parent)
-                sync_directory(drive.parent.parent)
-            self._record = Record(drives[0] / RECORD, most=manifest.record[1])
-            if self._record.is_new:  # once it is written, a missing record means damage
-                first = {"step": 0, "newest": "", "run": self._run}
-                self._record.write(json.dumps(first).encode(), lasting=True)
-        else:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-            self._descriptors = [os.open(drive / PROGRESS, flags, 0o666) for drive in drives]
+        for drive in drives:  # the directory entries must be durable, too
+            sync_directory(drive.parent)
+            sync_directory(drive.parent.parent)
+        self._record = Record(drives[0] / RECORD, most=manifest.record[1])
+        if self._record.is_new:  # once it is written, a missing record means damage
+            self._record.write(json.dumps({"step": 0, "newest": "", "run": self._run}).encode())
 
     def note(self, step: int, *, updating: bool) -> None:
-        """Record that the files contain the state after `step` updates.
+        """Note that the files contain the state after `step` updates, or with `updating` that an update is running.
 
-        With `updating`, an update is running, and some pages may already have the next state. With two copies of each
-        page that is not written to the record, because the update does not change the copies that the record names.
+        The update does not change the copies that the record names, so its beginning is not recorded.
         """
-        if self._record is None:
-            note = json.dumps({"step": step, "updating": updating}).ljust(_PROGRESS_BYTES).encode()
-            for descriptor in self._descriptors:
-                os.pwrite(descriptor, note, 0)
-            return
-        if not updating and self._lasting:
+        if not updating:
             self._sync()
         with self._lock:
             self._step, self._under_way = step, updating
-            if not updating and (self._committed is not None or not self.commits):
-                self._write()
+            if not updating and self._committed is not None:
+                self._write(self._committed)
 
     def commit(self, step: int, content: Mapping[str, Any]) -> None:
         """Add content to the record of the state after `step` updates, and write the record.
@@ -232,21 +196,16 @@ class ManifestWriter:
             self._committed = content
             if not self._under_way:
                 self._step = step
-                self._write()
+                self._write(content)
 
-    def _write(self) -> None:
-        assert self._record is not None
-        assert self._copies is not None
-        committed, self._committed = self._committed or {}, None
+    def _write(self, committed: Mapping[str, Any]) -> None:
+        self._committed = None
         pages = {"newest": self._copies.newest_bits().hex(), "sums": self._copies.newest_sums().hex()}
         content = {"step": self._step, "run": self._run} | pages | dict(committed)
-        self._record.write(json.dumps(content).encode(), lasting=self._lasting)
+        self._record.write(json.dumps(content).encode())
 
     def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._record.close()
 
 
 # -- after it has died -------------------------------------------------------------------------------------------------
@@ -257,19 +216,8 @@ def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
     return read_back(directory / DESCRIPTION, StoreManifest, fix=fix)
 
 
-def read_progress(directory: Path) -> Progress:
-    """Read the progress file of pages with one copy; raise UserError if it is damaged or there was no update yet."""
-    try:
-        record = file_bytes(directory / PROGRESS, most=_PROGRESS_BYTES)
-        if record:
-            return parsed(record, Progress)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{directory / PROGRESS} cannot be read: {error}. {FIX}") from error
-    raise nothing_yet(directory)
-
-
 def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
-    """Read the record of pages with two copies; return None before the first update.
+    """Read the record; return None before the first update.
 
     Raises:
         UserError: the record is missing, damaged, or of another run.
@@ -298,11 +246,6 @@ def torn_record(manifest: StoreManifest) -> bool:
     return torn_slot(path, most=most)
 
 
-def nothing_yet(directory: Path) -> UserError:
-    """Return the error for a run that died before its first update."""
-    return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
-
-
 def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
     """Raise ValueError unless every directory that store.json names contains the same store.json, and one is this."""
     ours = file_bytes(directory / DESCRIPTION)
@@ -316,17 +259,11 @@ def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
 
 def files_of(manifest: StoreManifest) -> list[Path]:
     """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
-    files = [Path(drive) / "state" for drive in manifest.drives]
-    sizes, homes = manifest.page_bytes, [page.home for page in manifest.pages]
-    if max(homes, default=0) >= len(files):
-        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
+    files, table = [Path(drive) / "state" for drive in manifest.drives], manifest.table
+    if outside := [home for home in table.homes if not 0 <= home < len(files)]:
+        raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):
-        need = manifest.places * size_of_home(sizes, homes, home)
+        need = 2 * table.home_bytes(home)
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files
-
-
-def boot() -> str:
-    """Return the kernel's id of the current boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

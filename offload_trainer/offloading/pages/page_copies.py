@@ -1,4 +1,4 @@
-"""Track the copies of each page on a drive and their checksums, so that no update overwrites the last valid state.
+"""Lay out the pages of a node, and track their copies on drives, so that no update overwrites the last valid state.
 
     write      goes to the copy that is not valid            `newest` points to it; `valid` stays the copy to read
     flip       makes all written copies the valid ones       the old copies become free
@@ -15,6 +15,7 @@ another step or run. This module keeps only the bookkeeping; `PageStore` transfe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 
@@ -23,13 +24,57 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.native_adam import Sum
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.tiers import ELSEWHERE, offsets, on_drive, size_of_home
 
 _SUM_BYTES = 4
 
 
 class DamagedPage(TrainerError):
     """Raised when a page that was read from a drive differs from what was written there."""
+
+
+class PageTable:
+    """Where the pages of a node and their fields are. A page's fields follow each other, masters first."""
+
+    def __init__(self, pages: Sequence[Page], format: StateFormat) -> None:
+        self.pages, self.format = tuple(pages), format
+        self.homes = [page.home for page in pages]
+        self.sizes = [format.page_bytes(page) for page in pages]
+        self._offsets = offsets(self.sizes, self.homes)
+        self._bytes = {home: size_of_home(self.sizes, self.homes, home) for home in set(self.homes)}
+
+    def home_bytes(self, home: int) -> int:
+        """Return the bytes of one copy of all pages of a tier."""
+        return self._bytes.get(home, 0)
+
+    def offset(self, number: int, *, copy: int = 0, field: str = "master") -> int:
+        """Return the first byte of one field of a page in its tier. Of a drive's pages, copies 1 follow copies 0."""
+        page, start = self.pages[number], self._offsets[number] + copy * self._bytes[self.homes[number]]
+        for name, kind in self.format.fields.items():
+            if name == field:
+                break
+            start += kind.padded(page)
+        return start
+
+    def touched(self, field: str, unit: int, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield each page with some of these elements of a unit, as (number, range of the page's field, of the values).
+
+        Pages of other nodes are left out.
+        """
+        per = self.format.fields[field].per
+        for number in self._of_unit.get(unit, ()):
+            page = self.pages[number]
+            first, last = max(start, page.start), min(start + count, page.start + page.elements)
+            if first < last and page.home != ELSEWHERE:
+                held = slice((first - page.start) // per, -(-(last - page.start) // per))
+                yield number, held, slice((first - start) // per, -(-(last - start) // per))
+
+    @cached_property
+    def _of_unit(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, page in enumerate(self.pages):
+            found.setdefault(page.unit, []).append(number)
+        return found
 
 
 class PageCopies:
@@ -39,18 +84,18 @@ class PageCopies:
     the checksum of zeros, because new files contain zeros.
     """
 
-    def __init__(self, pages: Sequence[Page], *, format: StateFormat, count: int, node: Node, compute: Sum) -> None:
+    def __init__(self, table: PageTable, *, count: int, node: Node, compute: Sum) -> None:
         """Set up `count` copies (1 or 2) of each page on a drive. All ranks call it with the same arguments.
 
         `compute` returns a buffer's CRC-32.
         """
-        self.count, self._compute = count, compute
+        self.count, self._compute, pages, fields = count, compute, table.pages, table.format.fields
         self._two = [count == 2 and on_drive(page.home) for page in pages]
         self._valid = bytearray(len(pages))
         self._newest = node.memory(len(pages) if count == 2 else 0)
         self._written: set[int] = set()
-        self._fields = list(format.fields)
-        self._sizes = [[field.padded(page) for field in format.fields.values()] for page in pages]
+        self._fields = list(fields)
+        self._sizes = [[field.padded(page) for field in fields.values()] for page in pages]
         memory = node.memory(_SUM_BYTES * count * len(self._fields) * len(pages))
         self._sums = memory.numpy().data.cast("I")
 

@@ -302,7 +302,6 @@ class Updater:
             data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
-        self._weights.flush()
 
     # -- a page -------------------------------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class PlacedWeights:
         return self.store.get(unit, start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; of a frozen weight in a quantised unit, all. Call `flush` afterwards."""
+        """Set elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
         resident = self.resident(unit)
@@ -189,7 +189,3 @@ class PlacedWeights:
             return
         buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
         self.store.write(unit, start, buffer.copy_(masters)).wait()
-
-    def flush(self) -> None:
-        """Write everything that `put` has set to the drives."""
-        self.store.flush()

@@ -48,7 +48,7 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
     checkpoint = find_checkpoint(source)
     read_manifest(checkpoint)
     state = read_engine_state(checkpoint, rule=ADAMW)
-    with opened(checkpoint, mixed=False) as found:
+    with opened(checkpoint) as found:
         with TensorFileReader(checkpoint / "master.safetensors") as masters:
             trained = sum(entry.numel for entry in masters.entries.values())
         weights = sum(map(math.prod, found.shapes.values()))

@@ -74,7 +74,7 @@ def inference_model(
 
 @contextmanager
 def _of_run(path: Path) -> Iterator[_Weights]:
-    with opened(path, mixed=False) as source:
+    with opened(path) as source:
         shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
         model = empty_model(source.model)
         yield _Weights(model, source.model, source.description, shapes, source.weights, source.read, source.buffers)

@@ -16,7 +16,7 @@ from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
@@ -86,15 +86,9 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateForm
     def update(step: int) -> None:
         start = 0
         for page, size in zip(pages, sizes, strict=True):
-            kernel.update_page(
-                page.fields,
-                page.grad,
-                page.out,
-                [ParamRange(0, size, _ADAMW, step)],
-                format=format,
-                scale=_SCALE,
-                noise=RoundingNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
-            )
+            parts = [ParamRange(0, size, _ADAMW, step)]
+            noise = RoundingNoise(Noise(0, step), 0, start) if format.moments.stochastic else None
+            kernel.update_page(PageUpdate(page.fields, page.grad, page.out, parts, format, _SCALE, noise))
             start += size
 
     return update

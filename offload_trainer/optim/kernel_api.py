@@ -42,38 +42,40 @@ class RoundingNoise:
         return self.noise.bits(field, self.unit, self.first + start)
 
 
+@dataclass(frozen=True)
+class PageUpdate:
+    """One step on one page of `n` elements. All tensors are 1-D, contiguous and on one device.
+
+    Args:
+        fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
+            exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
+            fp32[ceil(n / 256)].
+        grad: bf16, fp16 or fp32 [n]; not modified.
+        out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even.
+        parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Nothing
+            outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and its rule is
+            that of `format`. The list may be empty.
+        format: storage format of the fields.
+        scale: factor on the gradient.
+        noise: random bits for moments that are rounded stochastically; None for fp32 moments.
+    """
+
+    fields: Mapping[str, torch.Tensor]
+    grad: torch.Tensor
+    out: torch.Tensor | None
+    parts: Sequence[ParamRange]
+    format: StateFormat
+    scale: float
+    noise: RoundingNoise | None
+
+
 class Kernel(Protocol):
     """A function object that applies one step of an update rule (`rules.py`) to one page per call."""
 
     name: str
 
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
+    def update_page(self, page: PageUpdate) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
-
-        All tensors are 1-D, contiguous and on one device.
-
-        Args:
-            fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
-                exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
-                fp32[ceil(n / 256)].
-            grad: bf16, fp16 or fp32 [n]; not modified.
-            out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even.
-            parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end.
-                Nothing outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and
-                its rule is that of `format`. The list may be empty.
-            format: storage format of the fields.
-            scale: factor on the gradient.
-            noise: random bits for moments that are rounded stochastically; None for fp32 moments.
 
         For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
         moments. bf16 moments and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from offload_trainer.optim.cpu_units import has_native_16bit
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.muon import (
     Muon,
     MuonArithmetic,
@@ -46,42 +47,23 @@ class MatrixKernel:
         self._arithmetic = _arithmetic_of(elementwise)
 
     @torch.no_grad()
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
+    def update_page(self, page: PageUpdate) -> None:
         """Update the page; see `Kernel.update_page`. A part of a page of matrices is one weight's, without padding."""
-        if not parts:
+        if not page.parts:
             return
-        if not isinstance(parts[0].hyper, Muon):
-            form = StateFormat(ADAMW, format.moments)
-            self._elementwise.update_page(fields, grad, out, parts, format=form, scale=scale, noise=noise)
+        if not isinstance(page.parts[0].hyper, Muon):
+            self._elementwise.update_page(replace(page, format=StateFormat(ADAMW, page.format.moments)))
             return
-        for part in parts:
+        for part in page.parts:
             assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"
             size = math.prod(part.hyper.shape)
             for start in range(part.start, part.end, size):
-                self._update(slice(start, start + size), part.hyper, fields, grad, out, scale=scale)
+                self._update(slice(start, start + size), part.hyper, page)
 
-    def _update(
-        self,
-        here: slice,
-        hyper: Muon,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        scale: float,
-    ) -> None:
+    def _update(self, here: slice, hyper: Muon, page: PageUpdate) -> None:
         """Update one matrix, at the page's elements `here`."""
-        direction = self._arithmetic.direction(hyper, grad[here], fields["exp_avg"][here], scale=scale)
+        fields, out = page.fields, page.out
+        direction = self._arithmetic.direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
         orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
         self._arithmetic.apply(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
 

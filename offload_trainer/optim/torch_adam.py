@@ -6,15 +6,14 @@ chunk at a time. The compiled kernels must match this one bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, clip_ranges
+from offload_trainer.optim.kernel_api import PageUpdate, clip_ranges
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.muon import Muon
-from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS
 
 # Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
 # last-level cache, and each of the three calls takes longer than its overhead. 2^19 was the fastest size of 2^13 to
@@ -31,19 +30,10 @@ class TorchKernel:
         self._scratch = torch.empty(CHUNK)
 
     @torch.no_grad()
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
+    def update_page(self, page: PageUpdate) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
-        if format.moments is not FP32:
+        fields, grad, out, parts, scale = page.fields, page.grad, page.out, page.parts, page.scale
+        if page.format.moments is not FP32:
             # Cut the parts at multiples of CHUNK, so that elements outside the parts are not even converted.
             parts = [
                 replace(part, start=start + part.start, end=start + part.end)
@@ -65,4 +55,4 @@ class TorchKernel:
                 if out is not None:
                     out[here][piece].copy_(master[piece])
             for moment, values in zip(stored, wide, strict=True):
-                moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
+                moment.write(values, noise=page.noise.bits(moment.moment.name, here.start) if page.noise else None)

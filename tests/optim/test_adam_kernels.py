@@ -15,7 +15,7 @@ from update_ranges import ADAMW, form, update_stretch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim import kernels, native_adam, torch_adam
-from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
@@ -182,10 +182,10 @@ def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):
-        def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
-            super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
-            if settings["format"] == form(states):
-                fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
+        def update_page(self, page: PageUpdate) -> None:
+            super().update_page(page)
+            if page.format == form(states):
+                page.fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
 
     monkeypatch.setattr(kernels, "NativeKernel", Off)
     kernel, words = kernels.choose_kernel("auto")

@@ -9,7 +9,7 @@ import torch
 from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.optim import moments as moments_
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -44,15 +44,9 @@ def updated(
     fields, grad = random_page(N, form(states))
     here = {name: cut(name, tensor, start, end).clone() for name, tensor in fields.items()}
     out = torch.full((end - start,), MARK, dtype=wanted or torch.bfloat16)
-    kernel.update_page(
-        here,
-        grad.clamp(-6e4, 6e4).to(given)[start:end],
-        None if wanted is None else out,
-        parts,
-        format=form(states),
-        scale=0.37,
-        noise=None if states == "fp32" else RoundingNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
-    )
+    gradient, new = grad.clamp(-6e4, 6e4).to(given)[start:end], None if wanted is None else out
+    noise = None if states == "fp32" else RoundingNoise(NOISE.noise, NOISE.unit, NOISE.first + start)
+    kernel.update_page(PageUpdate(here, gradient, new, parts, form(states), 0.37, noise))
     return here, out
 
 

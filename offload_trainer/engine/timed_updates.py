@@ -14,6 +14,7 @@ import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.pages.page_copies import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise
@@ -28,7 +29,6 @@ from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, StateFormat, state_format
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.tensorfile import DTYPES
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 _SCALE = 0.7
@@ -52,9 +52,8 @@ ADAMW_FP32 = state_format("adamw", "fp32")
 def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
     """Return buffers with typical values for `elements` parameters, in pages of at most `page` (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
-    laid_out = [Page(0, 0, size, RAM) for size in sizes]
-    whole = [format.page_bytes(one) for one in laid_out]
-    memory = iter(host_buffer(sum(whole)).split(whole))
+    table = PageTable([Page(0, 0, size, RAM) for size in sizes], format)
+    memory = host_buffer(sum(table.sizes)).split(table.sizes)
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
     random = torch.Generator().manual_seed(0)
     master, first, gradient = 0.02 * torch.randn(3, _PATTERN, generator=random)
@@ -63,12 +62,10 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
     for moment in MOMENTS.values():
         stored_moment(moment, values).write(first if moment.signed else first.square())
     pages = []
-    for one, grad, out in zip(laid_out, *narrow, strict=True):
-        data, start, fields = next(memory), 0, {}
-        for name, field in format.fields.items():
-            fields[name] = data[start:][: field.bytes(one)].view(DTYPES[field.dtype])
-            _repeat(values[name], fields[name])
-            start += field.padded(one)
+    for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
+        fields = table.fields(number, data)
+        for name, field in fields.items():
+            _repeat(values[name], field)
         _repeat(gradient.bfloat16(), grad)
         pages.append(Buffers(fields, grad, out))
     return pages

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -38,10 +37,10 @@ class Pieces:
         return torch.empty(-(-elements // self.width))
 
 
-class GradientKernel(Protocol):
-    """Adds gradients to sums in host memory. All tensors are 1-D and contiguous, in fp32, bf16 or fp16."""
+class TorchGradients:
+    """The gradient kernel in torch's operations. All tensors are 1-D and contiguous, in fp32, bf16 or fp16."""
 
-    name: str
+    name = "torch"
 
     def add(
         self,
@@ -55,7 +54,7 @@ class GradientKernel(Protocol):
         """Add `values` to `sums`, and return the partial results of the new sums.
 
         Args:
-            sums: the sums, changed in place with the bits of `Tensor.add_`.
+            sums: the sums in host memory, changed in place with the bits of `Tensor.add_`.
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
             pieces: how the sums are measured; None: not at all, and the result is empty.
@@ -65,23 +64,6 @@ class GradientKernel(Protocol):
         Returns:
             fp32, one result a piece.
         """
-        ...
-
-
-class TorchGradients:
-    """The gradient kernel in torch's operations."""
-
-    name = "torch"
-
-    def add(
-        self,
-        sums: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        first: bool = False,
-        pieces: Pieces | None = None,
-        on_torch_threads: bool = False,
-    ) -> torch.Tensor:
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)
         if pieces is None:
@@ -191,6 +173,9 @@ class NativeGradients:
         if self._add(ctypes.byref(addition), ctypes.c_int32(self.library.threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return results
+
+
+GradientKernel = TorchGradients | NativeGradients  # add gradients to sums in host memory
 
 
 def gradient_kernel(kernel: Kernel) -> GradientKernel:

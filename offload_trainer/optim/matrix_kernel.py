@@ -17,13 +17,7 @@ import torch
 
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate
-from offload_trainer.optim.muon import (
-    Muon,
-    MuonArithmetic,
-    Products,
-    TorchMuon,
-    orthogonalised,
-)
+from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
 from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
@@ -158,6 +152,9 @@ class NativeMuon:
         to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
         rates = hyper.keep, -hyper.adjusted_lr
         self._step(master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, self._threads())
+
+
+MuonArithmetic = TorchMuon | NativeMuon
 
 
 def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -91,22 +91,14 @@ class Muon:
         return Lerp.of(1 - self.momentum), Lerp.of(self.momentum)
 
 
-class MuonArithmetic(Protocol):
-    """The elementwise part of Muon for one matrix. All tensors are 1-D, contiguous and on one device."""
+class TorchMuon:
+    """The elementwise part of Muon for one matrix, by torch's operations on any device.
+
+    All tensors are 1-D, contiguous and on one device.
+    """
 
     def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         """Add a gradient times `scale` to the momentum (fp32); return the direction to orthogonalise (bf16)."""
-        ...
-
-    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
-        """Update the master (fp32) in place by the orthogonal direction (bf16), and round it to `out`, if any."""
-        ...
-
-
-class TorchMuon:
-    """The reference, by torch's operations on any device."""
-
-    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         average, nesterov = hyper.lerps
         found = torch.empty(grad.numel(), dtype=torch.bfloat16, device=grad.device)
         for piece in _pieces(grad):
@@ -116,6 +108,7 @@ class TorchMuon:
         return found
 
     def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Update the master (fp32) in place by the orthogonal direction (bf16), and round it to `out`, if any."""
         for piece in _pieces(master):
             kept = master[piece].mul_(hyper.keep).double()
             master[piece] = torch.add(kept, orthogonal[piece].double(), alpha=to_fp32(-hyper.adjusted_lr))

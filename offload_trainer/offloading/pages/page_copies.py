@@ -25,6 +25,7 @@ from offload_trainer.optim.native_adam import Sum
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import ELSEWHERE, offsets, on_drive, size_of_home
+from offload_trainer.storage.tensorfile import DTYPES
 
 _SUM_BYTES = 4
 
@@ -55,6 +56,14 @@ class PageTable:
                 break
             start += kind.padded(page)
         return start
+
+    def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the page's fields in `data`, the page's bytes, or in each row of `data`, for equal pages."""
+        page, found, start = self.pages[number], {}, 0
+        for name, field in self.format.fields.items():
+            found[name] = data[..., start : start + field.bytes(page)].view(DTYPES[field.dtype])
+            start += field.padded(page)
+        return found
 
     def touched(self, field: str, unit: int, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield each page with some of these elements of a unit, as (number, range of the page's field, of the values).

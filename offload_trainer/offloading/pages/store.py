@@ -58,6 +58,7 @@ class PageStore:
         file is twice as large.
         """
         self._table, self.pages, self.format, self.copies = table, table.pages, table.format, copies
+        self.fields = table.fields
         self._files, self._transfers, self._device = files, transfers, device
         self._memory = node.memory_of(table.sizes, table.homes)
         self._on_device = device.buffer(table.home_bytes(DEVICE), torch.uint8)
@@ -88,14 +89,6 @@ class PageStore:
         staged = [size for size, home in sizes if on_drive(home) or home == DEVICE]
         pinned = self._device.is_cuda and copied
         return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
-
-    def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of the page's fields in `data`, the page's bytes, or in each row of `data`, for equal pages."""
-        page, found, start = self.pages[number], {}, 0
-        for name, field in self.format.fields.items():
-            found[name] = data[..., start : start + field.bytes(page)].view(DTYPES[field.dtype])
-            start += field.padded(page)
-        return found
 
     def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
         """Fill `buffer` (uint8, the page's size) from the page's drive or from the device.

@@ -346,16 +346,13 @@ class Updater:
 
 def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
-    if arrived is None:
-        assert path.state is not None
-        assert path.gradient is not None
-        assert path.out is not None
-        return path.state, path.gradient, path.out
-    return (
-        arrived.state if path.state is None else path.state,
-        arrived.gradient if path.gradient is None else path.gradient,
-        arrived.out if path.out is None else path.out,
-    )
+    state, gradient, out = path.state, path.gradient, path.out
+    if arrived is not None:
+        state = arrived.state if state is None else state
+        gradient = arrived.gradient if gradient is None else gradient
+        out = arrived.out if out is None else out
+    assert state is not None and gradient is not None and out is not None  # noqa: PT018
+    return state, gradient, out
 
 
 def _extends(run: Sequence[_Path], path: _Path) -> bool:

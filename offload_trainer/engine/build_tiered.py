@@ -11,8 +11,7 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.allocation import Drives, EngineParts, Layout
-from offload_trainer.offloading.cuda_device import CudaDevice
-from offload_trainer.offloading.device import CpuDevice, Device
+from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel

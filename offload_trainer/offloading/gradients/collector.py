@@ -101,7 +101,7 @@ class Gradients:
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, store, kernel=kernel, cores=cores_beside(device))
+        self._host = HostAccumulator(units, store, cores=cores_beside(device))
         self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda))
         self._in_flight = InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
@@ -188,6 +188,7 @@ class Gradients:
         `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
         """
         unit, place = self._intake.place[name]
+        collecting = self._host.staged.collecting
         norm, size = self._norm(name), self._ring.largest_piece // flat.itemsize
         at_once = measured and size >= norm.pieces.width
         if at_once:
@@ -204,8 +205,10 @@ class Gradients:
             arrived.then(gone.finish_part)
 
             def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
-                after = (download, arrived)
-                results.append(self._host.add(unit.index, start, values, after=after, first=first, pieces=pieces))
+                download.wait()
+                arrived.wait()
+                target = collecting(unit.index)[start : start + values.numel()]
+                results.append(self._kernel.add(target, values, first=first, pieces=pieces))
 
             self._host.put(add, read)
             start += part.numel()
@@ -214,7 +217,8 @@ class Gradients:
 
             def take_norm() -> None:
                 if not at_once:
-                    results[:] = [self._host.measure(unit.index, place.start, start, pieces=norm.pieces)]
+                    sums = collecting(unit.index)[place.start : start]
+                    results[:] = [self._kernel.add(sums, None, pieces=norm.pieces)]
                 self._norms[name] = norm.total(torch.cat(results))
 
             self._host.put(take_norm, Future())

@@ -9,7 +9,7 @@ nothing more is added, and every wait raises the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ import torch
 from offload_trainer.offloading.device import limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.tiered.layout import Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS
 from offload_trainer.plan.tiers import on_drive
@@ -132,9 +131,9 @@ class StagedSums:
 class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, kernel: GradientKernel, cores: int) -> None:
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, cores: int) -> None:
         """Start the thread, which uses `cores` cores."""
-        self.staged, self._kernel = StagedSums(units, store, node=Node()), kernel
+        self.staged = StagedSums(units, store, node=Node())
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
         limit_cores(self._worker, cores)
@@ -168,32 +167,6 @@ class HostAccumulator:
 
     def close(self) -> None:
         self._worker.close()
-
-    # -- on the thread ------------------------------------------------------------------------------------------------
-
-    def add(
-        self,
-        unit: int,
-        start: int,
-        values: torch.Tensor,
-        *,
-        after: Iterable[Future],
-        first: bool,
-        pieces: Pieces | None,
-    ) -> torch.Tensor:
-        """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first.
-
-        `after`: the copies after which `values` and the sums are in host memory. Returns the partial results of the new
-        sums in `pieces`, if any.
-        """
-        for copy in after:
-            copy.wait()
-        target = self.staged.collecting(unit)[start : start + values.numel()]
-        return self._kernel.add(target, values, first=first, pieces=pieces)
-
-    def measure(self, unit: int, start: int, end: int, *, pieces: Pieces) -> torch.Tensor:
-        """Return the partial results of a unit's sums in [start, end)."""
-        return self._kernel.add(self.staged.collecting(unit)[start:end], None, pieces=pieces)
 
 
 def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:

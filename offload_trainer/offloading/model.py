@@ -21,7 +21,7 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.allocation import EngineParts, Layout, allocate_stores
+from offload_trainer.offloading.allocation import EngineParts, allocate_stores
 from offload_trainer.offloading.device import trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.gradients.norms import global_norm
@@ -47,20 +47,19 @@ class OffloadedModel:
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, Sequence[nn.Parameter]], parts: EngineParts, *, seed: int
     ) -> None:
-        """Allocate weights, gradients and state as the layout says, and register the hooks.
+        """Allocate weights, gradients and state as they are placed, and register the hooks.
 
         Args:
             module: the model.
             parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
                 replaced and their values are lost; `put` sets the values.
-            parts: the layout, the device, the drives and the kernels. The caller closes them after this object.
+            parts: the placement, the device, the drives and the kernels. The caller closes them after this object.
             seed: seed of the stochastic rounding of moments that are not fp32.
         """
-        layout, device, drives = parts.layout, parts.device, parts.drives
-        self.node = layout.node
-        self.units, self.parameters = layout.units, parameters
+        device, drives = parts.device, parts.drives
+        self.node, self.units, self.parameters = parts.node, parts.units, parameters
         self._module, self._device, self._drives, self._seed = module, device, drives, seed
-        trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
+        trainable = {place.weight.name: place.weight.trainable for unit in parts.units for place in unit.places}
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
         self.steps = dict.fromkeys(self.trained, 0)  # number of updates of each weight
@@ -83,21 +82,21 @@ class OffloadedModel:
             stack.callback(self.update_progress.close)
             self.updater = Updater(stores, parts)
             stack.callback(self.updater.close)
-            self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
+            self.state = TieredState(parts.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
             held = self.weights, parameters, self.update_progress
             self.resident_guard = ResidentGuard(*held, place=device.place)
             self.stream = WeightPrefetcher(
-                *held, source=self._fetches.source, device=device, blocks=layout.unit_buffers
+                *held, source=self._fetches.source, device=device, blocks=parts.sizes.unit_buffers
             )
             stack.callback(self.stream.close)
-            self._attach(layout)
+            self._attach(overlaps=parts.sizes.overlap)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _attach(self, layout: Layout) -> None:
+    def _attach(self, *, overlaps: bool) -> None:
         """Register hooks that fetch offloaded weights, and hooks that wait for updates of others if these overlap."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
@@ -105,7 +104,7 @@ class OffloadedModel:
         self.stream.attach(wanted)
         if self.stream.fetches and any(unit.is_part for unit in self.units):
             keep_weights(self._module, self.stream)
-        if layout.overlap_forward:
+        if overlaps:
             self.resident_guard.attach(wanted)
 
     def _watch_gradients(self, stack: ExitStack) -> None:

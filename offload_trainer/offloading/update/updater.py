@@ -64,23 +64,23 @@ class Updater:
 
         The update runs on a thread if the layout lets it overlap the next forward.
         """
-        layout, device, kernels = parts.layout, parts.device, parts.kernels
+        homes, sizes, device, kernels = parts.homes, parts.sizes, parts.device, parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device
-        every = routes_of(layout.homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
-        routes = [route for route in every if layout.homes.of_rank(route.number, layout.node.rank)]
+        every = routes_of(homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
+        routes = [route for route in every if homes.of_rank(route.number, parts.node.rank)]
         if store.format.rule.matrices:
             place = device.place if device.is_cuda else None
-            threads = cores_beside(device) if layout.overlap_forward else torch.get_num_threads()
+            threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
-        self.shadows = ShadowPages(store, [number for number in self.numbers if number in layout.homes.shadows])
+        self.shadows = ShadowPages(store, [number for number in self.numbers if number in homes.shadows])
         self.pipeline = PagePipeline(
-            stores, device=device, routes=routes, slots=layout.page_buffers, shadows=self.shadows
+            stores, device=device, routes=routes, slots=sizes.page_buffers, shadows=self.shadows
         )
         there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
         self._device_paths = {
@@ -90,13 +90,13 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        assert layout.overlap_forward or not layout.overlap_backward
-        self._overlap_backward = layout.overlap_backward
+        assert sizes.overlap or not sizes.ahead
+        self._overlap_backward = sizes.ahead
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
         self._failed: BaseException | None = None  # the error of the last update on the thread
-        self._thread = Workers(1, "update") if layout.overlap_forward else None
+        self._thread = Workers(1, "update") if sizes.overlap else None
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
 

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from offload_trainer.optim import triton_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, constants
-from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import PageUpdate, ParamRange
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import adamw_of
@@ -98,8 +98,8 @@ def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[tor
 
 
 def settings(form: StateFormat) -> dict:
-    noise = None if not form.moments.stochastic else RoundingNoise(Noise(1, 2), 3, 2**32 - 4096)
-    return {"format": form, "scale": 0.37, "noise": noise}
+    noise = None if not form.moments.stochastic else Noise(1, 2)
+    return {"format": form, "scale": 0.37, "noise": noise, "unit": 3, "first": 2**32 - 4096}
 
 
 def different_bytes(kernel: CudaKernel, beside, *, form: StateFormat, n: int, place: torch.device) -> int:

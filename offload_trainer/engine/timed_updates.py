@@ -17,7 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.page_copies import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
@@ -84,8 +84,8 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateForm
         start = 0
         for page, size in zip(pages, sizes, strict=True):
             parts = [ParamRange(0, size, _ADAMW, step)]
-            noise = RoundingNoise(Noise(0, step), 0, start) if format.moments.stochastic else None
-            kernel.update_page(PageUpdate(page.fields, page.grad, page.out, parts, format, _SCALE, noise))
+            noise = Noise(0, step) if format.moments.stochastic else None
+            kernel.update_page(PageUpdate(page.fields, page.grad, page.out, parts, format, _SCALE, noise, 0, start))
             start += size
 
     return update

@@ -146,7 +146,7 @@ class CudaKernel:
         master = fields["master"]
         table = _Table(apart=_apart(master) // 4, elements=master.shape[-1])
         for keys, moment in zip(table.keys, MOMENTS, strict=True):
-            bits = Bits() if page.noise is None else page.noise.bits(moment)
+            bits = page.bits(moment) or Bits()
             table.first, keys[:] = bits.first, bits.keys
         names = ["master", *MOMENTS, *(scales_of(moment) for moment in MOMENTS)]
         tensors = [*(fields.get(name) for name in names), page.grad, page.out]

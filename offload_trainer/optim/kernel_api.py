@@ -30,19 +30,6 @@ class ParamRange:
 
 
 @dataclass(frozen=True)
-class RoundingNoise:
-    """The random bits of one page in one step: those of its unit, starting at element `first`."""
-
-    noise: Noise
-    unit: int
-    first: int
-
-    def bits(self, field: str, start: int = 0) -> Bits:
-        """Return the random bits for `field`, starting at element `start` of the page."""
-        return self.noise.bits(field, self.unit, self.first + start)
-
-
-@dataclass(frozen=True)
 class PageUpdate:
     """One step on one page of `n` elements. All tensors are 1-D, contiguous and on one device.
 
@@ -58,6 +45,7 @@ class PageUpdate:
         format: storage format of the fields.
         scale: factor on the gradient.
         noise: random bits for moments that are rounded stochastically; None for fp32 moments.
+        unit, first: the page's unit, and its first element there; the random bits depend on them.
     """
 
     fields: Mapping[str, torch.Tensor]
@@ -66,7 +54,13 @@ class PageUpdate:
     parts: Sequence[ParamRange]
     format: StateFormat
     scale: float
-    noise: RoundingNoise | None
+    noise: Noise | None
+    unit: int = 0
+    first: int = 0
+
+    def bits(self, field: str, start: int = 0) -> Bits | None:
+        """Return the random bits for `field`, starting at element `start` of the page."""
+        return None if self.noise is None else self.noise.bits(field, self.unit, self.first + start)
 
 
 class Kernel(Protocol):

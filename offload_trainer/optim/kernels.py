@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
@@ -125,8 +125,8 @@ def _same_bits(
             if pages > 1:
                 fields = as_pages(fields, pages)
             out = torch.zeros(n, dtype=of_weights, device=place)
-            given, noise = grad.to(place, of_gradients, copy=True), RoundingNoise(Noise(1, 2), 3, 2**32 - 4096)
-            candidate.update_page(PageUpdate(fields, given, out, parts, format=format, scale=0.37, noise=noise))
+            given = grad.to(place, of_gradients, copy=True)
+            candidate.update_page(PageUpdate(fields, given, out, parts, format, 0.37, Noise(1, 2), 3, 2**32 - 4096))
             results.append([tensor.cpu().flatten().view(torch.uint8) for tensor in (*fields.values(), out)])
         if not all(map(torch.equal, *results)):
             return False

@@ -129,9 +129,8 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
         )
-        if page.noise is not None:
-            for moment in MOMENTS:
-                setattr(given, f"{moment}_noise", page.noise.bits(moment))
+        for moment in MOMENTS:
+            setattr(given, f"{moment}_noise", page.bits(moment) or Bits())
         if page.format.moments.block:
             given.tables = ctypes.pointer(tables()[0])
         found = [

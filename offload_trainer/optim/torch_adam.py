@@ -55,4 +55,4 @@ class TorchKernel:
                 if out is not None:
                     out[here][piece].copy_(master[piece])
             for moment, values in zip(stored, wide, strict=True):
-                moment.write(values, noise=page.noise.bits(moment.moment.name, here.start) if page.noise else None)
+                moment.write(values, noise=page.bits(moment.moment.name, here.start))

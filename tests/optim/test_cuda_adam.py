@@ -34,7 +34,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -132,8 +132,8 @@ def updated(
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
-    noise, new = None if states == "fp32" else RoundingNoise(Noise(1, 2), 3, first), None if wanted is None else out
-    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise))
+    noise, new = None if states == "fp32" else Noise(1, 2), None if wanted is None else out
+    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, 3, first))
     return [tensor.cpu() for tensor in (*here.values(), out)]
 
 
@@ -252,13 +252,13 @@ def test_one_launch_updates_several_pages(states: str, monkeypatch: pytest.Monke
     views, start = {}, 0
     for name, field in pages[0].items():
         views[name], start = state[:, start : start + field.nbytes].view(field.dtype), start + field.nbytes
-    noise = None if states.endswith("fp32") else RoundingNoise(Noise(1, 2), 3, 2**32 - 2 * each)
-    kernel.update_page(PageUpdate(views, grad, out, parts, format, 0.37, noise))
+    noise, first = None if states.endswith("fp32") else Noise(1, 2), 2**32 - 2 * each
+    kernel.update_page(PageUpdate(views, grad, out, parts, format, 0.37, noise, 3, first))
     assert len(launches) == 1
     for number, fields in enumerate(pages):
         here = clip_ranges(parts, number * each, (number + 1) * each)
-        at = None if noise is None else replace(noise, first=noise.first + number * each)
-        TorchKernel().update_page(PageUpdate(fields, grads[number], weights[number], here, format, 0.37, at))
+        given = (fields, grads[number], weights[number], here, format, 0.37, noise, 3, first + number * each)
+        TorchKernel().update_page(PageUpdate(*given))
         ours = [*(view[number].cpu() for view in views.values()), out[number * each :][:each].cpu()]
         assert all(map(torch.equal, map(as_bytes, ours), map(as_bytes, [*fields.values(), weights[number]])))
 

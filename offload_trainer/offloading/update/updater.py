@@ -29,7 +29,7 @@ from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, RoundingNoise, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.plan.tiered.update_staging import Route, device_slot, routes_of
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
@@ -340,8 +340,8 @@ class Updater:
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)
-        noise = None if params.noise is None else RoundingNoise(params.noise, page.unit, page.start)
-        kernel.update_page(PageUpdate(fields, gradient, out, parts, self._store.format, params.scale, noise))
+        given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise)
+        kernel.update_page(PageUpdate(*given, page.unit, page.start))
 
 
 def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

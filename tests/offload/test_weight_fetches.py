@@ -25,8 +25,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, WeightAllGather
-from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
-from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer

@@ -3,8 +3,8 @@
     drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
     RAM    ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
 
-A unit that not all ranks need next (`ranks/fetch_matching.py`) is read or copied by each rank alone. Ranks fetch the
-same units together in the same order, on a separate thread and over separate connections.
+A unit that not all ranks need next (`FetchMatching`) is read or copied by each rank alone. Ranks fetch the same units
+together in the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 
 from offload_trainer.offloading.device import Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node, SideGroup
 from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part

@@ -120,7 +120,7 @@ class TieredState:
         All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
         node.on_first_rank(lambda: self._load_fixed(directory))
-        self.weights.broadcast_frozen()
+        self.weights.broadcast_all()  # the trained ones too, which the next lines replace
         state = node.on_each_rank(lambda: self._load_pages(directory))
         self.weights.broadcast()
         return state

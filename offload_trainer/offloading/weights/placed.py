@@ -151,13 +151,6 @@ class PlacedWeights:
         """Broadcast rank 0's weights on the device to all ranks."""
         self._node.broadcast(self._resident, source=0)
 
-    def broadcast_frozen(self) -> None:
-        """Broadcast rank 0's frozen weights on the device to all ranks."""
-        for unit in self.units:
-            resident = self.resident(unit.index)
-            if resident is not None:
-                self._node.broadcast(resident[unit.trained :], source=0)
-
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.page_copies import PageTable
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange

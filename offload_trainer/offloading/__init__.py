@@ -18,5 +18,5 @@ Terms:
     tier     where data is stored: the device, RAM, or one of the drives (`plan/tiers.py`). The home of a page or a unit
              is the number of its tier.
     master   the fp32 copy of a weight in the optimizer state, which the update changes and the weight is rounded from.
-    copy     a page on a drive may have two: the valid one and the one that the update writes (`pages/page_copies.py`).
+    copy     a page on a drive may have two: the valid one and the one that the update writes (`pages/store.py`).
 """

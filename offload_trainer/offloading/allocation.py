@@ -16,8 +16,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.page_copies import PageCopies, PageTable
-from offload_trainer.offloading.pages.store import PageStore, UnitStore
+from offload_trainer.offloading.pages.store import PageCopies, PageStore, PageTable, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients

@@ -27,7 +27,7 @@ from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.gradients.norms import global_norm
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
-from offload_trainer.offloading.pages.page_copies import DamagedPage
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.offloading.update.step_params import StepParams, step_params_of
 from offload_trainer.offloading.update.updater import Updater

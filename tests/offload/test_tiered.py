@@ -18,7 +18,7 @@ from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.pages.page_copies import DamagedPage
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.telemetry.meters import PhaseClock

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.page_copies import PageCopies, PageTable, copies_of_bits
+from offload_trainer.offloading.pages.store import PageCopies, PageTable, copies_of_bits
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format

@@ -18,7 +18,7 @@ from offload_trainer.offloading.pages.manifest import (
     read_newest,
     refuse_outside,
 )
-from offload_trainer.offloading.pages.page_copies import DamagedPage, PageTable
+from offload_trainer.offloading.pages.store import DamagedPage, PageTable
 from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.safe_files import open_file
 

@@ -4,7 +4,7 @@
 some in RAM, may be updated during the backward, with the parameters that are expected:
 
     a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
-    state      on a drive: is written to the page's second copy (`page_copies.py`), and the previous step's stays valid
+    state      on a drive: is written to the page's second copy (`pages/store.py`), and the previous step's stays valid
                in RAM: is updated in place, after its old bytes were copied to shadow memory (`ShadowPages`)
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies

@@ -29,8 +29,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
 from offload_trainer.model.loader import BUFFERS, resolve_model
-from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description, read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected

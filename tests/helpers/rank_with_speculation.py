@@ -25,8 +25,7 @@ import torch
 from engine_bench import engine as plain_engine
 
 from offload_trainer import ranks
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater

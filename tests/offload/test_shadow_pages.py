@@ -15,8 +15,8 @@ import pytest
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, saved, train
 
+from offload_trainer.offloading.pages.manifest import read_store
 from offload_trainer.offloading.pages.store import DamagedPage, copies_of_bits
-from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config

@@ -22,9 +22,8 @@ from test_tiered import skip_last_block
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.manifest import ManifestWriter
+from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights

@@ -24,7 +24,7 @@ import offload_trainer as ot
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import read_store
 from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel

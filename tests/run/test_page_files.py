@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export.sources import opened
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.planning import _with_resumed_copies
 from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint

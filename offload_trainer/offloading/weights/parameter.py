@@ -109,7 +109,7 @@ class OffloadedParameter(nn.Parameter):
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping  # type: ignore[assignment]
+    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
@@ -128,7 +128,7 @@ class ParameterView(torch.Tensor):
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping  # type: ignore[assignment]
+    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.clone(), memo)

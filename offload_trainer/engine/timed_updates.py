@@ -32,6 +32,7 @@ from offload_trainer.storage.host_memory import host_buffer
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 _SCALE = 0.7
+_GPU = torch.device("cuda")  # the current one
 _PATTERN = 1 << 18  # elements of typical values, which are repeated
 
 Step = Callable[[int], None]  # called with the step's number, from 1
@@ -110,7 +111,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         load_cpu_adam()
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0])))
     if torch.cuda.is_available():
-        there, words = choose_cuda_kernel(_gpu(), choose_kernel("auto")[0])
+        there, words = choose_cuda_kernel(_GPU, choose_kernel("auto")[0])
         if there is None:
             say(f"bench: {words}")
         else:
@@ -128,20 +129,16 @@ def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, 
     """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses, as in `available_updates`."""
     chosen, _ = choose_kernel(kernel)
     found = [_update(chosen, "torch" if isinstance(chosen, TorchKernel) else "native", moments)]
-    there = choose_cuda_kernel(_gpu(), chosen)[0] if torch.cuda.is_available() else None
+    there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
     return found if there is None else [*found, _update(there, "cuda", moments)]
 
 
 def orthogonalisation(width: int) -> Callable[[], object]:
     """Return a function that orthogonalises a square matrix of `width` on the GPU, or on the CPU if there is none."""
-    gpu = _gpu() if torch.cuda.is_available() else None
+    gpu = _GPU if torch.cuda.is_available() else None
     products = products_on(gpu, threads=torch.get_num_threads())
     matrix = torch.randn(width, width, device=gpu).bfloat16()
     return lambda: orthogonalised(matrix.clone(), products)
-
-
-def _gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _update(kernel: Kernel, name: str, moments: str) -> tuple[str, Callable[[int, int], Step]]:

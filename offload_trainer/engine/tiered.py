@@ -27,7 +27,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.update.step_params import MispredictionWatch
+from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.muon import SETTINGS as MUON_SETTINGS
 from offload_trainer.optim.rules import Hyper, hypers_of

@@ -17,13 +17,12 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.muon import orthogonalised
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, StateFormat, state_format

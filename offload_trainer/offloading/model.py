@@ -29,8 +29,7 @@ from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.recompute_hooks import keep_weights
-from offload_trainer.offloading.update.step_params import StepParams, step_params_of
-from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.update.updater import StepParams, Updater, step_params_of
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units

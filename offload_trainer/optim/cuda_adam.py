@@ -16,12 +16,11 @@ from contextlib import suppress
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.rules import AdamStep, step_constants
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES

@@ -9,11 +9,10 @@ from itertools import accumulate
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 
 

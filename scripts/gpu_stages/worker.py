@@ -185,7 +185,7 @@ def _give_back() -> None:
 @contextmanager
 def _early_updates() -> Iterator[dict[str, int]]:
     """Yield counts of the steps, pages and valid pages that engines update before their step is decided."""
-    from offload_trainer.offloading.update.step_params import SpeculativeStep
+    from offload_trainer.offloading.update.updater import SpeculativeStep
 
     counts, kept = {"steps": 0, "pages": 0, "valid": 0}, SpeculativeStep.kept
 

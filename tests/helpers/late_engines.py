@@ -14,8 +14,7 @@ from late_cuda_streams import FakeCuda, queued
 from late_transfers import LateDevice, LateTransfers
 
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.optim.kernel_api import PageUpdate
-from offload_trainer.optim.torch_adam import TorchKernel
+from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 
 
 def use_late_transfers(patch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
-from offload_trainer.offloading.update.step_params import MispredictionWatch
+from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route
 from offload_trainer.storage.transfer import Future, together

@@ -14,12 +14,11 @@ import torch
 from update_ranges import ADAMW, form, update_stretch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim import kernels, native_adam, torch_adam
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate
+from offload_trainer.optim import kernel_api, kernels, native_adam
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 
 
 def numbers(n: int, *, seed: int) -> torch.Tensor:
@@ -59,7 +58,7 @@ def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
 def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_adam, "CHUNK", 4096)
+    monkeypatch.setattr(kernel_api, "CHUNK", 4096)
     n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
     grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
     before = grad.clone()

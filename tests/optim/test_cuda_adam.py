@@ -34,11 +34,10 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel, clip_ranges
 from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import DEVICE
 
 N = 20_000  # not a multiple of 256

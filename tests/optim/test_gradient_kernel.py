@@ -19,8 +19,8 @@ from offload_trainer.optim.gradient_kernel import (
     adds_like_torch,
     gradient_kernel,
 )
+from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 
 WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
 SIZES = [1, 255, 1025, 131_073, 400_001]  # up to several pieces

@@ -9,11 +9,10 @@ import torch
 from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.optim import moments as moments_
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]

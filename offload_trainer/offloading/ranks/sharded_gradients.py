@@ -33,8 +33,7 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients
-from offload_trainer.offloading.gradients.host_accumulator import StagedSums
+from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node

@@ -19,9 +19,8 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
-from offload_trainer.optim.muon import orthogonalised
+from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
@@ -135,7 +134,7 @@ def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, 
 def orthogonalisation(width: int) -> Callable[[], object]:
     """Return a function that orthogonalises a square matrix of `width` on the GPU, or on the CPU if there is none."""
     gpu = _GPU if torch.cuda.is_available() else None
-    products = products_on(gpu, threads=torch.get_num_threads())
+    products = Products(torch.get_num_threads() if gpu is None else None)
     matrix = torch.randn(width, width, device=gpu).bfloat16()
     return lambda: orthogonalised(matrix.clone(), products)
 

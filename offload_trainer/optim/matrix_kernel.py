@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
 from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
-
-_ROWS = 256  # about the rows of a product that one thread computes at a time
 
 
 class MatrixKernel:
@@ -37,7 +31,7 @@ class MatrixKernel:
         """
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
-        self._products = products_on(gpu, threads=threads)
+        self._products = Products(threads if gpu is None else None)
         self._arithmetic = _arithmetic_of(elementwise)
 
     @torch.no_grad()
@@ -67,64 +61,6 @@ class MatrixKernel:
             return orthogonalised(direction, self._products).contiguous()
         with torch.cuda.stream(self._stream):  # on the default stream it would wait for the model's products
             return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
-
-
-def products_on(gpu: torch.device | None, *, threads: int) -> Products:
-    """Return the products of the iteration on `gpu`, or on `threads` of the CPU if it is None."""
-    return Products() if gpu is not None else BlockedProducts(threads)
-
-
-class BlockedProducts(Products):
-    """Products on the CPU in blocks of rows, one thread each: their bits do not depend on the number of threads.
-
-    The blocks of a matrix have about 256 rows and are even in number, so that two threads have the same work. Without
-    units for bf16 the CPU computes them from fp32 copies.
-    """
-
-    def __init__(self, threads: int) -> None:
-        """Start the threads. Call it where torch's number of threads is the one that new threads shall have."""
-        before, started = torch.get_num_threads(), threading.Barrier(threads)
-
-        def begin(_: int) -> None:
-            torch.get_num_threads()  # otherwise the thread's first operation sets it to the number of all threads
-            torch.set_num_threads(1)
-            started.wait()
-
-        self._threads = ThreadPoolExecutor(threads, "muon")
-        list(self._threads.map(begin, range(threads)))
-        torch.set_num_threads(before)
-        self._dtype = torch.bfloat16 if has_native_16bit(torch.bfloat16) else torch.float32
-
-    def norm(self, matrix: torch.Tensor) -> torch.Tensor:
-        return self._threads.submit(matrix.norm).result()
-
-    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        right = right.to(self._dtype)
-        return self._by_blocks(left, right, lambda rows: torch.mm(left[rows].to(self._dtype), right))
-
-    def addmm(
-        self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
-        right = right.to(self._dtype)
-
-        def block(rows: slice) -> torch.Tensor:
-            given = (added[rows].to(self._dtype), left[rows].to(self._dtype))
-            return torch.addmm(*given, right, beta=beta, alpha=alpha)
-
-        return self._by_blocks(left, right, block)
-
-    def _by_blocks(
-        self, left: torch.Tensor, right: torch.Tensor, block: Callable[[slice], torch.Tensor]
-    ) -> torch.Tensor:
-        rows, out = left.shape[0], left.new_empty(left.shape[0], right.shape[1])
-        size = math.ceil(rows / (2 * max(1, round(rows / (2 * _ROWS)))))
-
-        def compute(first: int) -> None:
-            here = slice(first, first + size)
-            out[here] = block(here)
-
-        list(self._threads.map(compute, range(0, rows, size)))
-        return out
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
+from offload_trainer.optim.matrix_kernel import MatrixKernel, NativeMuon, has_bits_of
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.state_files import read_engine_state
@@ -341,7 +341,7 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)  # what a new thread would use by default
     try:
-        results = [orthogonalised(matrix.clone(), BlockedProducts(threads)) for threads in (1, 2, 5)]
+        results = [orthogonalised(matrix.clone(), Products(threads)) for threads in (1, 2, 5)]
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])

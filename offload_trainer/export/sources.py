@@ -111,16 +111,17 @@ def final_export(run: Path) -> FinalExport | None:
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """Open the weights at `path`. Inside the context their run does not remove them."""
-    if is_there(path / DESCRIPTION):
+    described = is_there(path / DESCRIPTION)
+    if described or (is_there(path / MARK) and is_there(path / "state")):
         if is_alive(path):
             raise UserError(
                 f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
                 "SIGUSR1, and export that"
             )
-        with protected(path):
-            yield _page_files(path).with_buffers()
-        return
-    if is_there(path / MARK) and is_there(path / "state"):
+        if described:
+            with protected(path):
+                yield _page_files(path).with_buffers()
+            return
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
             "it started, or it did not keep two copies of its whole state on drives (--optimizer nvme --ram-fraction 0 "

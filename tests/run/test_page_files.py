@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import KILL, TINY, Run, ask, call, faulty
-from dead_run_files import dead_lease
+from dead_run_files import dead_lease, died
 from safetensors.torch import load_file
 
 from offload_trainer.errors import RERUN_HINT, UserError
@@ -435,11 +435,11 @@ def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> 
 def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
     with DriveLease(place) as lease:
         (lease.path / "state").write_bytes(bytes(8192))
-        with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
-            opened(lease.path).__enter__()
-        (lease.path / "store.json").write_text("{}")
         with pytest.raises(UserError, match="its run is alive"):
             opened(lease.path).__enter__()
+    dead = died(DriveLease(place)._place)
+    with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
+        opened(dead).__enter__()
 
 
 @pytest.mark.slow

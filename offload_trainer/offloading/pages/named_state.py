@@ -139,6 +139,7 @@ class TieredState:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
+        self.store.flush()  # fields that were open before have the old values
         return state
 
     def _load_fixed(self, directory: Path) -> None:

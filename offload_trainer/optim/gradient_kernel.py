@@ -4,7 +4,7 @@
                            └──squares──> one partial result a piece of `Pieces.width` elements
 
 `gradients.h` does this on the update kernel's threads. `TorchGradients` is the reference and has the same bits; it
-passes over memory several times. offloading/gradients/norms.py combines the partial results.
+passes over memory several times. `Pieces.norm` combines the partial results.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
+from offload_trainer.plan.tiered.norm_shards import piece_width
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class Pieces:
 
     width: int
     halving: bool
+
+    @classmethod
+    def of(cls, numel: int, *, ordered: bool) -> Pieces:
+        """Return the pieces of a weight of `numel` elements, counted from its start.
+
+        Its norm has the bits of norms.py's `ordered_norm` if `ordered`, else those of `norm_of` on the CPU.
+        """
+        return cls(piece_width(numel, ordered=ordered), halving=ordered)
+
+    def norm(self, results: torch.Tensor) -> torch.Tensor:
+        """Return the norm (fp32, 0-dim) from the partial results of all pieces, which several ranks may compute."""
+        return root_of_sum(results) if self.halving else torch.linalg.vector_norm(results)
 
     def results(self, elements: int) -> torch.Tensor:
         """Return memory (fp32) for the results of `elements` elements."""
@@ -94,6 +107,12 @@ def sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
         length //= 2
         rows[:, :length].add_(rows[:, length : 2 * length])
     return rows[:, 0]
+
+
+def root_of_sum(sums: torch.Tensor) -> torch.Tensor:
+    filled = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())  # the next power of two
+    filled[0, : sums.numel()].copy_(sums)
+    return sum_by_halves(filled)[0].sqrt()
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
-from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import GradientKernel
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -159,11 +159,10 @@ class Gradients:
             if measured:
                 self._norms[name] = self._norm_of_sum(name, target)
         elif host is not None and at_hand:
-            norm = self._norm(name)
-            pieces = norm.pieces if measured else None
+            pieces = self._pieces(name) if measured else None
             results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
-            if measured:
-                self._norms[name] = norm.total(results)
+            if pieces is not None:
+                self._norms[name] = pieces.norm(results)
         elif first and host is not None and flat.dtype is self.dtype:
             self._downloads[name] = self._device.download(flat, host[here])
             self._in_flight.add(flat.nbytes, self._downloads[name])
@@ -190,11 +189,11 @@ class Gradients:
         """
         unit, place = self._intake.place[name]
         collecting = self._host.staged.collecting
-        norm, size = self._norm(name), self._ring.largest_piece // flat.itemsize
-        at_once = measured and size >= norm.pieces.width
+        pieces, size = self._pieces(name), self._ring.largest_piece // flat.itemsize
+        at_once = measured and size >= pieces.width
         if at_once:
-            size -= size % norm.pieces.width
-        pieces, results = norm.pieces if at_once else None, list[torch.Tensor]()
+            size -= size % pieces.width
+        results = list[torch.Tensor]()
         parts = flat.split(size)
         gone = Future(parts=len(parts))
         download = self._downloads.pop(name, None) or done()
@@ -209,7 +208,7 @@ class Gradients:
                 download.wait()
                 arrived.wait()
                 target = collecting(unit.index)[start : start + values.numel()]
-                results.append(self._kernel.add(target, values, first=first, pieces=pieces))
+                results.append(self._kernel.add(target, values, first=first, pieces=pieces if at_once else None))
 
             self._host.put(add, read)
             start += part.numel()
@@ -219,8 +218,8 @@ class Gradients:
             def take_norm() -> None:
                 if not at_once:
                     sums = collecting(unit.index)[place.start : start]
-                    results[:] = [self._kernel.add(sums, None, pieces=norm.pieces)]
-                self._norms[name] = norm.total(torch.cat(results))
+                    results[:] = [self._kernel.add(sums, None, pieces=pieces)]
+                self._norms[name] = pieces.norm(torch.cat(results))
 
             self._host.put(take_norm, Future())
 
@@ -229,15 +228,16 @@ class Gradients:
         """Return whether norms of sums are `ordered_norm`, because a GPU trains and sums may be on it."""
         return self._device.place.type != "cpu"
 
-    def _norm(self, name: str) -> PiecewiseNorm:
-        """Return the norm of a weight's sum over micro-batches in host memory."""
-        return PiecewiseNorm(self._intake.place[name][1].weight.numel, ordered=self._ordered)
+    def _pieces(self, name: str) -> Pieces:
+        """Return the pieces in which a weight's sum over micro-batches is measured in host memory."""
+        return Pieces.of(self._intake.place[name][1].weight.numel, ordered=self._ordered)
 
     def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
         if values.device.type != "cpu":
             return ordered_norm(values)
-        return self._norm(name).of(values, self._kernel)
+        pieces = self._pieces(name)
+        return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 
     # -- after it -----------------------------------------------------------------------------------------------------
 

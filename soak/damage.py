@@ -41,7 +41,6 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
-from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.export.sources import finite_weights, opened
@@ -399,7 +398,9 @@ def checkpoint(folder: Path) -> Files:
     """Create the second checkpoint of a run with a one-layer model, which is resumed from and exported."""
     config = load_config(TINY)
     source = resolve_model(config.model, seed=0)
-    engine = PlainEngine(source, config.model, config.optim)
+    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)), world=1, nodes=1)
+    work = workload(config, source.shape, world=1, nodes=1)
+    engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=[])
     (folder / "model").mkdir(parents=True)
     save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}

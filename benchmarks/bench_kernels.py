@@ -91,7 +91,7 @@ def with_casts(state: State, update: Step, *, casts: bool) -> Step:
 
 
 def ours(state: State, casts: bool) -> Step:
-    from offload_trainer.optim.kernel_api import ParamRange
+    from offload_trainer.optim.kernel_api import PageUpdate, ParamRange
     from offload_trainer.optim.kernels import choose_kernel
     from offload_trainer.optim.rules import AdamW
     from offload_trainer.plan.tiered.state_formats import state_format
@@ -103,15 +103,9 @@ def ours(state: State, casts: bool) -> Step:
     def step(number: int) -> None:
         for place, master in enumerate(state.masters):
             fields = {"master": master, "exp_avg": state.firsts[place], "exp_avg_sq": state.seconds[place]}
-            kernel.update_page(
-                fields,
-                (state.halves if casts else state.grads)[place],
-                state.weights[place] if casts else None,
-                [ParamRange(0, master.numel(), hyper, number)],
-                format=form,
-                scale=1.0,
-                noise=None,
-            )
+            grad, out = (state.halves if casts else state.grads)[place], state.weights[place] if casts else None
+            parts = [ParamRange(0, master.numel(), hyper, number)]
+            kernel.update_page(PageUpdate(fields, grad, out, parts, form, scale=1.0, noise=None))
 
     return step
 

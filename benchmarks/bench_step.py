@@ -51,13 +51,17 @@ def child(words: list[str]) -> None:
     os.dup2(2, 1)  # libraries print to stdout
     from offload_trainer.run.process_setup import prepared
 
-    config = prepared(["plain" if word == "native" else word for word in words])
-    from offload_trainer.run import train  # This imports torch, so threads must have been configured before.
+    config = prepared(["tiered" if word == "native" else word for word in words])
+    import torch  # threads must have been configured before
+
+    from offload_trainer.run import train
     from offload_trainer.run.build import build_engine
-    from offload_trainer.telemetry.meters import peak_rss_bytes
+    from offload_trainer.telemetry.meters import HostTimer, PhaseClock, peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
     def serve(job: Any) -> None:
+        if "native" in words and torch.cuda.is_available():
+            job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))  # the plan is the tiered engine's
         print(
             json.dumps({"build_peak": peak_rss_bytes(), "parameters": job.checkpoints.record.identity["parameters"]}),
             file=answers,

@@ -52,7 +52,6 @@ CASES = {
     "354M, tiered, weights streamed from RAM": f"{_354M} {_SHORT} {_TIERED} 1 --params cpu",
     "354M, tiered, weights and state on the drive": f"{_354M} {_SHORT} {_TIERED} 0 --params nvme",
     "354M, tiered, all on the drive": f"{_354M} {_SHORT} {_TIERED} 0 {_ALL_ON_DRIVES}",
-    "39M, plain": f"{_40M} {_SHORT} --engine plain",
 } | {
     f"{size}, {name}": f"{model} {_SHORT} --engine deepspeed {words}"
     for size, model in (("39M", _40M), ("124M", _124M), ("354M", _354M))

@@ -180,10 +180,6 @@ COMMANDS = {
                 "SIZE", "largest file of a directory, such as 500MB (default %(default)s)", type=_size, default="5GB"
             ),
             "--check": _switch("read every header back and compare a sample of the tensors"),
-            "--mixed": _switch(
-                "accept page files of a run that was killed during an update, in which some weights are one step "
-                "ahead of others; they are refused otherwise"
-            ),
         },
     ),
     "import": Command(

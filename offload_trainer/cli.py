@@ -230,7 +230,6 @@ def _export(given: Namespace, _: list[str]) -> None:
         dtype=given.dtype,
         shard_bytes=given.max_shard_size,
         check=given.check,
-        mixed=given.mixed,
     )
     compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
     where = f"exported {done.source} in {given.dtype} to {given.destination}"

@@ -259,9 +259,8 @@ class TrainSection(_Section):
 class PlacementSection(_Section):
     """Placement of weights, gradients and optimizer state, and the engine that implements it."""
 
-    engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
-        "auto",
-        description="tiered: this package's own; deepspeed: stock ZeRO; plain: torch alone on one device; auto: tiered",
+    engine: Literal["auto", "tiered", "deepspeed"] = Field(
+        "auto", description="tiered: this package's own; deepspeed: stock ZeRO; auto: tiered"
     )
     params: Home = Field("auto", description="where the 16-bit weights are stored")
     optimizer: Home = Field("auto", description="where the optimizer state (fp32 master weights, moments) is stored")

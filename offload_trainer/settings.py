@@ -57,7 +57,7 @@ FLAGS: dict[str, Flag] = {
     "--seed": Flag("train.seed", "N"),
     "--lr": Flag("optim.lr", "RATE"),
     "--nvme": Flag("placement.nvme", "DIR", repeat=True),
-    "--engine": Flag("placement.engine", "auto|tiered|deepspeed|plain"),
+    "--engine": Flag("placement.engine", "auto|tiered|deepspeed"),
     "--params": Flag("placement.params", "auto|gpu|cpu|nvme"),
     "--optimizer": Flag("placement.optimizer", "auto|gpu|cpu|nvme"),
     "--gpu-fraction": Flag("placement.gpu_fraction", "auto|0..1"),

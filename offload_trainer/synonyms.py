@@ -249,7 +249,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "optim.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
     | {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "true": "cosine"},
     "optim.moment_dtype": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
-    "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed") | {"torch": "plain"},
+    "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),
     # --optimizer places the optimizer state; other trainers use the same flag to choose the optimizer.
     "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
     | _EIGHT_BITS

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from offload_trainer.optim import triton_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, constants
-from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import PageUpdate, ParamRange
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import adamw_of
@@ -93,13 +93,13 @@ def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[tor
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
     decayed, plain = (adamw_of(HYPER | {"weight_decay": decay}) for decay in (0.1, 0.0))
     parts = [ParamRange(0, n // 512 * 256, decayed, 7), ParamRange(n // 512 * 256 + 256, n, plain, 9)]
-    kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(form))
+    kernel.update_page(PageUpdate(here, grad.bfloat16().to(place), out, parts, **settings(form)))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
 
 
 def settings(form: StateFormat) -> dict:
-    noise = None if not form.moments.stochastic else RoundingNoise(Noise(1, 2), 3, 2**32 - 4096)
-    return {"format": form, "scale": 0.37, "noise": noise}
+    noise = None if not form.moments.stochastic else Noise(1, 2)
+    return {"format": form, "scale": 0.37, "noise": noise, "unit": 3, "first": 2**32 - 4096}
 
 
 def different_bytes(kernel: CudaKernel, beside, *, form: StateFormat, n: int, place: torch.device) -> int:
@@ -123,7 +123,7 @@ def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device,
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):
-            kernel.update_page(page, gradient, out, part, **given)
+            kernel.update_page(PageUpdate(page, gradient, out, part, **given))
 
     run()
     torch.cuda.synchronize(place)

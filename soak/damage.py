@@ -41,7 +41,6 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
-from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.export.sources import finite_weights, opened
@@ -350,7 +349,6 @@ def pages(folder: Path) -> Files:
             for path in lease.iterdir():
                 path.unlink()
         ours = engine(new=True)
-        ours.offloaded.manifest.commits = True
         for step in range(1, 5):
             tokens = torch.full((2, 17), step) if run == "this" else torch.full((2, 17), 9)
             batch = Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0), seed=step)
@@ -376,7 +374,7 @@ def pages(folder: Path) -> Files:
                 raise ValueError("the run was killed before it completed a step")
         except (ValueError, OSError) as error:  # a start gives them as one message (run/resume.py)
             raise TrainerError(str(error)) from error
-        with opened(lease, mixed=False) as masters:
+        with opened(lease) as masters:
             for _ in finite_weights(masters):
                 pass
         ours = engine(new=False)
@@ -400,7 +398,9 @@ def checkpoint(folder: Path) -> Files:
     """Create the second checkpoint of a run with a one-layer model, which is resumed from and exported."""
     config = load_config(TINY)
     source = resolve_model(config.model, seed=0)
-    engine = PlainEngine(source, config.model, config.optim)
+    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)), world=1, nodes=1)
+    work = workload(config, source.shape, world=1, nodes=1)
+    engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=[])
     (folder / "model").mkdir(parents=True)
     save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
@@ -425,7 +425,7 @@ def checkpoint(folder: Path) -> Files:
         rows = split_rows(len(tokens), seq_len=16, validation=0.0).train
         reader = RowReader(tokens, rows=rows, seq_len=16, vocabulary=64, seed=0, shuffle=True)
         next(iter(reader.train_batches(DataState(state.data_position), micro_batch=2)))
-        with opened(folder, mixed=True) as weights:
+        with opened(folder) as weights:
             weights.card("fp16")
             for _ in finite_weights(weights):
                 pass

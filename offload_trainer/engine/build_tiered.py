@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.allocation import Drives, EngineParts, Layout
-from offload_trainer.offloading.cuda_device import CudaDevice
-from offload_trainer.offloading.device import CpuDevice, Device
+from offload_trainer.offloading.allocation import Drives, EngineParts
+from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.plan.tiered.layout import Unit
+from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
@@ -61,25 +60,22 @@ def open_parts(
     drives = Drives(directories, _transfers(sizes, node))
     stack.callback(drives.close)
     homes = layouts.homes(placement, sizes, node=node.number)
-    layout = Layout(
+    kernel, why = choose_kernel(work.kernel)
+    say(why)
+    return EngineParts(
         units=units,
         homes=homes,
+        sizes=sizes,
         dtype=dtype,
         gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
-        format=sizes.format,
-        page_buffers=sizes.page_buffers,
-        unit_buffers=sizes.unit_buffers,
-        copies=sizes.places,
-        node=node,
-        overlap_forward=sizes.overlap,
-        overlap_backward=sizes.ahead,
         ring_bytes=gradient_ring(
             units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
+        node=node,
+        device=device,
+        drives=drives,
+        kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
     )
-    kernel, why = choose_kernel(work.kernel)
-    say(why)
-    return EngineParts(layout, device, drives, (kernel, _device_kernel(layout, device, kernel, say=say)))
 
 
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
@@ -95,13 +91,13 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
     )
 
 
-def _device_kernel(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
+def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
     """Return the kernel that updates pages on the device with the bits of `kernel`.
 
     Raises:
         UserError: the GPU has no such kernel.
     """
-    if device.place.type != "cuda" or not any(page.home == DEVICE for page in layout.homes.pages):
+    if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
     found, why = choose_cuda_kernel(device.place, kernel)
     say(why)

@@ -1,4 +1,4 @@
-"""Define the interface between the training loop and the engines (tiered, deepspeed, plain).
+"""Define the interface between the training loop and the engines (tiered, deepspeed).
 
 A step is `accumulate` micro-batches with a forward and a backward each, then one update with the scheduled learning
 rate. Loss and gradient norm cover the whole step on all ranks.

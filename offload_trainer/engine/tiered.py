@@ -27,7 +27,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.update.step_params import MispredictionWatch
+from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.muon import SETTINGS as MUON_SETTINGS
 from offload_trainer.optim.rules import Hyper, hypers_of
@@ -72,9 +72,9 @@ class TieredEngine:
         self._scale = LossScale.initial(work.dtype)
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
-            self._place, self._overlaps, self._hidden = parts.device.place, parts.layout.overlap_forward, 0.0
-            self._watch = MispredictionWatch() if parts.layout.overlap_backward else None
-            self._node, self._together = parts.layout.node, work.sequence
+            self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
+            self._watch = MispredictionWatch() if parts.sizes.ahead else None
+            self._node, self._together = parts.node, work.sequence
             self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
             context = parameters_without_memory()
             self._module = source.build(

@@ -14,24 +14,23 @@ import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
-from offload_trainer.optim.muon import orthogonalised
+from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, StateFormat, state_format
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.tensorfile import DTYPES
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 _SCALE = 0.7
+_GPU = torch.device("cuda")  # the current one
 _PATTERN = 1 << 18  # elements of typical values, which are repeated
 
 Step = Callable[[int], None]  # called with the step's number, from 1
@@ -52,9 +51,8 @@ ADAMW_FP32 = state_format("adamw", "fp32")
 def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
     """Return buffers with typical values for `elements` parameters, in pages of at most `page` (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
-    laid_out = [Page(0, 0, size, RAM) for size in sizes]
-    whole = [format.page_bytes(one) for one in laid_out]
-    memory = iter(host_buffer(sum(whole)).split(whole))
+    table = PageTable([Page(0, 0, size, RAM) for size in sizes], format)
+    memory = host_buffer(sum(table.sizes)).split(table.sizes)
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
     random = torch.Generator().manual_seed(0)
     master, first, gradient = 0.02 * torch.randn(3, _PATTERN, generator=random)
@@ -63,12 +61,10 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
     for moment in MOMENTS.values():
         stored_moment(moment, values).write(first if moment.signed else first.square())
     pages = []
-    for one, grad, out in zip(laid_out, *narrow, strict=True):
-        data, start, fields = next(memory), 0, {}
-        for name, field in format.fields.items():
-            fields[name] = data[start:][: field.bytes(one)].view(DTYPES[field.dtype])
-            _repeat(values[name], fields[name])
-            start += field.padded(one)
+    for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
+        fields = table.fields(number, data)
+        for name, field in fields.items():
+            _repeat(values[name], field)
         _repeat(gradient.bfloat16(), grad)
         pages.append(Buffers(fields, grad, out))
     return pages
@@ -86,15 +82,9 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateForm
     def update(step: int) -> None:
         start = 0
         for page, size in zip(pages, sizes, strict=True):
-            kernel.update_page(
-                page.fields,
-                page.grad,
-                page.out,
-                [ParamRange(0, size, _ADAMW, step)],
-                format=format,
-                scale=_SCALE,
-                noise=RoundingNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
-            )
+            parts = [ParamRange(0, size, _ADAMW, step)]
+            noise = Noise(0, step) if format.moments.stochastic else None
+            kernel.update_page(PageUpdate(page.fields, page.grad, page.out, parts, format, _SCALE, noise, 0, start))
             start += size
 
     return update
@@ -119,7 +109,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         load_cpu_adam()
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0])))
     if torch.cuda.is_available():
-        there, words = choose_cuda_kernel(_gpu(), choose_kernel("auto")[0])
+        there, words = choose_cuda_kernel(_GPU, choose_kernel("auto")[0])
         if there is None:
             say(f"bench: {words}")
         else:
@@ -137,20 +127,16 @@ def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, 
     """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses, as in `available_updates`."""
     chosen, _ = choose_kernel(kernel)
     found = [_update(chosen, "torch" if isinstance(chosen, TorchKernel) else "native", moments)]
-    there = choose_cuda_kernel(_gpu(), chosen)[0] if torch.cuda.is_available() else None
+    there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
     return found if there is None else [*found, _update(there, "cuda", moments)]
 
 
 def orthogonalisation(width: int) -> Callable[[], object]:
     """Return a function that orthogonalises a square matrix of `width` on the GPU, or on the CPU if there is none."""
-    gpu = _gpu() if torch.cuda.is_available() else None
-    products = products_on(gpu, threads=torch.get_num_threads())
+    gpu = _GPU if torch.cuda.is_available() else None
+    products = Products(torch.get_num_threads() if gpu is None else None)
     matrix = torch.randn(width, width, device=gpu).bfloat16()
     return lambda: orthogonalised(matrix.clone(), products)
-
-
-def _gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _update(kernel: Kernel, name: str, moments: str) -> tuple[str, Callable[[int, int], Step]]:

@@ -66,9 +66,7 @@ class Exported:
     compared: int  # tensors read back and found equal to the source
 
 
-def export(
-    source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool, mixed: bool = False
-) -> Exported:
+def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool) -> Exported:
     """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
 
     Args:
@@ -77,13 +75,12 @@ def export(
         dtype: fp16, bf16 or fp32.
         shard_bytes: largest size of a shard.
         check: read all headers and a sample of tensors back.
-        mixed: accept page files of a run that died in the middle of an update.
 
     Raises:
         UserError: the source is incomplete, the destination exists, space is short, or values do not fit fp16.
         TrainerError: the disk fails.
     """
-    with opened(source, mixed=mixed) as found:
+    with opened(source) as found:
         return write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
 
 

@@ -33,8 +33,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import opened_weights
-from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description, read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
@@ -117,21 +116,23 @@ def final_export(run: Path) -> FinalExport | None:
 
 
 @contextmanager
-def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
+def opened(path: Path) -> Iterator[Source]:
     """Open the weights at `path`. Inside the context their run does not remove them."""
-    if is_there(path / DESCRIPTION):
+    described = is_there(path / DESCRIPTION)
+    if described or (is_there(path / MARK) and is_there(path / "state")):
         if is_alive(path):
             raise UserError(
                 f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
                 "SIGUSR1, and export that"
             )
-        with protected(path):
-            yield _page_files(path, mixed=mixed).with_buffers()
-        return
-    if is_there(path / MARK) and is_there(path / "state"):
+        if described:
+            with protected(path):
+                yield _page_files(path).with_buffers()
+            return
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
-            "it started; export its newest checkpoint"
+            "it started, or it did not keep two copies of its whole state on drives (--optimizer nvme --ram-fraction 0 "
+            "tiered.state_copies=2); export its newest checkpoint"
         )
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
@@ -227,16 +228,11 @@ def opened_model(directory: Path) -> Iterator[Source]:
         yield source.with_buffers(dict(found.each(found.buffers)))
 
 
-def _page_files(directory: Path, *, mixed: bool) -> Source:
+def _page_files(directory: Path) -> Source:
     stored = read_store(directory)
     if not os.path.isfile(stored.model / "config.json"):
         raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
-    if stored.updating and not mixed:
-        raise UserError(
-            f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
-            f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
-        )
-    text = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
+    text = f"{directory}, after update {stored.step}"
     return Source(
         shapes=stored.shapes,
         weights=stored.weights,

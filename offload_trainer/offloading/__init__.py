@@ -1,7 +1,7 @@
 """Place a model's weights, gradients and optimizer state on the device, in RAM or on drives, and train it from there.
 
     model.py         `OffloadedModel`: connects everything below; engines and sessions train through it
-    allocation.py    `Layout`, and the storage, gradient sums and update progress that it describes
+    allocation.py    `EngineParts`, and the storage, gradient sums and update progress that it describes
     weights/         16-bit weights: storage, prefetch to the device, parameters that fetch their values
     gradients/       collect, accumulate and measure gradients
     update/          the optimizer update of all pages, overlapped with drives, the forward or the backward
@@ -18,5 +18,5 @@ Terms:
     tier     where data is stored: the device, RAM, or one of the drives (`plan/tiers.py`). The home of a page or a unit
              is the number of its tier.
     master   the fp32 copy of a weight in the optimizer state, which the update changes and the weight is rounded from.
-    copy     a page on a drive may have two: the valid one and the one that the update writes (`pages/page_copies.py`).
+    copy     a page on a drive may have two: the valid one and the one that the update writes (`pages/store.py`).
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +16,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.page_copies import PageCopies
-from offload_trainer.offloading.pages.store import PageStore, UnitStore
+from offload_trainer.offloading.pages.store import PageCopies, PageStore, PageTable, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
@@ -27,7 +26,7 @@ from offload_trainer.optim.gradient_kernel import gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
-from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
 
@@ -61,28 +60,16 @@ class Drives:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The placement of state, weights and gradients, their formats, and the sizes of the buffers between tiers."""
+class EngineParts:
+    """The placement of state, weights and gradients, and the objects that move and update them."""
 
     units: tuple[Unit, ...]
     homes: TierMap
+    sizes: TierSizes  # sizes of the buffers between tiers, and when the update runs
     dtype: torch.dtype  # dtype of the model's weights
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
-    format: StateFormat  # format of the optimizer state
-    page_buffers: int  # host buffers for pages that are read from or written to a drive
-    unit_buffers: int  # device buffers for blocks whose weights are offloaded
-    overlap_forward: bool  # the update runs on a thread and overlaps the next forward
-    overlap_backward: bool  # the update of pages on drives and of `homes.shadows` may start during the backward
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
-    copies: int  # copies of each page on a drive, 1 or 2
-    node: Node = field(default_factory=Node)  # the ranks that share this placement
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The objects that place, move and update the model's state."""
-
-    layout: Layout
+    node: Node  # the ranks that share this placement
     device: Device
     drives: Drives
     kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
@@ -105,17 +92,16 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     `order` lists the trainable weights in the order in which their norms are summed. If the CPU's kernel is compiled,
     gradients are added and page checksums computed by compiled code, too.
     """
-    layout, device, drives, kernel = parts.layout, parts.device, parts.drives, parts.kernels[0]
-    units, homes, node = layout.units, layout.homes, layout.node
-    pages = [layout.copies * layout.format.page_bytes(page) for page in homes.pages]
+    device, drives, kernel, copies = parts.device, parts.drives, parts.kernels[0], parts.sizes.places
+    units, homes, node = parts.units, parts.homes, parts.node
+    table = PageTable(homes.pages, parts.sizes.format)
     state = PageStore(
-        homes.pages,
-        format=layout.format,
-        files=drives.files("state", pages, [page.home for page in homes.pages], shared=False),
+        table,
+        files=drives.files("state", [copies * size for size in table.sizes], table.homes, shared=False),
         transfers=drives.unchecked,
         device=device,
         node=node,
-        copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=sum_with(kernel)),
+        copies=PageCopies(table, count=copies, node=node, compute=sum_with(kernel)),
     )
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
@@ -123,11 +109,11 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
             if memory is not None:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
-    sizes = [unit.stored_bytes(layout.dtype.itemsize) for unit in units]
+    sizes = [unit.stored_bytes(parts.dtype.itemsize) for unit in units]
     outside = UnitStore(
         [0 if home == DEVICE else size for size, home in zip(sizes, homes.weights, strict=True)],
         [RAM if home == DEVICE else home for home in homes.weights],
-        dtype=layout.dtype,
+        dtype=parts.dtype,
         files=drives.files("weights", sizes, homes.weights),
         transfers=drives.transfers,
         pinned=device.is_cuda,
@@ -136,28 +122,28 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     fetches = WeightFetches(outside, node=node, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
     gradients = _gradients(parts, order=order)
-    return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
+    return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
 
 
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
-    layout, device, drives, kernel = parts.layout, parts.device, parts.drives, gradient_kernel(parts.kernels[0])
-    units, homes, dtype, node = layout.units, layout.homes.gradients, layout.gradient_dtype, layout.node
+    units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
+    device, drives, kernel = parts.device, parts.drives, gradient_kernel(parts.kernels[0])
     sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
-        return Gradients(units, store, device=device, ring_bytes=layout.ring_bytes, order=order, kernel=kernel)
-    return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node, kernel=kernel)
+        return Gradients(units, store, device=device, ring_bytes=parts.ring_bytes, order=order, kernel=kernel)
+    return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 
-def _update_progress(layout: Layout, weights: PlacedWeights, device: Device) -> UpdateProgress:
+def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
     """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
 
     Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
     ranks, and raises TrainerError if one of them does not come: see `Node.exchange`.
     """
-    homes, node = layout.homes, layout.node
+    homes, node, device = parts.homes, parts.node, parts.device
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:
         return UpdateProgress(pages)
@@ -166,7 +152,7 @@ def _update_progress(layout: Layout, weights: PlacedWeights, device: Device) -> 
     def agree(unit: int) -> None:
         barrier(unit)
         with device.side_stream(after=device.mark()):
-            weights.broadcast_unit(layout.units[unit], connections=connections)
+            weights.broadcast_unit(parts.units[unit], connections=connections)
             there = device.reached()
         there.wait()
         if len(node.nodes) > 1:

@@ -1,4 +1,4 @@
-"""Define the interface of the computing device and its asynchronous copies; implement it for the CPU.
+"""The computing device, a CPU or a GPU, and its asynchronous copies.
 
     fetch     host memory or a drive -> a ring buffer on the device     (prefetched weights)
     upload    host memory -> the device                                 (new weights from the update)
@@ -8,7 +8,7 @@
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
-number. `cuda_device.py` implements the interface for a GPU.
+number. A GPU has side streams for copies in each direction and for the update, ordered by events.
 
 Also here: the cores that work on the host may use meanwhile, and the return of freed memory between blocks on a CPU.
 """
@@ -16,8 +16,9 @@ Also here: the cores that work on the host may use meanwhile, and the return of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,98 +58,277 @@ class ReturnCopy:
     left: Future  # the source may be overwritten
 
 
-class Device(Protocol):
-    """The device that computes forward and backward, with asynchronous copies to and from host memory."""
-
-    place: torch.device
-    is_cuda: bool
-    in_host_memory: bool  # the host may use the device's tensors without a copy
-
-    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory on the device."""
-        ...
-
-    def mark(self) -> Any:
-        """Return an event after everything that is queued on the device so far."""
-        ...
-
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
-        """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
-        ...
-
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
-        """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
-        ...
-
-    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
-        """Copy `values` (on the device) to host memory after the event `after`, or after everything queued so far."""
-        ...
-
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        """Copy `values` (on the device) to host memory concurrently, and keep them alive until it is done."""
-        ...
-
-    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
-        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
-        ...
-
-    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
-        """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
-        ...
-
-    def reached(self) -> Future:
-        """Return a future that completes after everything queued so far, on the main or the current side stream."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class CpuDevice:
-    """The CPU as a device, whose memory is host memory."""
+    """The CPU as the device that computes forward and backward; its memory is host memory."""
 
-    place, is_cuda, in_host_memory = torch.device("cpu"), False, True
+    place, is_cuda = torch.device("cpu"), False
+    in_host_memory = True  # the host may use the device's tensors without a copy
 
     def __init__(self) -> None:
         self._copies = Workers(1, "copy")
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate memory on the device."""
         return host_buffer(elements * dtype.itemsize).view(dtype)
 
-    def mark(self) -> None:
+    def mark(self) -> Any:
+        """Return an event after everything that is queued on the device so far."""
         return None  # the CPU computes synchronously
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
+        """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
         if not isinstance(source, torch.Tensor):
             return source(into)
         return self.upload(source, into, after=after)
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
+        """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
         future = Future()
         self._copies.put(ending(future, lambda: copy_alone(values, into)))
         return future
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        """Copy `values` (on the device) to host memory concurrently, and keep them alive until it is done."""
         held, future = [values], Future()
         self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # freed before the future completes
         return future
 
     def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
+        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
         future, copy = Future(), lambda: copy_alone(source, into)
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
         return ReturnCopy(future, future)
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
+        """Copy `values` (on the device) to host memory after the event `after`, or after everything queued so far."""
         into.copy_(values)
         return done()
 
     def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
+        """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
         return nullcontext()
 
     def reached(self) -> Future:
+        """Return a future that completes after everything queued so far, on the main or the current side stream."""
         return done()
 
     def close(self) -> None:
         self._copies.close()
+
+
+class _Staging:
+    """A pinned host buffer between a drive and the device."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = host_buffer(size, pinned=True)
+        self.last: _CudaArrival | None = None  # the buffer's last copy to the device
+
+
+class CudaDevice:
+    """A CUDA device, with the methods of `CpuDevice`: one stream for copies to it, and one for copies to the host.
+
+    Reads from a drive pass through pinned staging buffers. Offloaded activations use two more streams, so that they do
+    not wait for weights. The update of pages on the device uses another one.
+    """
+
+    is_cuda, in_host_memory = True, False
+
+    def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
+        """Create streams and threads, and `stagings` pinned buffers of `staging_bytes` for units on drives.
+
+        `staging_bytes` is 0 if no weights are on a drive.
+        """
+        self.place = device
+        self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)
+        self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
+        self._lock = threading.Lock()
+        # One thread waits for the events of one stream, which are reached in order.
+        self._uploaded, self._downloaded, self._kept, self._returned, self._passed, self._stager = map(
+            self._worker, ("uploaded", "downloaded", "kept", "returned", "passed", "staging")
+        )
+
+    def _worker(self, name: str) -> Workers:
+        """Start a thread that uses this device. A new thread uses device 0 and could create a CUDA context there."""
+        return Workers(1, name, prepare=lambda: torch.cuda.set_device(self.place))
+
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self.place)
+
+    def mark(self) -> torch.cuda.Event:
+        with torch.cuda.device(self.place):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.place))
+        return event
+
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
+        if isinstance(source, torch.Tensor):
+            return self._arrive(self._to_device, None, source, into, after=after)
+        if isinstance(source, QueuedFill):
+            return self._gathered(source, into, after=after)
+        with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
+            staging = self._stagings.pop(0)  # the least recently used buffer is first
+            self._stagings.append(staging)
+            part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
+            before, read = staging.last, Future()
+            arrival = staging.last = self._arrive(self._to_device, read, part, into, after=after)
+
+        def fill() -> None:
+            try:
+                if before is not None:
+                    before.finish()  # the read must not overwrite bytes that are still being copied
+                source(part).then(read.finish_part)
+            except BaseException as error:
+                read.finish_part(error)
+
+        if before is None or before.over:
+            fill()
+        else:
+            self._stager.put(fill)
+        return arrival
+
+    def _gathered(self, gather: QueuedFill, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
+        """Queue the copy of this rank's shard and NCCL's all-gather, on the gathering thread at this rank's turn."""
+
+        def queue() -> torch.cuda.Event:
+            with self._in_order(self._to_device, after=after) as event:
+                gather.fill(into, lambda values, target: target.copy_(values, non_blocking=True))
+            return event
+
+        arrival = _CudaArrival(queue, self.place)
+        gather.when(arrival.queue)
+        return arrival
+
+    @contextmanager
+    def _in_order(self, stream: torch.cuda.Stream, *, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Event]:
+        """Queue the work inside the context on `stream` after the event `after`; yield an event recorded at its end."""
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
+        with torch.cuda.device(self.place), torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            yield event
+            event.record(stream)
+
+    def _arrive(
+        self,
+        stream: torch.cuda.Stream,
+        ready: Future | None,
+        source: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        after: torch.cuda.Event | None,
+    ) -> _CudaArrival:
+        """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
+        arrival = _CudaArrival(lambda: self._copy(source, into, after=after, stream=stream), self.place)
+        if ready is None:
+            arrival.queue(None)
+        else:
+            ready.then(arrival.queue)
+        return arrival
+
+    def _copy(
+        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        with self._in_order(stream, after=after) as event:
+            into.copy_(source, non_blocking=True)
+        return event
+
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
+        event, future = self._copy(values, into, after=after, stream=self._to_device), Future()
+        self._uploaded.put(ending(future, event.synchronize))
+        return future
+
+    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
+        after = after or self.mark()
+        return self._copy_out(values, into, after=after, stream=self._to_host, waiter=self._downloaded)
+
+    def _copy_out(
+        self,
+        values: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        after: torch.cuda.Event,
+        stream: torch.cuda.Stream,
+        waiter: Workers,
+    ) -> Future:
+        event, future = self._copy(values, into, after=after, stream=stream), Future()
+        values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
+        waiter.put(ending(future, event.synchronize))
+        return future
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
+
+    def copy_back(
+        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
+    ) -> ReturnCopy:
+        arrival, left = self._arrive(self._inputs_to_device, ready, source, into, after=after), Future()
+        into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
+        arrival.queued.then(lambda _: self._returned.put(ending(left, arrival.finish)))
+        return ReturnCopy(arrival, left)
+
+    @contextmanager
+    def side_stream(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
+        with torch.cuda.device(self.place), torch.cuda.stream(self._side):
+            if after is not None:
+                self._side.wait_event(after)
+            yield
+
+    def reached(self) -> Future:
+        event, future = torch.cuda.Event(blocking=True), Future()  # a waiting thread sleeps
+        with torch.cuda.device(self.place):
+            event.record(torch.cuda.current_stream(self.place))
+        self._passed.put(ending(future, event.synchronize))
+        return future
+
+    def close(self) -> None:
+        waiters = self._uploaded, self._downloaded, self._kept, self._returned, self._passed
+        for workers in (self._stager, *waiters):
+            workers.close()
+        self._stagings.clear()  # pinned memory is released with its last view
+
+
+class _CudaArrival:
+    """A copy to the device that is queued on a stream once its source bytes are in host memory."""
+
+    def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device) -> None:
+        """Prepare a copy; any thread may call `copy`, which queues it on the device `place` and returns its event."""
+        self._copy, self._place = copy, place
+        self._event: torch.cuda.Event | None = None
+        self.queued = Future()  # completes when the copy is queued, or with an earlier error
+
+    def queue(self, error: BaseException | None) -> None:
+        """Queue the copy, because its bytes are in host memory, or fail it with the `error` of reading them."""
+        if error is None:
+            try:
+                self._event = self._copy()
+            except BaseException as caught:
+                error = caught
+        self.queued.finish_part(error)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the copy has completed on the device."""
+        with torch.cuda.device(self._place):
+            return self._event is not None and self._event.query()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy, after it has been queued."""
+        self.queued.wait()
+        assert self._event is not None
+        with torch.cuda.device(self._place):
+            torch.cuda.current_stream(self._place).wait_event(self._event)
+
+    def finish(self) -> None:
+        """Block until the bytes are on the device."""
+        self.queued.wait()
+        assert self._event is not None
+        with torch.cuda.device(self._place):
+            self._event.synchronize()
+
+
+Device = CpuDevice | CudaDevice
 
 
 def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:

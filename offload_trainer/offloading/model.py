@@ -21,16 +21,15 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.allocation import EngineParts, Layout, allocate_stores
+from offload_trainer.offloading.allocation import EngineParts, allocate_stores
 from offload_trainer.offloading.device import trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.gradients.norms import global_norm
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
-from offload_trainer.offloading.pages.page_copies import DamagedPage
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.recompute_hooks import keep_weights
-from offload_trainer.offloading.update.step_params import StepParams, step_params_of
-from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.update.updater import StepParams, Updater, step_params_of
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
@@ -47,20 +46,19 @@ class OffloadedModel:
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, Sequence[nn.Parameter]], parts: EngineParts, *, seed: int
     ) -> None:
-        """Allocate weights, gradients and state as the layout says, and register the hooks.
+        """Allocate weights, gradients and state as they are placed, and register the hooks.
 
         Args:
             module: the model.
             parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
                 replaced and their values are lost; `put` sets the values.
-            parts: the layout, the device, the drives and the kernels. The caller closes them after this object.
+            parts: the placement, the device, the drives and the kernels. The caller closes them after this object.
             seed: seed of the stochastic rounding of moments that are not fp32.
         """
-        layout, device, drives = parts.layout, parts.device, parts.drives
-        self.node = layout.node
-        self.units, self.parameters = layout.units, parameters
+        device, drives = parts.device, parts.drives
+        self.node, self.units, self.parameters = parts.node, parts.units, parameters
         self._module, self._device, self._drives, self._seed = module, device, drives, seed
-        trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
+        trainable = {place.weight.name: place.weight.trainable for unit in parts.units for place in unit.places}
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
         self.steps = dict.fromkeys(self.trained, 0)  # number of updates of each weight
@@ -83,21 +81,21 @@ class OffloadedModel:
             stack.callback(self.update_progress.close)
             self.updater = Updater(stores, parts)
             stack.callback(self.updater.close)
-            self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
+            self.state = TieredState(parts.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
             held = self.weights, parameters, self.update_progress
             self.resident_guard = ResidentGuard(*held, place=device.place)
             self.stream = WeightPrefetcher(
-                *held, source=self._fetches.source, device=device, blocks=layout.unit_buffers
+                *held, source=self._fetches.source, device=device, blocks=parts.sizes.unit_buffers
             )
             stack.callback(self.stream.close)
-            self._attach(layout)
+            self._attach(overlaps=parts.sizes.overlap)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _attach(self, layout: Layout) -> None:
+    def _attach(self, *, overlaps: bool) -> None:
         """Register hooks that fetch offloaded weights, and hooks that wait for updates of others if these overlap."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
@@ -105,7 +103,7 @@ class OffloadedModel:
         self.stream.attach(wanted)
         if self.stream.fetches and any(unit.is_part for unit in self.units):
             keep_weights(self._module, self.stream)
-        if layout.overlap_forward:
+        if overlaps:
             self.resident_guard.attach(wanted)
 
     def _watch_gradients(self, stack: ExitStack) -> None:
@@ -156,7 +154,7 @@ class OffloadedModel:
         self.activations = kept
 
     def enable_manifest(self, *, model: Path) -> None:
-        """Keep a manifest of the page files next to them; `model` is the directory with the model's configuration."""
+        """Keep a manifest of the page files, which have the whole state; `model` has the model's configuration."""
         paths, store = self._drives.directories, self.store
         self.manifest = ManifestWriter(
             paths, self.units, store.pages, format=store.format, model=model, copies=store.copies, sync=store.sync
@@ -176,7 +174,7 @@ class OffloadedModel:
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
                     self.state.put_master(name, master.float().reshape(-1))
-            self.state.flush()
+            self.store.flush()
 
         self.node.on_first_rank(put)
         self.weights.broadcast_all()
@@ -268,7 +266,7 @@ class OffloadedModel:
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole fp32 master. Call `state.flush` after the last one."""
+        """Return a CPU copy of one whole fp32 master. Call `store.flush` after the last one."""
         self.synchronize()  # the update may write a weight before its master
         return self.state.master(name)
 
@@ -378,7 +376,7 @@ class OffloadedModel:
             TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
         """
         assert not self.update_progress.is_running  # the backward has waited for the previous update
-        self.state.flush()
+        self.store.flush()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
         for name in arrived:
@@ -434,7 +432,7 @@ class OffloadedModel:
             yield name, self.master(name)
         for name in self.fixed:
             yield name, self.weight(name).float()
-        self.state.flush()
+        self.store.flush()
 
     def snapshot(self, *, loss_scale: LossScale = CONSTANT) -> TieredSnapshot:
         """Return a snapshot of the current state. The next update waits for pages that are not written yet."""

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.rules import AdamStep, step_constants
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, scales_of
+from offload_trainer.plan.tiered.state_formats import MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
@@ -139,26 +138,17 @@ class CudaKernel:
         tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
         self._tables = [table.to(place) for table in tables]
 
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
-        self._check(fields, grad, out, parts, format=format)
-        assert noise is not None or not format.moments.stochastic
+    def update_page(self, page: PageUpdate) -> None:
+        self._check(page)
+        fields, parts, scale = page.fields, page.parts, page.scale
+        assert page.noise is not None or not page.format.moments.stochastic
         master = fields["master"]
         table = _Table(apart=_apart(master) // 4, elements=master.shape[-1])
         for keys, moment in zip(table.keys, MOMENTS, strict=True):
-            bits = Bits() if noise is None else noise.bits(moment)
+            bits = page.bits(moment) or Bits()
             table.first, keys[:] = bits.first, bits.keys
         names = ["master", *MOMENTS, *(scales_of(moment) for moment in MOMENTS)]
-        tensors = [*(fields.get(name) for name in names), grad, out]
+        tensors = [*(fields.get(name) for name in names), page.grad, page.out]
         given = [_without_bf16(tensor) for tensor in tensors]
         for start in range(0, len(parts), _PARTS - 1):
             some = parts[start : start + _PARTS - 1]
@@ -184,34 +174,26 @@ class CudaKernel:
                 enable_fp_fusion=False,
             )
 
-    def _check(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-    ) -> None:
+    def _check(self, page: PageUpdate) -> None:
         """Assert the sizes, dtypes and alignment that the function relies on; nothing else checks the addresses."""
-        master = fields["master"]
+        fields, master = page.fields, page.fields["master"]
         n, each = master.numel(), master.shape[-1]
         assert n < 2**31
         assert master.dim() == 1 or each % BLOCK_8BIT == 0
-        for name, field in format.fields.items():
+        for name, field in page.format.fields.items():
             assert fields[name].shape[-1] >= field.entries(each), name
             assert fields[name].shape[:-1] == master.shape[:-1], name
             assert fields[name].stride(-1) == 1, name
             assert _apart(fields[name]) == _apart(master), name
             assert fields[name].dtype is DTYPES[field.dtype], name
-        flat = [grad, *([] if out is None else [out])]
+        flat = [page.grad, *([] if page.out is None else [page.out])]
         assert all(tensor.is_contiguous() and tensor.numel() >= n for tensor in flat)
         assert all(tensor.device == self.place for tensor in (*fields.values(), *flat))
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (*fields.values(), *flat))
         assert _apart(master) % 16 == 0
         assert _apart(master) // 4 < 2**31
         end = 0
-        for part in parts:
+        for part in page.parts:
             assert end <= part.start < part.end <= n
             assert part.start % BLOCK_8BIT == 0
             assert part.end % BLOCK_8BIT == 0 or part.end == n

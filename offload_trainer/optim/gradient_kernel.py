@@ -4,7 +4,7 @@
                            └──squares──> one partial result a piece of `Pieces.width` elements
 
 `gradients.h` does this on the update kernel's threads. `TorchGradients` is the reference and has the same bits; it
-passes over memory several times. offloading/gradients/norms.py combines the partial results.
+passes over memory several times. `Pieces.norm` combines the partial results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
+from offload_trainer.plan.parallel.comm_cost import piece_width
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,27 @@ class Pieces:
     width: int
     halving: bool
 
+    @classmethod
+    def of(cls, numel: int, *, ordered: bool) -> Pieces:
+        """Return the pieces of a weight of `numel` elements, counted from its start.
+
+        Its norm has the bits of norms.py's `ordered_norm` if `ordered`, else those of `norm_of` on the CPU.
+        """
+        return cls(piece_width(numel, ordered=ordered), halving=ordered)
+
+    def norm(self, results: torch.Tensor) -> torch.Tensor:
+        """Return the norm (fp32, 0-dim) from the partial results of all pieces, which several ranks may compute."""
+        return root_of_sum(results) if self.halving else torch.linalg.vector_norm(results)
+
     def results(self, elements: int) -> torch.Tensor:
         """Return memory (fp32) for the results of `elements` elements."""
         return torch.empty(-(-elements // self.width))
 
 
-class GradientKernel(Protocol):
-    """Adds gradients to sums in host memory. All tensors are 1-D and contiguous, in fp32, bf16 or fp16."""
+class TorchGradients:
+    """The gradient kernel in torch's operations. All tensors are 1-D and contiguous, in fp32, bf16 or fp16."""
 
-    name: str
+    name = "torch"
 
     def add(
         self,
@@ -55,7 +67,7 @@ class GradientKernel(Protocol):
         """Add `values` to `sums`, and return the partial results of the new sums.
 
         Args:
-            sums: the sums, changed in place with the bits of `Tensor.add_`.
+            sums: the sums in host memory, changed in place with the bits of `Tensor.add_`.
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
             pieces: how the sums are measured; None: not at all, and the result is empty.
@@ -65,23 +77,6 @@ class GradientKernel(Protocol):
         Returns:
             fp32, one result a piece.
         """
-        ...
-
-
-class TorchGradients:
-    """The gradient kernel in torch's operations."""
-
-    name = "torch"
-
-    def add(
-        self,
-        sums: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        first: bool = False,
-        pieces: Pieces | None = None,
-        on_torch_threads: bool = False,
-    ) -> torch.Tensor:
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)
         if pieces is None:
@@ -112,6 +107,12 @@ def sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
         length //= 2
         rows[:, :length].add_(rows[:, length : 2 * length])
     return rows[:, 0]
+
+
+def root_of_sum(sums: torch.Tensor) -> torch.Tensor:
+    filled = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())  # the next power of two
+    filled[0, : sums.numel()].copy_(sums)
+    return sum_by_halves(filled)[0].sqrt()
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------
@@ -191,6 +192,9 @@ class NativeGradients:
         if self._add(ctypes.byref(addition), ctypes.c_int32(self.library.threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return results
+
+
+GradientKernel = TorchGradients | NativeGradients  # add gradients to sums in host memory
 
 
 def gradient_kernel(kernel: Kernel) -> GradientKernel:

@@ -41,11 +41,18 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
     key = key_of(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *texts_of(source))
-    return kept(
-        source.with_suffix(".so").name,
-        key,
-        lambda folder: compiled(source, command=[compiler, *flags], folder=folder),
-    )
+    file = cache_directory() / "kernels" / key / source.with_suffix(".so").name
+    try:
+        _make_private(file.parent)
+        if not _is_whole(file):
+            with exclusive_lock(file.parent / "turn", say=write_now):
+                if not _is_whole(file):  # another process may have built it while this one waited for the lock
+                    content = compiled(source, command=[compiler, *flags], folder=file.parent)
+                    write_bytes(file, content, mode=MODE)
+                    write_text(_sum_of(file), hashlib.sha256(content).hexdigest(), mode=MODE)
+    except OSError as error:
+        raise TrainerError(f"{file}: cannot be built: {error.strerror}; {_ELSEWHERE}") from error
+    return file
 
 
 def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
@@ -88,29 +95,6 @@ def _prebuilt_in_cache(place: Path) -> Path | None:
     return None
 
 
-def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
-    """Return the path of the cached file `name` under `key`; if it is absent or damaged, write the result of `make`.
-
-    `make` receives the file's directory and returns its content.
-
-    Raises:
-        TrainerError: `make` failed, or the cache cannot be used.
-    """
-    file = cache_directory() / "kernels" / key / name
-    try:
-        _make_private(file.parent)
-        if not _is_whole(file):
-            # without locks two builds may overlap; the SHA-256 then detects a mixed pair
-            with exclusive_lock(file.parent / "turn", say=write_now):
-                if not _is_whole(file):  # another process may have built it while this one waited for the lock
-                    content = make(file.parent)
-                    write_bytes(file, content, mode=MODE)
-                    write_text(_sum_of(file), sum_of(content), mode=MODE)
-    except OSError as error:
-        raise TrainerError(f"{file}: cannot be built: {error.strerror}; {_ELSEWHERE}") from error
-    return file
-
-
 def private_directory(name: str) -> Path:
     """Return the cache's directory `name` for code that another library compiles; only this user may change it.
 
@@ -141,11 +125,6 @@ def compiled(source: Path, *, command: Sequence[str], folder: Path) -> bytes:
         if done.returncode:
             raise TrainerError(f"{command[0]} cannot build {source}: {done.stderr.strip()[:2000]}")
         return made.read_bytes()
-
-
-def sum_of(content: bytes) -> str:
-    """Return the SHA-256 of `content`, as its .sha256 file holds it."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def _sum_of(library: Path) -> Path:

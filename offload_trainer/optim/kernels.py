@@ -9,11 +9,10 @@ from itertools import accumulate
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 
 
@@ -125,15 +124,8 @@ def _same_bits(
             if pages > 1:
                 fields = as_pages(fields, pages)
             out = torch.zeros(n, dtype=of_weights, device=place)
-            candidate.update_page(
-                fields,
-                grad.to(place, of_gradients, copy=True),
-                out,
-                parts,
-                format=format,
-                scale=0.37,
-                noise=RoundingNoise(Noise(1, 2), 3, 2**32 - 4096),
-            )
+            given = grad.to(place, of_gradients, copy=True)
+            candidate.update_page(PageUpdate(fields, given, out, parts, format, 0.37, Noise(1, 2), 3, 2**32 - 4096))
             results.append([tensor.cpu().flatten().view(torch.uint8) for tensor in (*fields.values(), out)])
         if not all(map(torch.equal, *results)):
             return False

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.cpu_units import has_native_16bit
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.muon import (
-    Muon,
-    MuonArithmetic,
-    Products,
-    TorchMuon,
-    orthogonalised,
-)
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate
+from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
 from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
-
-_ROWS = 256  # about the rows of a product that one thread computes at a time
 
 
 class MatrixKernel:
@@ -42,46 +31,27 @@ class MatrixKernel:
         """
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
-        self._products = products_on(gpu, threads=threads)
+        self._products = Products(threads if gpu is None else None)
         self._arithmetic = _arithmetic_of(elementwise)
 
     @torch.no_grad()
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
+    def update_page(self, page: PageUpdate) -> None:
         """Update the page; see `Kernel.update_page`. A part of a page of matrices is one weight's, without padding."""
-        if not parts:
+        if not page.parts:
             return
-        if not isinstance(parts[0].hyper, Muon):
-            form = StateFormat(ADAMW, format.moments)
-            self._elementwise.update_page(fields, grad, out, parts, format=form, scale=scale, noise=noise)
+        if not isinstance(page.parts[0].hyper, Muon):
+            self._elementwise.update_page(replace(page, format=StateFormat(ADAMW, page.format.moments)))
             return
-        for part in parts:
+        for part in page.parts:
             assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"
             size = math.prod(part.hyper.shape)
             for start in range(part.start, part.end, size):
-                self._update(slice(start, start + size), part.hyper, fields, grad, out, scale=scale)
+                self._update(slice(start, start + size), part.hyper, page)
 
-    def _update(
-        self,
-        here: slice,
-        hyper: Muon,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        scale: float,
-    ) -> None:
+    def _update(self, here: slice, hyper: Muon, page: PageUpdate) -> None:
         """Update one matrix, at the page's elements `here`."""
-        direction = self._arithmetic.direction(hyper, grad[here], fields["exp_avg"][here], scale=scale)
+        fields, out = page.fields, page.out
+        direction = self._arithmetic.direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
         orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
         self._arithmetic.apply(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
 
@@ -91,64 +61,6 @@ class MatrixKernel:
             return orthogonalised(direction, self._products).contiguous()
         with torch.cuda.stream(self._stream):  # on the default stream it would wait for the model's products
             return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
-
-
-def products_on(gpu: torch.device | None, *, threads: int) -> Products:
-    """Return the products of the iteration on `gpu`, or on `threads` of the CPU if it is None."""
-    return Products() if gpu is not None else BlockedProducts(threads)
-
-
-class BlockedProducts(Products):
-    """Products on the CPU in blocks of rows, one thread each: their bits do not depend on the number of threads.
-
-    The blocks of a matrix have about 256 rows and are even in number, so that two threads have the same work. Without
-    units for bf16 the CPU computes them from fp32 copies.
-    """
-
-    def __init__(self, threads: int) -> None:
-        """Start the threads. Call it where torch's number of threads is the one that new threads shall have."""
-        before, started = torch.get_num_threads(), threading.Barrier(threads)
-
-        def begin(_: int) -> None:
-            torch.get_num_threads()  # otherwise the thread's first operation sets it to the number of all threads
-            torch.set_num_threads(1)
-            started.wait()
-
-        self._threads = ThreadPoolExecutor(threads, "muon")
-        list(self._threads.map(begin, range(threads)))
-        torch.set_num_threads(before)
-        self._dtype = torch.bfloat16 if has_native_16bit(torch.bfloat16) else torch.float32
-
-    def norm(self, matrix: torch.Tensor) -> torch.Tensor:
-        return self._threads.submit(matrix.norm).result()
-
-    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        right = right.to(self._dtype)
-        return self._by_blocks(left, right, lambda rows: torch.mm(left[rows].to(self._dtype), right))
-
-    def addmm(
-        self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
-        right = right.to(self._dtype)
-
-        def block(rows: slice) -> torch.Tensor:
-            given = (added[rows].to(self._dtype), left[rows].to(self._dtype))
-            return torch.addmm(*given, right, beta=beta, alpha=alpha)
-
-        return self._by_blocks(left, right, block)
-
-    def _by_blocks(
-        self, left: torch.Tensor, right: torch.Tensor, block: Callable[[slice], torch.Tensor]
-    ) -> torch.Tensor:
-        rows, out = left.shape[0], left.new_empty(left.shape[0], right.shape[1])
-        size = math.ceil(rows / (2 * max(1, round(rows / (2 * _ROWS)))))
-
-        def compute(first: int) -> None:
-            here = slice(first, first + size)
-            out[here] = block(here)
-
-        list(self._threads.map(compute, range(0, rows, size)))
-        return out
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------
@@ -176,6 +88,9 @@ class NativeMuon:
         to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
         rates = hyper.keep, -hyper.adjusted_lr
         self._step(master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, self._threads())
+
+
+MuonArithmetic = TorchMuon | NativeMuon
 
 
 def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:

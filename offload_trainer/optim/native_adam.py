@@ -10,19 +10,19 @@ import ctypes
 import functools
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from offload_trainer import numa
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.kernel_cache import built, prebuilt
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
 from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
-from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 
 def openmp_parallel() -> int | None:
@@ -115,23 +115,13 @@ class NativeKernel:
         self._sum = self.library.functions.page_sum
         self._sum.restype = ctypes.c_int64
 
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[ParamRange],
-        *,
-        format: StateFormat,
-        scale: float,
-        noise: RoundingNoise | None,
-    ) -> None:
-        n = grad.numel()
-        sizes = {name: field.entries(n) for name, field in format.fields.items()}
+    def update_page(self, page: PageUpdate) -> None:
+        fields, grad, out, n = page.fields, page.grad, page.out, page.grad.numel()
+        sizes = {name: field.entries(n) for name, field in page.format.fields.items()}
         for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
             assert tensor.is_contiguous(), name
             assert tensor.numel() == sizes.get(name, n), name
-        page = _Page(
+        given = _Page(
             **{name: tensor.data_ptr() for name, tensor in fields.items()},
             grad=grad.data_ptr(),
             out=None if out is None else out.data_ptr(),
@@ -139,18 +129,17 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
         )
-        if noise is not None:
-            for moment in MOMENTS:
-                setattr(page, f"{moment}_noise", noise.bits(moment))
-        if format.moments.block:
-            page.tables = ctypes.pointer(tables()[0])
+        for moment in MOMENTS:
+            setattr(given, f"{moment}_noise", page.bits(moment) or Bits())
+        if page.format.moments.block:
+            given.tables = ctypes.pointer(tables()[0])
         found = [
-            _Part(part.start, part.end, step_constants(part.hyper, scale=scale, step=part.step))
-            for part in parts
+            _Part(part.start, part.end, step_constants(part.hyper, scale=page.scale, step=part.step))
+            for part in page.parts
             if part.end > part.start
         ]
         threads = ctypes.c_int32(self.library.threads())
-        self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
+        self._update(ctypes.byref(given), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
 
     def page_sum(self, data: torch.Tensor) -> int:
         """Return the same as `zlib_sum`, or -1 if this CPU has no carry-less multiplication."""

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -84,7 +85,7 @@ class StateFile:
 
 def state_files(
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str, str], torch.Tensor],
+    read: Callable[..., torch.Tensor],
     *,
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
@@ -94,7 +95,7 @@ def state_files(
     `read(name, kind)` returns a master or moment, `read_fixed(name)` a frozen weight.
     """
     entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
-    files = [StateFile(kind, entries, _of(read, kind)) for kind in KINDS]
+    files = [StateFile(kind, entries, partial(read, kind=kind)) for kind in KINDS]
     return files + fixed_file(fixed, read_fixed)
 
 
@@ -104,10 +105,6 @@ def fixed_file(
     """Return the file of frozen weights, if there are any."""
     entries = [TensorEntry(name, dtype, shape) for name, (shape, dtype) in fixed.items()]
     return [StateFile("fixed", entries, read)] if entries else []
-
-
-def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], torch.Tensor]:
-    return lambda name: read(name, kind)
 
 
 def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:

@@ -1,107 +1,26 @@
 """The engines that a configuration chooses between, and checks of settings that contradict each other or the engine.
 
-`Tiered`, `DeepSpeed` and `Plain` each check their settings and list the placements that these allow. Checks return
-error messages, one sentence each, with what to change.
+`Tiered` and `DeepSpeed` each check their settings and list the placements that these allow. Checks return error
+messages, one sentence each, with what to change.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from offload_trainer.config import (
     STREAM,
     DeepSpeedSection,
     OptimSection,
     ParallelSection,
-    PlacementSection,
     TieredSection,
     TrainConfig,
 )
 from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import activation_items, process_items
-from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
-from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
-from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_count
+from offload_trainer.plan.tiers import TierKind, kind_asked
 
-# torch's optimizer, plus one more pass for norm, clipping and rounding, runs at this share of the kernel's rate.
-_SPEED = 0.36
-
-
-@dataclass(frozen=True)
-class Plain:
-    """The plain engine's settings, and the candidates that they allow."""
-
-    place: PlacementSection
-
-    name = "plain"
-
-    def mistakes(self) -> list[str]:
-        """Return the mistakes in the configuration, one sentence each."""
-        mistakes = [
-            f"{flag} {home} with --engine plain: plain torch keeps everything on one device"
-            for flag, home in (("--params", self.place.params), ("--optimizer", self.place.optimizer))
-            if kind_asked(home) not in (None, TierKind.GPU)
-        ]
-        if self.place.gpus > 1:
-            mistakes.append(f"--gpus {self.place.gpus} with --engine plain: plain torch trains on one device")
-        return mistakes
-
-    def packages(self) -> list[tuple[str, str]]:
-        """Return (setting, package) for each package that the settings need and that is not always installed."""
-        return []
-
-    def refuse(self, work: Workload, machine: MachineProfile) -> None:
-        """Accept every machine."""
-
-    def candidates(self, work: Workload, machine: MachineProfile) -> list[PlainCandidate]:
-        return [PlainCandidate(work, machine)]
-
-
-@dataclass(frozen=True)
-class PlainCandidate:
-    """The only placement of the plain engine: everything on the device."""
-
-    work: Workload
-    machine: MachineProfile
-
-    placement, sizes = Placement(TierKind.GPU, TierKind.GPU), None
-    title, uses_drives, cannot_save = "plain torch", False, None
-
-    @property
-    def homes(self) -> str:
-        return self.machine.in_words(str(self.placement))
-
-    def items(self) -> list[Item]:
-        shape, e, tiers = self.work.shape, self.work.item_bytes, tiers_of(self.machine)
-        device = tiers.device.item
-        return [
-            *process_items(tiers),
-            device("weights", e * shape.parameters, f"{e} B a parameter"),
-            device("gradients", (e + 4) * shape.trainable, f"{e} B a parameter, plus 4 B for fp32 sums"),
-            device("masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),
-            *activation_items(self.work, tiers=tiers),
-        ]
-
-    def costs(self) -> Costs:
-        if self.machine.gpu is not None:
-            return Costs(bounds=[Bound("update", 0.0, "AdamW on the GPU", "adamw")])
-        count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
-        seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
-        return Costs(bounds=[Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")])
-
-    def notes(self) -> list[str]:
-        return []
-
-    def tunable(self) -> list[tuple[str, ...]]:
-        return []
-
-
-Engine = Tiered | DeepSpeed | Plain
-Candidate = TieredCandidate | DeepSpeedCandidate | PlainCandidate  # one placement of an engine, with its costs
+Engine = Tiered | DeepSpeed
+Candidate = TieredCandidate | DeepSpeedCandidate  # one placement of an engine, with its costs
 
 
 def engine_of(config: TrainConfig) -> Engine:
@@ -109,9 +28,7 @@ def engine_of(config: TrainConfig) -> Engine:
     place, name = config.placement, config.placement.engine_name
     if name == "tiered":
         return Tiered(place, config.tiered)
-    if name == "deepspeed":
-        return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
-    return Plain(place)
+    return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
 
 
 def combination_mistakes(config: TrainConfig) -> list[str]:
@@ -179,9 +96,9 @@ def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     return mistakes
 
 
-def _only_of_tiered(engine: DeepSpeed | Plain, config: TrainConfig) -> list[str]:
+def _only_of_tiered(engine: DeepSpeed, config: TrainConfig) -> list[str]:
     """Return settings that only the tiered engine supports and `engine` would ignore."""
-    place, model, optim, stock = config.placement, config.model, config.optim, isinstance(engine, DeepSpeed)
+    place, model, optim = config.placement, config.model, config.optim
     mistakes = [
         f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
         "--engine tiered divides it"
@@ -191,13 +108,10 @@ def _only_of_tiered(engine: DeepSpeed | Plain, config: TrainConfig) -> list[str]
     settings = {
         "placement.gradients": (place.gradients != "auto", ""),
         "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
-        "model.activation_checkpointing": (
-            stock and isinstance(model.activation_checkpointing, int),
-            ": use on or off",
-        ),
+        "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
         "model.base": (model.base != "model", ": leave it out"),
-        "model.mlp_chunk": (stock and model.mlp_chunk not in ("auto", "off"), ": leave it out"),
-        "optim.moment_dtype": (optim.moment_dtype not in (("fp32", "8bit") if stock else ("fp32",)), ""),
+        "model.mlp_chunk": (model.mlp_chunk not in ("auto", "off"), ": leave it out"),
+        "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
         "optim.name": (optim.name != "adamw", ""),
         "optim.kernel": (optim.kernel != "auto", ""),
     }

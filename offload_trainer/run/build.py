@@ -132,11 +132,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
     """
     if setup.plan.engine == "tiered":
         return _tiered_engine(setup, swaps=swaps, load_weights=load_weights)
-    if setup.plan.engine == "deepspeed":
-        return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
-    from offload_trainer.engine.plain import PlainEngine
-
-    return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
+    return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
 
 
 def build_job(
@@ -211,8 +207,6 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    if engine.offloaded.node.is_first:
-        engine.offloaded.enable_manifest(model=setup.output / "model")
     if sizes.keeps_heap:
         engine.offloaded.heap.keep(heap_limit(setup.plan.items))
     return engine

@@ -369,12 +369,12 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
         return config
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
-        manifest = read_description(folders[0]) if folders else None
+        if not folders:
+            return config
+        read_description(folders[0])
     except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return config
-    if manifest is None or manifest.places == 1:
-        return config
-    return config.with_keys("tiered", state_copies=manifest.places)
+    return config.with_keys("tiered", state_copies=2)
 
 
 def _with_resumed_choices(

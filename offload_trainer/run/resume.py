@@ -224,8 +224,7 @@ def keep(setup: Setup, job: Job) -> None:
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
-    assert engine.offloaded.manifest is not None
-    engine.offloaded.manifest.commits = True
+    engine.offloaded.enable_manifest(model=setup.output / "model")
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
     write_list(setup.listed, job.swaps)
@@ -323,10 +322,6 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
         manifest = read_description(folders[0], fix=_RESTORE)
         for folder in folders:
             refuse_outside(folder, manifest)
-        if manifest.places == 1:
-            raise ValueError(
-                f"{folders[0] / DESCRIPTION} says that pages have only one copy; a run cannot resume from such files"
-            )
         newest = read_newest(manifest, fix=_RESTORE)
         if newest is None or newest.train is None or newest.engine is None:
             return None  # the run was killed before it completed a step
@@ -395,7 +390,6 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         pages,
         format=sizes.format,
         model=setup.output / "model",
-        copies=sizes.places,
         run=manifest.run,
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
@@ -421,5 +415,4 @@ _WORDS = {
     "states": "optim.moment_dtype",
     "rule": "optim.name",
     "model": "the run directory has moved",
-    "places": "tiered.state_copies",
 }

@@ -65,7 +65,7 @@ def newest_state(save: SaveSection) -> tuple[Path | None, int]:
     saved = find_resume(save.resume, output=Path(save.output))
     folders = folders_in(Path(save.output) / PAGES) if save.resume == "auto" else []
     manifest = read_description(folders[0]) if folders else None
-    if manifest is None or manifest.places == 1:
+    if manifest is None:
         return saved, 0
     files_of(manifest)
     newest = read_newest(manifest)

@@ -94,12 +94,12 @@ def load(
         with ExitStack() as stack:
             parts, work, saves = _opened(planned, stack, say=say)
             without = parameters_without_memory()
-            model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
-            parameters = without_values(model, dtype=parts.layout.dtype, place=parts.device.place)
+            model = source.build(dtype=parts.dtype, context=without, checkpointed=work.checkpointed).model
+            parameters = without_values(model, dtype=parts.dtype, place=parts.device.place)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
-            save_model_config(source, saves.record.model, dtype=parts.layout.dtype, end_of_text=None)
-            weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
+            save_model_config(source, saves.record.model, dtype=parts.dtype, end_of_text=None)
+            weights = ((key, value.to(parts.dtype), value) for key, value in source.weights())
             offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
@@ -134,14 +134,14 @@ def offload(
             parts, _, saves = _opened(planned, stack, say=say)
             saves = replace(saves, from_config=_keep_configuration(module, saves.record.model))
             held = {name: parameter.detach() for name, parameter in parameters.items()}
-            if parts.layout.node.rank:
+            if parts.node.rank:
                 held.clear()  # all ranks get the weights of rank 0
             for parameter in parameters.values():
                 parameter.grad = None
             for part in module.modules():
                 for key, buffer in part._buffers.items():
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
-            dtype = parts.layout.dtype
+            dtype = parts.dtype
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
@@ -351,7 +351,7 @@ def _offloaded(
 ) -> OffloadedModel:
     offloaded = OffloadedModel(model, parameters, parts, seed=seed)
     stack.callback(offloaded.close)
-    offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
+    offloaded.adds_up = parts.gradient_dtype is torch.float32
     offloaded.put(weights)
     return_now()
     return offloaded

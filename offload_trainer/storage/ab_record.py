@@ -40,12 +40,8 @@ class Record:
             os.fsync(self._descriptor)
             sync_directory(path.parent)
 
-    def write(self, content: bytes, *, lasting: bool) -> None:
-        """Replace the record.
-
-        After a kill, readers find this record or the previous one. `lasting` makes that hold after a power cut too, at
-        the cost of an `fdatasync`.
-        """
+    def write(self, content: bytes) -> None:
+        """Replace the record. After a kill or a power cut, readers find this record or the previous one."""
         number = self._number + 1
         head = struct.pack("<QQ", number, len(content))
         data = head + struct.pack("<I", zlib.crc32(head + content)) + content
@@ -53,8 +49,7 @@ class Record:
         done, start = 0, number % 2 * self._slot
         while done < len(data):
             done += os.pwrite(self._descriptor, data[done:], start + done)
-        if lasting:
-            os.fdatasync(self._descriptor)
+        os.fdatasync(self._descriptor)
         self._number = number
 
     def close(self) -> None:

@@ -71,9 +71,10 @@ def carry_out(stage: Stage) -> None:
 def _compare(stage: Stage, setting: Setting, placed: Placed | None, compared: Compared, row: dict[str, Any]) -> str:
     """Train one case, complete its row and return the outcome."""
     words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
+    peer = "plain" if placed is None else None
     with stage.worker(kept=True) as worker:
-        found = worker.run(words, steps=2 if stage.rehearsal else STEPS, digest=True)
-    steps, early = found["steps"], found["early"]
+        found = worker.run(words, steps=2 if stage.rehearsal else STEPS, digest=True, peer=peer)
+    steps, early = found["steps"], found["early"] or {"valid": 0, "pages": 0}
     row |= {
         "steps": len(steps),
         "skipped": sum(step["skipped"] for step in steps),
@@ -143,7 +144,7 @@ def _words(setting: Setting, *, tiny: bool) -> list[str]:
 
 def _home(placed: Placed | None, *, tiny: bool) -> list[str]:
     if placed is None:
-        return ["--engine", "plain"]
+        return ["--engine", "tiered", "--params", "gpu", "--optimizer", "gpu"]  # the plan; the engine is plain torch
     weights, gpu, ram, overlap = placed
     words = ["--engine", "tiered", "--params", weights, "{drive}", f"tiered.overlap={overlap}"]
     words += ["placement.gradients=nvme"] if weights == "nvme" else []

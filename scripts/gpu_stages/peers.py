@@ -2,6 +2,7 @@
 loss.
 
     native   forward and backward of plain torch, which discards the gradients: the minimum that every engine needs
+    plain    torch alone with its fused AdamW on fp32 masters, all on the GPU (tests/helpers/plain_engine.py)
     fsdp2    torch's fully_shard with CPUOffloadPolicy on one rank: fp32 masters, moments and AdamW in host memory
     torchao  CPUOffloadOptimizer: weights on the GPU, AdamW on a copy of them in host memory
 
@@ -17,6 +18,7 @@ from typing import Any
 
 SETTINGS = {
     "native": "torch alone; weights and gradients in 16 bit on the GPU, no optimizer",
+    "plain": "torch alone; weights in 16 bit, fp32 masters and torch.optim.AdamW(fused=True) on the GPU",
     "torchao": "CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True) on weights in bf16: the update is in "
     "bf16 too, without fp32 masters, 6 bytes a parameter in host memory where ours has 12; no clipping, since the "
     "gradients have been copied to host memory by the end of the backward",
@@ -35,6 +37,10 @@ def builder(peer: str | None) -> Callable[..., Any]:
         return build_engine
     if peer == "native":
         return native_engine
+    if peer == "plain":
+        from plain_engine import PlainEngine
+
+        return lambda setup, **_: PlainEngine(setup.source, setup.config.model, setup.config.optim)
     rival = {"fsdp2": fsdp2, "torchao": torchao}[peer]
     return lambda setup, **_: rival(setup.planned.source, setup.planned.config)
 

@@ -281,7 +281,8 @@ def ours(name: str, gpu: str, ram: str, overlap: str, *more: str, params: str = 
     return Case(f"ours, {name}, overlap {overlap}", [*words, f"tiered.overlap={overlap}"], traced=traced)
 
 
-_PLAIN = ["--engine", "plain", "--force"]  # --force: the plan counts optimizer state on the GPU, which a floor lacks
+_ON_GPU = ["--engine", "tiered", "--params", "gpu", "--optimizer", "gpu"]  # the plan of engines that are not ours
+_PLAIN = [*_ON_GPU, "--force"]  # the plan counts optimizer state on the GPU, which a floor lacks
 _STOCK = ["--engine", "deepspeed", "--optimizer", "cpu"]
 _PLANNED = Case("ours, as planned", ["--engine", "tiered"])
 
@@ -303,7 +304,7 @@ GROUPS = {
             ours("state in RAM", "0", "1", "off"),
             ours("state in RAM", "0", "1", "forward"),
             ours("state on the GPU", "1", "0", "off"),
-            Case("plain torch", ["--engine", "plain"]),
+            Case("plain torch", _ON_GPU, peer="plain"),
             ours("weights and state in RAM", "0", "1", "backward", params="cpu"),
             _floor("on"),
         ],

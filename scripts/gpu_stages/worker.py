@@ -31,6 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))  # has plain_engine
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
 
 from offload_trainer.errors import explain
@@ -78,6 +79,7 @@ def carry_out(
     from offload_trainer.model.loader import ModelSource
     from offload_trainer.plan import planner
     from offload_trainer.run import train
+    from offload_trainer.telemetry.meters import HostTimer, PhaseClock
     from offload_trainer.trainer import timed_steps
 
     start = time.perf_counter()
@@ -85,6 +87,8 @@ def carry_out(
     def measure(job: Any) -> None:
         found["build_seconds"] = time.perf_counter() - start
         found.update(_about(job, Path(output)))
+        if peer is not None and torch.cuda.is_available():  # their streams do not wait for each other at a phase's end
+            job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))
         running = timed_steps(job, steps=sys.maxsize)
         before = [next(running) for _ in range(warm)]
         count = min(steps, int((end - time.monotonic()) / (2 * before[-1]["step"]))) if before and end else steps
@@ -185,7 +189,7 @@ def _give_back() -> None:
 @contextmanager
 def _early_updates() -> Iterator[dict[str, int]]:
     """Yield counts of the steps, pages and valid pages that engines update before their step is decided."""
-    from offload_trainer.offloading.update.step_params import SpeculativeStep
+    from offload_trainer.offloading.update.updater import SpeculativeStep
 
     counts, kept = {"steps": 0, "pages": 0, "valid": 0}, SpeculativeStep.kept
 

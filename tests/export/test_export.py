@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import KILL, TINY, ask, call, call_and_kill
 from dead_run_files import died
 from engine_bench import batches, engine, masters, model_directory, train
 from published_models import write
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_architectures import _COMMON, ARCHITECTURES, reference
 from synthetic_checkpoints import checkpoint_of, exported
@@ -26,7 +24,6 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import export
 from offload_trainer.model.loader import resolve_model, write_config
-from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -346,35 +343,6 @@ def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
-    """Page files on two drives hold the master weights between updates, and are marked during one."""
-    model = model_directory(tmp_path / "model", "gpt2")
-    drives = [drive / "a", drive / "b"]
-    for made_drive in drives:
-        made_drive.mkdir(exist_ok=True)
-    (tmp_path / "m").mkdir()
-    with engine(model, *ON_DRIVE, drives=drives) as made:
-        leases = [next((one / "offload-trainer").glob("run-*")) for one in drives]
-        made.offloaded.enable_manifest(model=tmp_path / "m")
-        with pytest.raises(UserError, match="died before its first update"):
-            read_store(leases[0])
-        train(made, batches(3))
-        made.synchronize()
-        for lease in leases:
-            stored = read_store(lease)
-            assert (stored.step, stored.updating) == (3, False)
-            assert_equal(dict(stored.weights()), masters(made))
-        made.offloaded.manifest.note(3, updating=True)
-        assert read_store(leases[1]).updating
-        made.offloaded.manifest.note(3, updating=False)
-        assert not read_store(leases[1]).updating
-        for lease in leases:  # what the machine had written before it booted is not trusted
-            told = json.loads((lease / "store.json").read_text())
-            (lease / "store.json").write_text(json.dumps(told | {"boot": "another"}))
-        assert read_store(leases[0]).updating
-
-
-@pytest.mark.slow
 def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     """A new lease removes a dead run's page files unless a reader holds them; a live run's lease is recognised."""
     with DriveLease(tmp_path) as alive:
@@ -386,55 +354,3 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
             assert dead.exists()
         with DriveLease(tmp_path) as another:
             assert another.removed == [dead]
-
-
-@pytest.mark.slow
-def test_masters_in_ram_are_lost_with_the_run(tmp_path: Path, drive: Path) -> None:
-    model = model_directory(tmp_path / "model", "gpt2")
-    with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
-        lease = next((drive / "offload-trainer").glob("run-*"))
-        made.offloaded.enable_manifest(model=tmp_path)
-        train(made, batches(1))
-        with pytest.raises(UserError, match=r"of .* masters were in memory and went with the run"):
-            read_store(lease)
-
-
-@pytest.mark.slow
-def test_export_of_page_files_after_a_kill(tmp_path: Path, drive: Path) -> None:
-    """Exporting page files is refused while their run lives.
-
-    After SIGKILL it gives the master weights of an uninterrupted run.
-    """
-    here = drive / "killed"
-    here.mkdir()
-    words = ["--nvme", here, *TINY, "--optimizer", "nvme", "optim.schedule=constant", "optim.warmup_steps=0"]
-    found: list[Path] = []
-
-    def when(lines: list[str]) -> bool:
-        if len(lines) >= 6 and not found:
-            found.append(next((here / "offload-trainer").glob("run-*")))
-            with pytest.raises(UserError, match="its run is alive"):
-                export(found[0], tmp_path / "never", dtype="fp32", check=False)
-        return bool(found)
-
-    output = tmp_path / "out"
-    assert call_and_kill(*words, "--steps", 900, "--save-every", 0, output=output, when=when, number=KILL).code == -9
-    stored = read_store(found[0])
-    (tmp_path / "hf").mkdir()
-    refused = ask("export", found[0], tmp_path / "hf", "--dtype", "fp32", "--check")
-    if stored.updating:
-        assert "died within an update" in refused.stderr
-        done = ask("export", found[0], tmp_path / "hf", "--dtype", "fp32", "--check", "--mixed")
-    else:
-        done = refused
-    assert done.returncode == 0, done.stderr
-    assert "tensors equal" in done.stdout
-    steps = stored.step + stored.updating
-    whole = call(*words, "--steps", steps, "--save-every", 1, "save.keep=2", output=tmp_path / "whole")
-    either = [
-        load_file(whole.output / f"checkpoints/step-{step:08d}/master.safetensors") for step in (stored.step, steps)
-    ]
-    for name, tensor in tensors_in(tmp_path / "hf").items():
-        assert ((tensor == either[0][name]) | (tensor == either[1][name])).all(), name
-    with safe_open(tmp_path / "hf/model.safetensors", framework="pt") as file:
-        assert set(file.keys()) == set(either[0])

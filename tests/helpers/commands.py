@@ -24,6 +24,7 @@ from offload_trainer.engine import cpu_matmul
 
 HELPERS = Path(__file__).resolve().parent
 FAULTY = HELPERS / "run_with_fault.py"
+PLAIN = HELPERS / "run_plain.py"
 
 # Variables that a launcher of ranks sets.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -121,9 +122,9 @@ def run_all(*scripts: Sequence[object], folder: Path, own: bool = False, stock: 
     return found
 
 
-def call(*words: object, output: Path, check: bool = True) -> Run:
+def call(*words: object, output: Path, check: bool = True, script: object = COMMAND) -> Run:
     """Run `offload-train WORDS --output OUTPUT` and wait for it. With `check`, assert that it succeeds."""
-    done = run_script(COMMAND, *words, "--output", output)
+    done = run_script(script, *words, "--output", output)
     run = Run(done.returncode, done.stdout + done.stderr, output)
     assert not check or run.code == 0, run.text[-4000:]
     return run

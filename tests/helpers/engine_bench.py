@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from plain_engine import PlainEngine
 from transformers import PreTrainedModel
 
 from offload_trainer import ranks
 from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model import shape as model_shape
@@ -127,11 +127,13 @@ def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch
 def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float = 0.0, **extra: Any) -> Iterator[Any]:
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
+    With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
     `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU.
     """
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
-    always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
+    alone, words = "plain" in words, tuple(word for word in words if word not in ("--engine", "plain"))
+    always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
     with mock.patch.object(model_shape, "count_activations", _counted_once):
@@ -142,7 +144,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
         source = with_divided_blocks(source)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
-    if config.placement.engine == "plain":
+    if alone:
         yield PlainEngine(source, config.model, config.optim)
         return
     machine = probe_machine(config.placement, output=str(model))

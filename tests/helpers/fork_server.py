@@ -163,7 +163,6 @@ def _load_libraries() -> None:
     quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-    import offload_trainer.engine.plain
     import offload_trainer.engine.tiered
     import offload_trainer.export.directory
     import offload_trainer.run.train

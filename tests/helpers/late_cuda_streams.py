@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offloading.cuda_device import CudaDevice
+from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.storage import host_memory
 
 

@@ -14,7 +14,7 @@ from late_cuda_streams import FakeCuda, queued
 from late_transfers import LateDevice, LateTransfers
 
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.optim.torch_adam import TorchKernel
+from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 
 
 def use_late_transfers(patch: pytest.MonkeyPatch) -> None:
@@ -38,9 +38,9 @@ class QueuedKernel:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda, self._kernel = cuda, TorchKernel()
 
-    def update_page(self, *page: Any, **words: Any) -> None:
+    def update_page(self, page: PageUpdate) -> None:
         assert self._cuda.stream_now() is not self._cuda.compute
-        self._cuda.put(self._cuda.stream_now(), "update", partial(self._kernel.update_page, *page, **words))
+        self._cuda.put(self._cuda.stream_now(), "update", partial(self._kernel.update_page, page))
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_trainer import ranks
 from offload_trainer.engine import tiered
 from offload_trainer.offloading.ranks.collective_fetch import Copy, PendingGather
-from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching
-from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.node_comm import Exchange, FetchMatching, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 
 counts: Counter[str] = Counter()

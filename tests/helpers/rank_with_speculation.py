@@ -25,11 +25,9 @@ import torch
 from engine_bench import engine as plain_engine
 
 from offload_trainer import ranks
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
-from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
-from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater
 from offload_trainer.optim import loss_scale
 
 LATE = 3  # updates that rank 0 is late to record
@@ -109,6 +107,7 @@ def record_late(ours: Any, model: Path) -> None:
             read_masters()
         note(step, updating=updating)
         if not updating:
+            manifest.commit(step, {})
             read_masters()
 
     manifest.note = noted

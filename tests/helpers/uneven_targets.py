@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from engine_bench import Step, train
+from plain_engine import PlainEngine
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer.data.rows import IGNORED, Batch
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
@@ -80,7 +80,7 @@ def plain_alone(
     prepare: Callable[[nn.Module, ModelShape], None] = lambda model, shape: None,
 ) -> list[Step]:
     """Return (loss, norm) of each step of the plain engine, which accumulates `at_a_time` micro-batches a step."""
-    words = ["--model", str(folder), "--engine", "plain", "--dtype", dtype, f"optim.eps={EPS}"]
+    words = ["--model", str(folder), "--dtype", dtype, f"optim.eps={EPS}"]
     config = load_config(words)
     source = resolve_model(config.model, seed=0)
     use_fp32_products(torch.bfloat16)

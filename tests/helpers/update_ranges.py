@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.kernel_api import Kernel, ParamRange
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.rules import AdamW, Hyper
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
@@ -39,4 +39,4 @@ def update_stretch(
     """Call `update_page` on a page that is one range, with fp32 moments."""
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     parts = [ParamRange(0, master.numel(), hyper, step)]
-    kernel.update_page(fields, grad, out, parts, format=form("fp32"), scale=scale, noise=None)
+    kernel.update_page(PageUpdate(fields, grad, out, parts, form("fp32"), scale, noise=None))

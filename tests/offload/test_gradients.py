@@ -19,10 +19,10 @@ from late_transfers import FailingWrites, LateDevice
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, InFlight, Ring
-from offload_trainer.offloading.gradients.norms import PiecewiseNorm, global_norm, norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import TorchGradients
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
@@ -307,11 +307,11 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
 ) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
     norms, waits, measuring, inside = [], [], set(), threading.local()
-    total, add, wait = PiecewiseNorm.total, Gradients.add, Future.wait
+    total, add, wait = Pieces.norm, Gradients.add, Future.wait
 
-    def seen_total(norm: PiecewiseNorm, results: torch.Tensor) -> torch.Tensor:
+    def seen_total(pieces: Pieces, results: torch.Tensor) -> torch.Tensor:
         norms.append(threading.current_thread().name)
-        return total(norm, results)
+        return total(pieces, results)
 
     class SeenKernel(TorchGradients):
         def add(self, *args: Any, **named: Any) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
         wait(future)
 
     monkeypatch.setattr(module, "norm_of", None)  # not called
-    monkeypatch.setattr(PiecewiseNorm, "total", seen_total)
+    monkeypatch.setattr(Pieces, "norm", seen_total)
     monkeypatch.setattr("offload_trainer.offloading.allocation.gradient_kernel", lambda _: SeenKernel())
     monkeypatch.setattr(Gradients, "add", seen_add)
     monkeypatch.setattr(Future, "wait", seen_wait)

@@ -7,7 +7,6 @@ weight, or overwrites a sum.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from engine_bench import (
 from test_tiered import skip_last_block
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.manifest import ManifestWriter
+from offload_trainer.offloading.pages.manifest import ManifestWriter, read_description, read_newest
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
@@ -170,7 +169,7 @@ def test_the_manifest_records_a_running_update(folder: Path, drive: Path, monkey
     monkeypatch.setattr(ManifestWriter, "note", noted)
     monkeypatch.setattr(Updater, "_update", updated)
     monkeypatch.setattr(PageStore, "write", written)
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, "tiered.state_copies=2", drives=[drive]) as ours:
         ours.offloaded.enable_manifest(model=folder)
         train(ours, batches(2))
         ours.synchronize()
@@ -185,14 +184,15 @@ def test_the_manifest_records_a_running_update(folder: Path, drive: Path, monkey
 def test_closing_waits_for_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, go = Updater._update_all, threading.Event()
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, "tiered.state_copies=2", drives=[drive]) as ours:
         ours.offloaded.enable_manifest(model=folder)
         train(ours, batches(1))
         assert ours.offloaded.update_progress.is_running
+        ours.commit({})
         threading.Timer(0.1, go.set).start()
         ours.close()
-        (progress,) = drive.glob("offload-trainer/run-*/progress")
-        assert json.loads(progress.read_bytes()) == {"step": 1, "updating": False}
+        (index,) = drive.glob("offload-trainer/run-*/store.json")
+        assert read_newest(read_description(index.parent)).step == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

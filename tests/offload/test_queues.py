@@ -14,7 +14,7 @@ from engine_bench import REENTRANT, assert_same, batches, engine, masters, model
 from late_cuda_streams import FakeEvent, FakeStream, queued
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.cuda_device import CudaDevice
+from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 

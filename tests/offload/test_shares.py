@@ -13,7 +13,7 @@ import pytest
 from engine_bench import DROPOUT, Step, batches, drives, engine, model_directory, saved, train
 from late_engines import engine_on_streams
 
-from offload_trainer.offloading.cuda_device import CudaDevice
+from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
 from offload_trainer.storage.transfer import done
 

@@ -24,8 +24,7 @@ from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep, step_params_of
-from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater, step_params_of
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight

@@ -22,11 +22,10 @@ from test_tiered import skip_last_block
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.manifest import ManifestWriter
+from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
-from offload_trainer.offloading.update.step_params import MispredictionWatch
+from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import Future, together
@@ -174,6 +173,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         ours.offloaded.enable_manifest(model=folder)
         updater = ours.offloaded.updater
         train(ours, batches(1))
+        ours.commit({})
         before = masters(ours)
 
         def go(_: torch.Tensor) -> None:

@@ -11,14 +11,14 @@ import torch
 from engine_bench import ON_GPU, REENTRANT, assert_same, batches, drives, engine, masters, model_directory, plain, train
 from late_engines import late_engine
 from late_transfers import LateDevice, hasty
+from plain_engine import PlainEngine
 from safetensors.torch import load_file
 
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.pages.page_copies import DamagedPage
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.telemetry.meters import PhaseClock

@@ -24,9 +24,8 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, WeightAllGather
-from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
-from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns
+from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer
@@ -37,7 +36,7 @@ SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces tha
 UNITS = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
 
 Fetch = Callable[[int, torch.Tensor], Future]
-Made = tuple[SharedReads | WeightAllGather, Fetch]
+Made = tuple[SharedReads, Fetch]
 BOTH = pytest.mark.parametrize("kind", ["reads", "gathers"])
 
 
@@ -68,6 +67,10 @@ def reads(path: Path, node: Node, rounds: FetchMatching, barrier: Any, transfers
     return made, lambda unit, into: made.request(unit)(into)
 
 
+def turns_of(shared: SharedReads | Turns) -> Turns:
+    return shared.turns if isinstance(shared, SharedReads) else shared
+
+
 def of_ranks(
     kind: str, folder: Path, programs: Sequence[Sequence[int]], *, fails: bool = False
 ) -> tuple[list[Any], list[int]]:
@@ -88,14 +91,14 @@ def of_ranks(
             copy_alone(values, target)
 
         def gather(what: int, into: torch.Tensor) -> Future:
-            wanted = gathers.request(what, UNITS[what])
+            wanted = PendingGather(gathers.announce(what), UNITS[what], node=node, join=join)
             fill = wanted.fill
             wanted.fill = lambda into, _: fill(into, copy)  # type: ignore[method-assign]
             return wanted(into)
 
         node, rounds = ThreadOfNode(rank, place), FetchMatching(lambda mine: between.exchange(rank, mine))
-        gathers, transfers = WeightAllGather(node, rounds=rounds, join=join), Counting(fails=fails and rank == 1)
-        shared: SharedReads | WeightAllGather = gathers
+        gathers, transfers = Turns(rounds, "gathers"), Counting(fails=fails and rank == 1)
+        shared: SharedReads | Turns = gathers
         fetch: Fetch = gather
         with ExitStack() as stack:
             if kind == "reads":
@@ -114,7 +117,7 @@ def of_ranks(
                 between.abort()  # a closed connection breaks the others' waits
                 return error
             finally:
-                shared.turns.cancel()
+                turns_of(shared).cancel()
                 for one in {shared, gathers}:
                     one.close()
                 rounds.close()
@@ -164,18 +167,19 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
 
     node, rounds, transfers = Node(), FetchMatching(never), ThreadedTransfers(threads=1)
     with ExitStack() as stack:
-        gathers = WeightAllGather(node, rounds=rounds, join=lambda values, number: None)
-        shared: SharedReads | WeightAllGather = gathers
+        shared: SharedReads | Turns = Turns(rounds, "gathers")
         if kind == "reads":
             shared, _ = reads(tmp_path / "weights", node, rounds, lambda: None, transfers, stack)
         asked = [
-            shared.request(unit) if isinstance(shared, SharedReads) else shared.request(unit, UNITS[unit])
+            shared.request(unit)
+            if isinstance(shared, SharedReads)
+            else PendingGather(shared.announce(unit), UNITS[unit], node=node, join=lambda values, number: None)
             for unit in (0, 1)
         ]
         buffers = [host_buffer(2 * SIZES[unit]).view(torch.bfloat16) for unit in (0, 1)]
         filled = asked[0](buffers[0])
         assert not filled.done
-        shared.turns.cancel()
+        turns_of(shared).cancel()
         assert filled.done
         for future in (filled, asked[1](buffers[1])):
             with pytest.raises(RuntimeError, match="closed before"):
@@ -231,8 +235,9 @@ def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
     turn, thread = Turn(), Workers(1, "gathers")
+    node = ThreadOfNode(1, Place(2, nodes=1))
     wanted = PendingGather(
-        turn, torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)
+        turn, torch.arange(2.0 * ALIGN), node=node, join=lambda values, number: joined.append(number)
     )
     turn.decide(None, thread=thread)
     assert not joined

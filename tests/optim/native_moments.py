@@ -1,19 +1,34 @@
-"""The native library's moment formats, with the interface of moments.py."""
+"""The moment formats of native/formats.h, with the interface of moments.py."""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import torch
 
+from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits
-from offload_trainer.optim.native_adam import NativeLibrary, tables
+from offload_trainer.optim.native_adam import tables
+from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
 from offload_trainer.optim.rules import TYPES
+
+
+@cache
+def functions() -> ctypes.CDLL:
+    """Return native_moments.cpp, compiled next to the package's headers."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (Path(__file__).with_suffix(".cpp"), *SOURCE.parent.glob("*.h")):
+            shutil.copy(path, folder)
+        return ctypes.CDLL(str(built(Path(folder) / "native_moments.cpp", flags=FLAGS)))
 
 
 class NativeMoments:
     def __init__(self) -> None:
-        self._functions = NativeLibrary().functions
+        self._functions = functions()
 
     def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
         self._encode(values, out, None, noise)

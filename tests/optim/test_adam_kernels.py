@@ -14,12 +14,11 @@ import torch
 from update_ranges import ADAMW, form, update_stretch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim import kernels, native_adam, torch_adam
-from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim import kernel_api, kernels, native_adam
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 
 
 def numbers(n: int, *, seed: int) -> torch.Tensor:
@@ -59,7 +58,7 @@ def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
 def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_adam, "CHUNK", 4096)
+    monkeypatch.setattr(kernel_api, "CHUNK", 4096)
     n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
     grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
     before = grad.clone()
@@ -182,10 +181,10 @@ def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):
-        def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
-            super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
-            if settings["format"] == form(states):
-                fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
+        def update_page(self, page: PageUpdate) -> None:
+            super().update_page(page)
+            if page.format == form(states):
+                page.fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
 
     monkeypatch.setattr(kernels, "NativeKernel", Off)
     kernel, words = kernels.choose_kernel("auto")

@@ -7,8 +7,8 @@ import zlib
 import pytest
 import torch
 
+from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.native_adam import NativeKernel, sum_with, zlib_sum
-from offload_trainer.optim.torch_adam import TorchKernel
 
 SIZES = [*range(1, 400), 4095, 4096, 4097, 70_001, 1 << 20]
 

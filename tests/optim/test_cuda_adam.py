@@ -34,11 +34,10 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel, clip_ranges
 from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import DEVICE
 
 N = 20_000  # not a multiple of 256
@@ -132,15 +131,8 @@ def updated(
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
-    kernel.update_page(
-        here,
-        grad.to(given).to(place),
-        None if wanted is None else out,
-        parts,
-        format=form(states),
-        scale=scale,
-        noise=None if states == "fp32" else RoundingNoise(Noise(1, 2), 3, first),
-    )
+    noise, new = None if states == "fp32" else Noise(1, 2), None if wanted is None else out
+    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, 3, first))
     return [tensor.cpu() for tensor in (*here.values(), out)]
 
 
@@ -259,14 +251,13 @@ def test_one_launch_updates_several_pages(states: str, monkeypatch: pytest.Monke
     views, start = {}, 0
     for name, field in pages[0].items():
         views[name], start = state[:, start : start + field.nbytes].view(field.dtype), start + field.nbytes
-    words = {"format": format, "scale": 0.37}
-    noise = None if states.endswith("fp32") else RoundingNoise(Noise(1, 2), 3, 2**32 - 2 * each)
-    kernel.update_page(views, grad, out, parts, noise=noise, **words)
+    noise, first = None if states.endswith("fp32") else Noise(1, 2), 2**32 - 2 * each
+    kernel.update_page(PageUpdate(views, grad, out, parts, format, 0.37, noise, 3, first))
     assert len(launches) == 1
     for number, fields in enumerate(pages):
         here = clip_ranges(parts, number * each, (number + 1) * each)
-        at = None if noise is None else replace(noise, first=noise.first + number * each)
-        TorchKernel().update_page(fields, grads[number], weights[number], here, noise=at, **words)
+        given = (fields, grads[number], weights[number], here, format, 0.37, noise, 3, first + number * each)
+        TorchKernel().update_page(PageUpdate(*given))
         ours = [*(view[number].cpu() for view in views.values()), out[number * each :][:each].cpu()]
         assert all(map(torch.equal, map(as_bytes, ours), map(as_bytes, [*fields.values(), weights[number]])))
 
@@ -388,10 +379,10 @@ def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPa
         assert "the CPU's bits" in words
 
 
-def flushing(update: Callable[..., None], kernel: CudaKernel, fields: Fields, *others: object, **words: object) -> None:
+def flushing(update: Callable[..., None], kernel: CudaKernel, page: PageUpdate) -> None:
     """Update as a GPU that flushes subnormals would."""
-    update(kernel, fields, *others, **words)
-    for tensor in fields.values():
+    update(kernel, page)
+    for tensor in page.fields.values():
         if tensor.dtype is torch.float32:
             tensor[tensor.abs() < 2.0**-126] *= 0.0
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.optim.gradient_kernel import (
     GradientKernel,
     Lanes,
@@ -19,8 +19,8 @@ from offload_trainer.optim.gradient_kernel import (
     adds_like_torch,
     gradient_kernel,
 )
+from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 
 WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
 SIZES = [1, 255, 1025, 131_073, 400_001]  # up to several pieces
@@ -51,17 +51,17 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
     dtypes = [(WIDE, WIDE), *((WIDE, narrow) for narrow in NARROW), *((narrow, narrow) for narrow in NARROW)]
     before, more = numbers(size + 3, seed=1), numbers(size + 3, seed=2)
     for (stored, given), ordered, first in product(dtypes, (False, True), (False, True)):
-        norm = PiecewiseNorm(size, ordered=ordered)
+        pieces = Pieces.of(size, ordered=ordered)
         for offset in (0, 3) if size > 3 else (0,):
             sums, values = (one[offset:][:size] for one in (before.to(stored, copy=True), more.to(given)))
             right = values.to(stored, copy=True) if first else sums.clone().add_(values)
-            results = native.add(sums, values, first=first, pieces=norm.pieces)
+            results = native.add(sums, values, first=first, pieces=pieces)
             case = stored, given, ordered, first, offset
             assert torch.equal(sums, right), case
             alone = (ordered_norm if ordered else norm_of)(right)
-            assert torch.equal(norm.total(results), alone), case
-            assert torch.equal(norm.of(sums, native), alone), case
-            assert torch.equal(native.add(sums, None, pieces=norm.pieces), results), case
+            assert torch.equal(pieces.norm(results), alone), case
+            assert torch.equal(pieces.norm(native.add(sums, None, pieces=pieces)), alone), case
+            assert torch.equal(native.add(sums, None, pieces=pieces), results), case
             assert not native.add(sums, values).numel(), case
             assert torch.equal(sums, right.add_(values)), case
 
@@ -69,7 +69,7 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
 def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None:
     """A gradient may arrive in parts that consist of whole pieces."""
     sums, more = numbers(700_001, seed=3), numbers(700_001, seed=4).bfloat16()
-    for pieces in (PiecewiseNorm(len(sums), ordered=ordered).pieces for ordered in (False, True)):
+    for pieces in (Pieces.of(len(sums), ordered=ordered) for ordered in (False, True)):
         whole = native.add(sums.clone(), more, pieces=pieces)
         parts = sums.clone().split(pieces.width), more.split(pieces.width)
         found = [native.add(part, values, pieces=pieces) for part, values in zip(*parts, strict=True)]
@@ -81,8 +81,8 @@ def test_overflow_and_nan_reach_the_norm(native: GradientKernel) -> None:
         for at, ordered in product((0, 131_070, 299_999), (False, True)):
             sums = torch.ones(300_000, dtype=torch.float16)
             sums[at] = value
-            norm = PiecewiseNorm(len(sums), ordered=ordered)
-            assert right(norm.total(native.add(sums, torch.ones(300_000).half(), pieces=norm.pieces)))
+            pieces = Pieces.of(len(sums), ordered=ordered)
+            assert right(pieces.norm(native.add(sums, torch.ones(300_000).half(), pieces=pieces)))
     assert torch.isinf(torch.tensor([6e4]).half().add_(torch.tensor([6e4]).half()))
     sums = torch.tensor([6e4]).half()
     native.add(sums, sums.clone())
@@ -103,7 +103,8 @@ def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel) -> None
     random = torch.Generator().manual_seed(1)
     for size, _ in product(range(1, 40), range(30)):
         sums = torch.randn(size, generator=random)
-        assert torch.equal(PiecewiseNorm(size, ordered=False).of(sums, native), norm_of(sums)), size
+        pieces = Pieces.of(size, ordered=False)
+        assert torch.equal(pieces.norm(native.add(sums, None, pieces=pieces)), norm_of(sums)), size
 
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -125,7 +126,7 @@ def test_torchs_threads_add_with_the_same_bits(
 
     monkeypatch.setattr(library, "parallel", ctypes.cast(counted, ctypes.c_void_p).value)
     sums, more = numbers(1_000_003, seed=5), numbers(1_000_003, seed=6).bfloat16()
-    pieces = PiecewiseNorm(len(sums), ordered=ordered).pieces
+    pieces = Pieces.of(len(sums), ordered=ordered)
     alone = sums.clone()
     results = native.add(alone, more, pieces=pieces)
     assert not threads

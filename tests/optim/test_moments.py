@@ -11,11 +11,10 @@ from native_moments import NativeMoments
 from update_ranges import update_stretch
 
 from offload_trainer.optim import moments
-from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.kernel_api import Kernel, TorchKernel
 from offload_trainer.optim.moments import Bits, Noise, random_bits
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.optim.torch_adam import TorchKernel
 
 BOTH: list[Callable[[], Any]] = [lambda: moments, NativeMoments]
 

@@ -24,8 +24,8 @@ import offload_trainer as ot
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.pages.stored_masters import read_store
-from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
+from offload_trainer.offloading.pages.manifest import read_store
+from offload_trainer.optim.matrix_kernel import MatrixKernel, NativeMuon, has_bits_of
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.state_files import read_engine_state
@@ -217,9 +217,11 @@ def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path:
 
 def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
-    with engine(models["qwen3"], *MUON, *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
+    words = [*MUON, *HOMES["all on the drives"], "tiered.state_copies=2"]
+    with engine(models["qwen3"], *words, drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2), lr=RATE)
+        ours.commit({})
         ours.synchronize()
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
         assert_same(dict(read_store(index.parent).weights()), masters(ours))
@@ -339,7 +341,7 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)  # what a new thread would use by default
     try:
-        results = [orthogonalised(matrix.clone(), BlockedProducts(threads)) for threads in (1, 2, 5)]
+        results = [orthogonalised(matrix.clone(), Products(threads)) for threads in (1, 2, 5)]
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])

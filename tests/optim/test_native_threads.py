@@ -19,6 +19,7 @@ from forked_child import in_a_fork
 from update_ranges import form, part
 
 from offload_trainer import numa
+from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.native_adam import NativeKernel
 
@@ -50,7 +51,7 @@ class Page:
     def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
         parts = [part(0, N // 2, 0.1, 7), part(N // 2, N, 0.0, 7)]
         for _ in range(times):
-            kernel.update_page(self.fields, self.grad, self.out, parts, format=form("fp32"), scale=0.5, noise=None)
+            kernel.update_page(PageUpdate(self.fields, self.grad, self.out, parts, form("fp32"), 0.5, noise=None))
 
 
 def expected(*, times: int = 1) -> bytes:

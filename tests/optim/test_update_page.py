@@ -9,15 +9,14 @@ import torch
 from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.optim import moments as moments_
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]
-NOISE = RoundingNoise(Noise(1, 2), unit=3, first=4096)
+NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096
 KERNELS = [TorchKernel, NativeKernel]
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
 STATES = list(FORMATS)
@@ -44,15 +43,9 @@ def updated(
     fields, grad = random_page(N, form(states))
     here = {name: cut(name, tensor, start, end).clone() for name, tensor in fields.items()}
     out = torch.full((end - start,), MARK, dtype=wanted or torch.bfloat16)
-    kernel.update_page(
-        here,
-        grad.clamp(-6e4, 6e4).to(given)[start:end],
-        None if wanted is None else out,
-        parts,
-        format=form(states),
-        scale=0.37,
-        noise=None if states == "fp32" else RoundingNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
-    )
+    gradient, new = grad.clamp(-6e4, 6e4).to(given)[start:end], None if wanted is None else out
+    noise = None if states == "fp32" else NOISE
+    kernel.update_page(PageUpdate(here, gradient, new, parts, form(states), 0.37, noise, UNIT, FIRST + start))
     return here, out
 
 
@@ -98,7 +91,7 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
     optimizer.step()
     expected = {"master": weight.data}
     for kind, values in wide.items():
-        expected[kind], noise = torch.empty_like(before[kind]), NOISE.bits(kind)
+        expected[kind], noise = torch.empty_like(before[kind]), NOISE.bits(kind, UNIT, FIRST)
         if states == "fp32":
             expected[kind] = values
         elif states == "bf16":

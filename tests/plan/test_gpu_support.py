@@ -316,7 +316,7 @@ def test_a_cpu_multiplies_in_fp32() -> None:
     assert next(b for b in plan.forecast.bounds if b.phase == "forward").seconds
 
 
-@pytest.mark.parametrize("engine", ["tiered", "deepspeed", "plain"])
+@pytest.mark.parametrize("engine", ["tiered", "deepspeed"])
 def test_a_process_with_cuda_takes_two_gigabytes(engine: str) -> None:
     shape = preset_shape("gpt2", item_bytes=2)
     assert shape

@@ -153,7 +153,7 @@ def test_final_weights_can_be_read_repeatedly(run: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
-    with opened(run, mixed=False) as source:
+    with opened(run) as source:
         model = empty_model(source.model)
         asked: list[str] = []
         most = 0

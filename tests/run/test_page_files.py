@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from commands import KILL, TINY, Run, ask, call, faulty
-from dead_run_files import dead_lease
+from dead_run_files import dead_lease, died
 from safetensors.torch import load_file
 
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export.sources import opened
-from offload_trainer.offloading.pages.manifest import read_description, read_newest
-from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.planning import _with_resumed_copies
 from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
@@ -414,7 +413,7 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:
+def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> None:
     """Exporting the page files of a run killed within an update gives the weights of its last complete step."""
     words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
     killed("page=110", *words, output=tmp_path / "run")
@@ -436,8 +435,11 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
 def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
     with DriveLease(place) as lease:
         (lease.path / "state").write_bytes(bytes(8192))
-        with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
-            opened(lease.path, mixed=True).__enter__()
+        with pytest.raises(UserError, match="its run is alive"):
+            opened(lease.path).__enter__()
+    dead = died(DriveLease(place)._place)
+    with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
+        opened(dead).__enter__()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import INTERRUPT, KILL, TINY, Run, ask, assert_same_run, call, call_and_kill, in_turn
+from commands import COMMAND, INTERRUPT, KILL, PLAIN, TINY, Run, ask, assert_same_run, call, call_and_kill, in_turn
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +26,7 @@ SAVED = ["--save-every", 6, "save.keep=9"]
 
 _STOCK = ["--engine", "deepspeed"]
 PLACEMENTS = {
-    "plain": ["--engine", "plain"],
+    "plain": ["--params", "gpu", "--optimizer", "gpu"],  # made by torch alone (run_plain.py)
     "tiered": ["--engine", "tiered", "--optimizer", "nvme", "--ram-fraction", "0.5"],
     "tiered nvme": ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "--engine", "tiered"],
     "zero-2 cpu": [*_STOCK, "--params", "gpu", "--optimizer", "cpu"],
@@ -58,7 +58,8 @@ def finished(shared: Path):
         with in_turn(output):
             if not (output / "finished").exists():
                 drive_of(output).mkdir(exist_ok=True)
-                run = call(*words(name, drive_of(output)), output=output)
+                script = PLAIN if name == "plain" else COMMAND
+                run = call(*words(name, drive_of(output)), output=output, script=script)
                 (output / "finished").write_text(run.text)
         return Run(0, (output / "finished").read_text(), output)
 

@@ -58,7 +58,7 @@ def plant(made: Any, name: str, field: str, value: float) -> None:
         values = made.offloaded.state.store.get(field, unit.index, place.start, place.weight.numel)
         values[0] = value
         made.offloaded.state.store.put(field, unit.index, place.start, place.weight.numel, values)
-        made.offloaded.state.flush()
+        made.offloaded.store.flush()
 
 
 def save(checkpoints: Checkpoints, made: Any, step: int) -> None:

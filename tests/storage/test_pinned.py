@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.cuda_device import CudaDevice
+from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.storage import host_memory
 

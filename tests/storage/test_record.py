@@ -13,7 +13,7 @@ from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 def written(path: Path, *contents: bytes) -> Record:
     record = Record(path, most=5000)
     for content in contents:
-        record.write(content, lasting=True)
+        record.write(content)
     return record
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.store import WriteBackCache
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Future, ThreadedTransfers
 
@@ -131,21 +130,6 @@ def test_checks_follow_what_other_processes_write(transfers: ThreadedTransfers, 
         one.read(own, 0, host_buffer(16384)).wait()
     file.close()
     own.close()
-
-
-def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive: Path) -> None:
-    file = DriveFile(drive / "cache", 5 * 4096)
-    cache = WriteBackCache(transfers, places=2)
-    for number in (0, 1, 2, 3, 1, 4):
-        cache.open(file, number * 4096, 4096, modify=True)[number : number + 3] += 1
-    cache.flush()
-    back = host_buffer(5 * 4096)
-    transfers.read(file, 0, back).wait()
-    for number, times in enumerate((1, 2, 1, 1, 1)):
-        block = back[number * 4096 :][:4096]
-        assert block[number : number + 3].tolist() == [times] * 3
-        assert int(block.sum()) == 3 * times
-    file.close()
 
 
 def test_futures_complete_in_any_order() -> None:

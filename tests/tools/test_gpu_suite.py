@@ -265,7 +265,7 @@ def test_rows_that_must_not_be_quoted_are_marked() -> None:
     built = "The update on the CPU: the native kernel, prebuilt for x86-64-v4 and checked to give torch's bits."
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
     assert outcome(slow, gpu_fraction=0.5) == f"not comparable: {slow}"
-    assert outcome(built) == outcome(slow, gpu_fraction=1.0) == outcome("", engine="plain") == "ok"
+    assert outcome(built) == outcome(slow, gpu_fraction=1.0) == outcome("", engine="deepspeed") == "ok"
     chosen, words = choose_kernel("auto")
     assert (outcome(words) == "ok") == (chosen.name == "native")
     for sizes in ({"shadow_fraction": 1.0}, {"ram_fraction": 0.5}):
@@ -360,7 +360,7 @@ def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
             one.run(TINY, steps=1)
     for words, why in (
         (["--no-such-flag", "1"], r"(?s)failed: .*unknown flag"),
-        (["--model", "gpt2-10b", "--engine", "plain"], "not run: this does not fit"),
+        (["--model", "gpt2-10b", "--optimizer", "cpu"], "not run: this does not fit"),
     ):
         with pytest.raises(Failure, match=why), stage.worker() as one:
             one.run(words, steps=1)

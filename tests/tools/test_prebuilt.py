@@ -19,6 +19,7 @@ from update_ranges import ADAMW, update_stretch
 
 from offload_trainer.optim import kernel_cache, kernels, native_adam
 from offload_trainer.optim.gradient_kernel import gradient_kernel
+from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.prebuilt_kernels import LEVELS
@@ -69,10 +70,10 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Off(NativeKernel):
     """A kernel whose prebuilt library is wrong in one bit."""
 
-    def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
-        super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
+    def update_page(self, page: PageUpdate) -> None:
+        super().update_page(page)
         if self.library.level:
-            fields["exp_avg"].view(torch.uint8)[-1] ^= 1
+            page.fields["exp_avg"].view(torch.uint8)[-1] ^= 1
 
 
 @pytest.mark.usefixtures("package", "no_compiler")

@@ -28,7 +28,7 @@ from kill_and_resume import Trial  # noqa: E402
 from runs import Difference, compare, verify_checkpoint  # noqa: E402
 
 from offload_trainer.errors import UserError  # noqa: E402
-from offload_trainer.offloading.pages.page_copies import PageCopies  # noqa: E402
+from offload_trainer.offloading.pages.store import PageCopies  # noqa: E402
 
 # -- kill and resume, and two nodes, which compare runs in the same way ------------------------------------------------
 

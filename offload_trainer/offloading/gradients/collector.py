@@ -3,7 +3,7 @@
     autograd ──add──> sums on the device                               one operation on the device's stream
              ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
              ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
-             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (host_accumulator.py)
+             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (`HostAccumulator`)
 
 Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
 (`Ring`), and then only for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device import Device, cores_beside
-from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
-from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
+from offload_trainer.offloading.device import Device, cores_beside, limit_cores
+from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.optim.gradient_kernel import GradientKernel
-from offload_trainer.plan.tiered.layout import Place, Unit
-from offload_trainer.plan.tiered.spec import GRADIENTS_IN_FLIGHT
-from offload_trainer.plan.tiers import DEVICE
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
+from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
+from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, done, together
+from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 _ALIGN = 64  # bytes
 
@@ -101,7 +102,7 @@ class Gradients:
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, store, kernel=kernel, cores=cores_beside(device))
+        self._host = HostAccumulator(units, store, cores=cores_beside(device))
         self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda))
         self._in_flight = InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
@@ -158,11 +159,10 @@ class Gradients:
             if measured:
                 self._norms[name] = self._norm_of_sum(name, target)
         elif host is not None and at_hand:
-            norm = self._norm(name)
-            pieces = norm.pieces if measured else None
+            pieces = self._pieces(name) if measured else None
             results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
-            if measured:
-                self._norms[name] = norm.total(results)
+            if pieces is not None:
+                self._norms[name] = pieces.norm(results)
         elif first and host is not None and flat.dtype is self.dtype:
             self._downloads[name] = self._device.download(flat, host[here])
             self._in_flight.add(flat.nbytes, self._downloads[name])
@@ -188,11 +188,12 @@ class Gradients:
         `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
         """
         unit, place = self._intake.place[name]
-        norm, size = self._norm(name), self._ring.largest_piece // flat.itemsize
-        at_once = measured and size >= norm.pieces.width
+        collecting = self._host.staged.collecting
+        pieces, size = self._pieces(name), self._ring.largest_piece // flat.itemsize
+        at_once = measured and size >= pieces.width
         if at_once:
-            size -= size % norm.pieces.width
-        pieces, results = norm.pieces if at_once else None, list[torch.Tensor]()
+            size -= size % pieces.width
+        results = list[torch.Tensor]()
         parts = flat.split(size)
         gone = Future(parts=len(parts))
         download = self._downloads.pop(name, None) or done()
@@ -204,8 +205,10 @@ class Gradients:
             arrived.then(gone.finish_part)
 
             def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
-                after = (download, arrived)
-                results.append(self._host.add(unit.index, start, values, after=after, first=first, pieces=pieces))
+                download.wait()
+                arrived.wait()
+                target = collecting(unit.index)[start : start + values.numel()]
+                results.append(self._kernel.add(target, values, first=first, pieces=pieces if at_once else None))
 
             self._host.put(add, read)
             start += part.numel()
@@ -214,8 +217,9 @@ class Gradients:
 
             def take_norm() -> None:
                 if not at_once:
-                    results[:] = [self._host.measure(unit.index, place.start, start, pieces=norm.pieces)]
-                self._norms[name] = norm.total(torch.cat(results))
+                    sums = collecting(unit.index)[place.start : start]
+                    results[:] = [self._kernel.add(sums, None, pieces=pieces)]
+                self._norms[name] = pieces.norm(torch.cat(results))
 
             self._host.put(take_norm, Future())
 
@@ -224,15 +228,16 @@ class Gradients:
         """Return whether norms of sums are `ordered_norm`, because a GPU trains and sums may be on it."""
         return self._device.place.type != "cpu"
 
-    def _norm(self, name: str) -> PiecewiseNorm:
-        """Return the norm of a weight's sum over micro-batches in host memory."""
-        return PiecewiseNorm(self._intake.place[name][1].weight.numel, ordered=self._ordered)
+    def _pieces(self, name: str) -> Pieces:
+        """Return the pieces in which a weight's sum over micro-batches is measured in host memory."""
+        return Pieces.of(self._intake.place[name][1].weight.numel, ordered=self._ordered)
 
     def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
         if values.device.type != "cpu":
             return ordered_norm(values)
-        return self._norm(name).of(values, self._kernel)
+        pieces = self._pieces(name)
+        return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class Gradients:
         unit, place = self._intake.place[name]
         resident, flat = self.on_device(unit.index), values.reshape(-1)
         if resident is None:
-            self.store.replace(unit.index, place.start, flat)
+            self.store.put(unit.index, place.start, flat)
         else:
             resident[place.start : place.start + place.weight.numel].copy_(flat)
         self._norms.pop(name, None)
@@ -370,3 +375,166 @@ class Ring:
         self._out.append((start, end, future))
         self._next = -(-end // _ALIGN) * _ALIGN
         return self._memory[start:end], future
+
+
+@dataclass
+class _Staging:
+    """A host buffer in which a unit's sums are accumulated before they are written to their drive."""
+
+    buffer: torch.Tensor
+    unit: int | None = None
+    loaded: bool = False  # the buffer contains the unit's earlier sums
+    writing: Future | None = None
+
+
+class StagedSums:
+    """The sums of `store` in host memory, either permanently or in staging buffers in front of drives.
+
+    With several ranks each one reads and writes its range of a unit, through buffers that all ranks share. No rank may
+    write into a buffer before a barrier after all ranks' `claim`.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
+        """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
+        self._units, self._store, self._node = tuple(units), store, node
+        on_drives = [unit for unit in units if on_drive(store.homes[unit.index])]
+        self._stagings = {
+            True: self._make([unit for unit in on_drives if unit.block], GRADIENT_BUFFERS),
+            False: self._make([unit for unit in on_drives if not unit.block], 1),
+        }
+        self._written: set[int] = set()  # units whose earlier sums are on their drive
+
+    def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
+        dtype = self._store.dtype
+        size = max((unit.trained for unit in units), default=0) * dtype.itemsize
+        return [_Staging(self._node.memory(size).view(dtype)) for _ in range(min(count, len(units)))]
+
+    def claim(self, unit: int) -> None:
+        """Assign a staging buffer to the unit, after writing this rank's earlier contents to their drive."""
+        if self._store.host(unit) is not None or self._staging_of(unit) is not None:
+            return
+        ring = self._stagings[self._units[unit].block]
+        self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
+        staging = ring[0]
+        ring.append(ring.pop(0))  # the least recently used buffer is first
+        self._wait_for_write(staging)
+        staging.unit, staging.loaded = unit, False
+
+    def collecting(self, unit: int) -> torch.Tensor:
+        """Return the host memory that currently holds the unit's sums."""
+        inside = self._store.host(unit)
+        if inside is not None:
+            return inside
+        self.claim(unit)
+        staging = self._staging_of(unit)
+        assert staging is not None
+        if not staging.loaded:
+            first, end = self._own_range(self._units[unit])
+            if unit not in self._written:
+                _clear_between(self._units[unit], staging.buffer, first=first, end=end)
+            elif first < end:  # read back the earlier sums
+                for other in self._stagings[self._units[unit].block]:
+                    self._wait_for_write(other)
+                self._store.read(unit, first, staging.buffer[first:end]).wait()
+            staging.loaded = True
+        return staging.buffer[: self._units[unit].trained]
+
+    def _staging_of(self, unit: int) -> _Staging | None:
+        ring = self._stagings[self._units[unit].block]
+        return next((staging for staging in ring if staging.unit == unit), None)
+
+    def _own_range(self, unit: Unit) -> tuple[int, int]:
+        return range_of_rank(unit, self._node.rank, ranks=self._node.world)
+
+    def _send(self, staging: _Staging) -> None:
+        """Start writing a unit's sums to their drive."""
+        unit, staging.unit = staging.unit, None
+        if unit is None or not staging.loaded:
+            return
+        first, end = self._own_range(self._units[unit])
+        if first < end:
+            staging.writing = self._store.write(unit, first, staging.buffer[first:end])
+        self._written.add(unit)
+
+    def send(self, unit: int) -> Future:
+        """Start writing the sums of the most recent unit; the future completes when they are stored."""
+        staging = self._staging_of(unit)
+        if staging is None:
+            return done()  # the sums are permanently in host memory
+        self._send(staging)
+        return staging.writing or done()
+
+    def _wait_for_write(self, staging: _Staging) -> None:
+        if staging.writing is not None:
+            staging.writing.wait()
+            staging.writing = None
+
+    def send_all(self) -> None:
+        """Write all sums of this rank, and wait until they are stored."""
+        stagings = [staging for ring in self._stagings.values() for staging in ring]
+        for staging in stagings:
+            self._send(staging)
+        for staging in stagings:
+            self._wait_for_write(staging)
+
+    def clear(self) -> None:
+        """Begin the next step, which reads no earlier sums from drives; call it after `send_all`."""
+        self._written.clear()
+
+
+class HostAccumulator:
+    """The thread that adds gradients to the sums in `store`, in RAM or on drives, in the order of their arrival.
+
+    It waits for copies and drives, so that autograd's thread does not. After an error nothing more is added, and every
+    wait raises the error.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, cores: int) -> None:
+        """Start the thread, which uses `cores` cores."""
+        self.staged = StagedSums(units, store, node=Node())
+        self._error: BaseException | None = None
+        self._worker = Workers(1, "sums")
+        limit_cores(self._worker, cores)
+
+    def put(self, work: Callable[[], object], future: Future) -> None:
+        """Queue `work`; the future completes after it, or with the first error of this thread."""
+
+        def unless_broken() -> None:
+            if self._error is not None:
+                raise self._error
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        self._worker.put(ending(future, unless_broken))
+
+    def finish(self) -> None:
+        """Wait until everything is added and stored; raise the first error."""
+        future = Future()
+        self.put(self.staged.send_all, future)
+        future.wait()
+
+    def complete(self, unit: int) -> Future:
+        """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
+        begun, stored = Future(), Future()
+        begun.then(lambda error: stored.finish_part(error) if error is not None else None)
+        self.put(lambda: self.staged.send(unit).then(stored.finish_part), begun)
+        return stored
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:
+    """Set the padding between weights in [first, end) to zero, because the update reads it and it shares scales.
+
+    The sums of a weight start with its first gradient; without a gradient they are not read.
+    """
+    places = [place for place in unit.places if place.weight.trainable]
+    starts = [place.start for place in places[1:]] + [unit.trained]
+    for place, start in zip(places, starts, strict=True):
+        between = slice(max(first, place.start + place.weight.numel), min(end, start))
+        if between.start < between.stop:
+            sums[between].zero_()

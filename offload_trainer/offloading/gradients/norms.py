@@ -5,7 +5,7 @@
 
 With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
 `ordered_norm` therefore consists of single additions in a fixed order. In host memory both are combined from the
-partial results of pieces (`PiecewiseNorm`), which optim/gradient_kernel.py computes as it adds gradients.
+partial results of `Pieces`, which optim/gradient_kernel.py computes as it adds gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces, TorchGradients, sum_by_halves, sums_of_squares
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients, root_of_sum, sums_of_squares
 from offload_trainer.plan.parallel.comm_cost import piece_width
 
 _CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
@@ -43,7 +43,8 @@ def norm_of(flat: torch.Tensor) -> torch.Tensor:
     """
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
-    return PiecewiseNorm(flat.numel(), ordered=False).of(flat, TorchGradients())
+    pieces = Pieces.of(flat.numel(), ordered=False)
+    return pieces.norm(TorchGradients().add(flat.contiguous(), None, pieces=pieces))
 
 
 def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
@@ -56,31 +57,4 @@ def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tens
     """
     width = piece_width(flat.numel(), ordered=True)
     at_a_time = chunks or (1 if flat.device.type == "cpu" else _CHUNKS_ON_GPU)
-    return _root_of_sum(torch.cat([sums_of_squares(part, width) for part in flat.split(width * at_a_time)]))
-
-
-def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
-    filled = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())  # the next power of two
-    filled[0, : sums.numel()].copy_(sums)
-    return sum_by_halves(filled)[0].sqrt()
-
-
-class PiecewiseNorm:
-    """The norm of one weight's sum in host memory, with the bits of `norm_of` or `ordered_norm`.
-
-    It is combined from the partial results of pieces, counted from the weight's start. They may be computed as
-    gradients are added, and on several ranks.
-    """
-
-    def __init__(self, numel: int, *, ordered: bool) -> None:
-        """Prepare for a weight of `numel` elements; `ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
-        self.pieces = Pieces(piece_width(numel, ordered=ordered), halving=ordered)
-        self.count = -(-numel // self.pieces.width)
-
-    def of(self, sums: torch.Tensor, kernel: GradientKernel) -> torch.Tensor:
-        """Return the norm (fp32, 0-dim) of whole sums."""
-        return self.total(kernel.add(sums.contiguous(), None, pieces=self.pieces))
-
-    def total(self, results: torch.Tensor) -> torch.Tensor:
-        """Return the norm (fp32, 0-dim) from the partial results of all pieces."""
-        return _root_of_sum(results) if self.pieces.halving else torch.linalg.vector_norm(results)
+    return root_of_sum(torch.cat([sums_of_squares(part, width) for part in flat.split(width * at_a_time)]))

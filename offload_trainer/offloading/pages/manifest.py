@@ -1,48 +1,46 @@
 """Write, read and validate the manifest of a run's page files, which says what a dead run's files contain.
 
     store.json   in each private directory: the page layout, the position of each weight's master, the model's directory
-    progress     with one copy of each page: the step of the files, and whether an update was running
-    record       with two copies, in the first directory only: the step, the valid copy and checksums of each page,
-                 and the engine's and the training loop's state at that step
+    record       in the first directory only: the step, the valid copy and checksums of each page, and the engine's and
+                 the training loop's state at that step
 
-A killed process loses no completed write, because the kernel still has it; pages in RAM are lost. With two copies of
-each page the files always contain one whole step. An update writes the copies that are not valid, and then a record
-that names the new ones:
+Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). A killed
+process loses no completed write, because the kernel still has it, so its files always contain one whole step. An update
+writes the copies that are not valid, and then a record that names the new ones:
 
     pages written ── synced ───────────────────┐
     `commit` (step counts, training position) ─┴── record ── synced ── the next update may write
 
 The same holds after a power cut: pages are durable before the record that names them, and the record is durable before
-the old copies are overwritten. `pages/stored_masters.py` reads the masters of a dead run.
+the old copies are overwritten. `read_store` reads the masters of a dead run.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, Strict, with_config
+import torch
+from pydantic import Field, with_config
 
-from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.offloading.pages.store import DamagedPage, PageCopies, PageTable, copies_of_bits
+from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiers import on_drive, size_of_home
-from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
+from offload_trainer.safe_files import EXACT, Count, Line, Steps, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 
-DESCRIPTION, PROGRESS, RECORD = "store.json", "progress", "record"
+DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
-_PROGRESS_BYTES = 64
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -72,22 +70,20 @@ class StoreManifest:
     states: MomentsName
     pages: list[Page]
     weights: list[ManifestWeight]
-    fixed: list[Line]
     model: str
-    boot: str
     rule: RuleName
-    places: Annotated[int, Strict(), Field(ge=1, le=2)]  # copies of each page on a drive
     run: Line  # the run's id, which its record contains as well
+
+    def __post_init__(self) -> None:
+        state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
 
     @property
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states)
 
     @property
-    def page_bytes(self) -> list[int]:
-        """Return the bytes of each page."""
-        format = self.format
-        return [format.page_bytes(page) for page in self.pages]
+    def table(self) -> PageTable:
+        return PageTable(self.pages, self.format)
 
     @property
     def record(self) -> tuple[Path, int]:
@@ -105,11 +101,9 @@ def manifest_of(
     *,
     format: StateFormat,
     model: Path,
-    copies: int,
     run: str,
 ) -> StoreManifest:
-    """Return the manifest of the files of `drives`: the pages in them, their number of copies, and the weights."""
-    places = [(unit, place) for unit in units for place in unit.places]
+    """Return the manifest of the files of `drives`: the pages in them, and the weights."""
     return StoreManifest(
         run=run,
         drives=[str(drive.resolve()) for drive in drives],
@@ -118,23 +112,11 @@ def manifest_of(
         pages=list(pages),
         weights=[
             ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
-            for unit, place in places
-            if place.weight.trainable
+            for unit in units
+            for place in unit.places
         ],
-        fixed=[place.weight.name for _, place in places if not place.weight.trainable],
         model=str(model.absolute()),
-        boot=boot() if copies == 1 else "",  # two copies are consistent after a power cut, too
-        places=copies,
     )
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class Progress:
-    """The content of the progress file."""
-
-    step: Steps
-    updating: Flag
 
 
 @with_config(EXACT)
@@ -171,57 +153,41 @@ class ManifestWriter:
         *,
         format: StateFormat,
         model: Path,
-        copies: PageCopies | None = None,
-        sync: Callable[[], None] = lambda: None,
+        copies: PageCopies,
+        sync: Callable[[], None],
     ) -> None:
-        """Write store.json to each directory, and open the record or the progress files.
+        """Write store.json to each directory, and open the record.
 
         `copies` tracks the pages' copies; `sync` makes written pages durable. Files that were taken over from an
         earlier process keep that run's id.
         """
-        self._copies = copies if copies is not None and copies.count > 1 and drives else None
-        self._sync, self._lasting = sync, all(on_drive(page.home) for page in pages)
-        self.commits = False  # an update is recorded only together with the content that `commit` adds
-        self._record: Record | None = None
-        self._descriptors: list[int] = []
-        taken_over = bool(drives) and (drives[0] / DESCRIPTION).exists()
+        self._copies, self._sync = copies, sync
+        taken_over = (drives[0] / DESCRIPTION).exists()
         self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
-        count = 2 if self._copies else 1
-        manifest = manifest_of(drives, units, pages, format=format, model=model, copies=count, run=self._run)
+        manifest = manifest_of(drives, units, pages, format=format, model=model, run=self._run)
         for drive in drives:
             write_text(drive / DESCRIPTION, json.dumps(asdict(manifest)))
         self._lock = threading.Lock()
         self._step, self._under_way = 0, False
         self._committed: Mapping[str, Any] | None = None  # content from `commit`, kept while the update is running
-        if self._copies is not None:
-            for drive in drives:  # the directory entries must be durable, too
-                sync_directory(drive.parent)
-                sync_directory(drive.parent.parent)
-            self._record = Record(drives[0] / RECORD, most=manifest.record[1])
-            if self._record.is_new:  # once it is written, a missing record means damage
-                first = {"step": 0, "newest": "", "run": self._run}
-                self._record.write(json.dumps(first).encode(), lasting=True)
-        else:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-            self._descriptors = [os.open(drive / PROGRESS, flags, 0o666) for drive in drives]
+        for drive in drives:  # the directory entries must be durable, too
+            sync_directory(drive.parent)
+            sync_directory(drive.parent.parent)
+        self._record = Record(drives[0] / RECORD, most=manifest.record[1])
+        if self._record.is_new:  # once it is written, a missing record means damage
+            self._record.write(json.dumps({"step": 0, "newest": "", "run": self._run}).encode())
 
     def note(self, step: int, *, updating: bool) -> None:
-        """Record that the files contain the state after `step` updates.
+        """Note that the files contain the state after `step` updates, or with `updating` that an update is running.
 
-        With `updating`, an update is running, and some pages may already have the next state. With two copies of each
-        page that is not written to the record, because the update does not change the copies that the record names.
+        The update does not change the copies that the record names, so its beginning is not recorded.
         """
-        if self._record is None:
-            note = json.dumps({"step": step, "updating": updating}).ljust(_PROGRESS_BYTES).encode()
-            for descriptor in self._descriptors:
-                os.pwrite(descriptor, note, 0)
-            return
-        if not updating and self._lasting:
+        if not updating:
             self._sync()
         with self._lock:
             self._step, self._under_way = step, updating
-            if not updating and (self._committed is not None or not self.commits):
-                self._write()
+            if not updating and self._committed is not None:
+                self._write(self._committed)
 
     def commit(self, step: int, content: Mapping[str, Any]) -> None:
         """Add content to the record of the state after `step` updates, and write the record.
@@ -232,21 +198,16 @@ class ManifestWriter:
             self._committed = content
             if not self._under_way:
                 self._step = step
-                self._write()
+                self._write(content)
 
-    def _write(self) -> None:
-        assert self._record is not None
-        assert self._copies is not None
-        committed, self._committed = self._committed or {}, None
+    def _write(self, committed: Mapping[str, Any]) -> None:
+        self._committed = None
         pages = {"newest": self._copies.newest_bits().hex(), "sums": self._copies.newest_sums().hex()}
         content = {"step": self._step, "run": self._run} | pages | dict(committed)
-        self._record.write(json.dumps(content).encode(), lasting=self._lasting)
+        self._record.write(json.dumps(content).encode())
 
     def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._record.close()
 
 
 # -- after it has died -------------------------------------------------------------------------------------------------
@@ -257,19 +218,8 @@ def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
     return read_back(directory / DESCRIPTION, StoreManifest, fix=fix)
 
 
-def read_progress(directory: Path) -> Progress:
-    """Read the progress file of pages with one copy; raise UserError if it is damaged or there was no update yet."""
-    try:
-        record = file_bytes(directory / PROGRESS, most=_PROGRESS_BYTES)
-        if record:
-            return parsed(record, Progress)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{directory / PROGRESS} cannot be read: {error}. {FIX}") from error
-    raise nothing_yet(directory)
-
-
 def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
-    """Read the record of pages with two copies; return None before the first update.
+    """Read the record; return None before the first update.
 
     Raises:
         UserError: the record is missing, damaged, or of another run.
@@ -298,11 +248,6 @@ def torn_record(manifest: StoreManifest) -> bool:
     return torn_slot(path, most=most)
 
 
-def nothing_yet(directory: Path) -> UserError:
-    """Return the error for a run that died before its first update."""
-    return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
-
-
 def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
     """Raise ValueError unless every directory that store.json names contains the same store.json, and one is this."""
     ours = file_bytes(directory / DESCRIPTION)
@@ -316,17 +261,111 @@ def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
 
 def files_of(manifest: StoreManifest) -> list[Path]:
     """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
-    files = [Path(drive) / "state" for drive in manifest.drives]
-    sizes, homes = manifest.page_bytes, [page.home for page in manifest.pages]
-    if max(homes, default=0) >= len(files):
-        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
+    files, table = [Path(drive) / "state" for drive in manifest.drives], manifest.table
+    if outside := [home for home in table.homes if not 0 <= home < len(files)]:
+        raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):
-        need = manifest.places * size_of_home(sizes, homes, home)
+        need = 2 * table.home_bytes(home)
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files
 
 
-def boot() -> str:
-    """Return the kernel's id of the current boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+# -- masters of a dead run ---------------------------------------------------------------------------------------------
+
+_MASTER = 4  # bytes; masters are a page's first field
+
+
+@dataclass(frozen=True)
+class StoredMasters:
+    """The master weights in the page files of a dead run."""
+
+    step: int  # updates that the masters have
+    model: Path
+    files: Sequence[Path]  # by drive
+    table: PageTable
+    copies: Sequence[int]  # the valid copy of each page
+    sums: Sequence[int]  # checksums by page and field
+    places: dict[str, ManifestWeight]
+    _verified: set[int] = field(default_factory=set)  # pages whose checksum was compared
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: weight.shape for name, weight in self.places.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one whole fp32 master.
+
+        Raises:
+            TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
+        """
+        weight = self.places[name]
+        out = torch.empty(weight.numel)
+        for number, held, given in self.table.touched("master", weight.unit, weight.start, weight.numel):
+            self._verify(number)
+            self._fill(out[given], number, start=_MASTER * held.start)
+        return out.view(weight.shape)
+
+    def _verify(self, number: int) -> None:
+        """Raise DamagedPage if the checksum of the page's masters differs."""
+        if number in self._verified:
+            return
+        fields = self.table.format.fields
+        data = torch.empty(fields["master"].padded(self.table.pages[number]), dtype=torch.uint8)
+        file, offset = self._fill(data, number)
+        if zlib_sum(data) != self.sums[number * len(fields)]:
+            raise DamagedPage(
+                f"{file}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
+                f"they do not have the CRC-32 that they were written with. {FIX}"
+            )
+        self._verified.add(number)
+
+    def _fill(self, data: torch.Tensor, number: int, *, start: int = 0) -> tuple[Path, int]:
+        """Fill `data` from byte `start` of a page; return the file and the offset that it was read from.
+
+        Raises TrainerError if the file cannot be read or is too short.
+        """
+        view, path = data.view(torch.uint8).numpy().data, self.files[self.table.homes[number]]
+        offset = self.table.offset(number, copy=self.copies[number]) + start
+        try:
+            with open(open_file(path), "rb") as file:
+                file.seek(offset)
+                got = file.readinto(view)
+        except (OSError, ValueError) as error:
+            raise TrainerError(f"{path}: {len(view)} bytes at {offset} cannot be read: {error}") from error
+        if got != len(view):
+            raise TrainerError(f"{path}: cut short: {got} of {len(view)} bytes at {offset}")
+        return path, offset
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole fp32 master), one at a time; see `read` for errors."""
+        for name in self.places:
+            yield name, self.read(name)
+
+
+def read_store(directory: Path) -> StoredMasters:
+    """Return the masters in a private directory that a dead run left.
+
+    Raises:
+        UserError: the run died before its first update, or the manifest is missing or damaged.
+    """
+    manifest = read_description(directory)
+    newest = read_newest(manifest)
+    if newest is None:
+        raise UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
+    copies, sums = newest.copies(len(manifest.pages)), memoryview(bytes.fromhex(newest.sums)).cast("I")
+    table = manifest.table
+    try:
+        refuse_outside(directory, manifest)
+        files = files_of(manifest)
+        for weight in manifest.weights:
+            ranges = table.touched("master", weight.unit, weight.start, weight.numel)
+            held = sum(given.stop - given.start for _, _, given in ranges)
+            if held != weight.numel:
+                raise ValueError(
+                    f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}"
+                )
+    except (ValueError, OSError) as error:
+        raise UserError(f"{directory}: {error}. {FIX}") from error
+    places = {weight.name: weight for weight in manifest.weights}
+    return StoredMasters(newest.step, Path(manifest.model), files, table, copies, sums, places)

@@ -89,7 +89,7 @@ class TieredState:
         return values.view(place.weight.shape)
 
     def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D). Call `flush` afterwards."""
+        """Set one master (fp32, 1-D). Call the store's `flush` afterwards."""
         unit, place = self.places[name]
         self.store.put("master", unit.index, place.start, place.weight.numel, master)
 
@@ -120,7 +120,7 @@ class TieredState:
         All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
         node.on_first_rank(lambda: self._load_fixed(directory))
-        self.weights.broadcast_frozen()
+        self.weights.broadcast_all()  # the trained ones too, which the next lines replace
         state = node.on_each_rank(lambda: self._load_pages(directory))
         self.weights.broadcast()
         return state
@@ -139,7 +139,7 @@ class TieredState:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
-        self.flush()
+        self.store.flush()  # fields that were open before have the old values
         return state
 
     def _load_fixed(self, directory: Path) -> None:
@@ -148,7 +148,6 @@ class TieredState:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
-        self.weights.flush()
 
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
@@ -178,12 +177,6 @@ class TieredState:
         for number, fields in PageSnapshot(self.store, self._numbers).pages():
             page = self.store.pages[number]
             self.weights.put_page(page.unit, page.start, fields["master"])
-        self.flush()
-
-    def flush(self) -> None:
-        """Write everything that was put to its tier, and release the cache."""
-        self.store.flush()
-        self.weights.flush()
 
 
 @dataclass(frozen=True)
@@ -218,7 +211,6 @@ class TieredSnapshot:
         def end() -> None:
             if names:  # without trainable weights the frozen ones need not be written
                 written.update(write_files(directory, self.owner.fixed_files(), writes=True))
-            self.owner.weights.flush()
             write_engine_state(directory, self.state)
 
         group.first(begin)

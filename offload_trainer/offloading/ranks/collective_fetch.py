@@ -3,8 +3,8 @@
     drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
     RAM    ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
 
-A unit that not all ranks need next (`ranks/fetch_matching.py`) is read or copied by each rank alone. Ranks fetch the
-same units together in the same order, on a separate thread and over separate connections.
+A unit that not all ranks need next (`FetchMatching`) is read or copied by each rank alone. Ranks fetch the same units
+together in the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 
 from offload_trainer.offloading.device import Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node, SideGroup
 from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
@@ -37,10 +36,9 @@ class WeightFetches:
         self._reads: SharedReads | None = None
         if node.world > 1 and any(map(on_drive, store.homes)):
             self._reads = SharedReads(store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier)
-        self._gathers: WeightAllGather | None = None
+        self._gathers: Turns | None = None
         if node.by_parts and any(store.elements):
-            self._gathers = WeightAllGather(node, rounds=node.fetch_matching(), join=node.make_all_gather(gpus=gpus))
-        self._shared = [one for one in (self._reads, self._gathers) if one is not None]
+            self._gathers, self._join = Turns(node.fetch_matching(), "gathers"), node.make_all_gather(gpus=gpus)
 
     def source(self, unit: int) -> torch.Tensor | Read:
         """Return the source of a unit's weights: host memory, or a function that fills a buffer.
@@ -49,18 +47,21 @@ class WeightFetches:
         """
         host = self._store.host(unit)
         if host is not None:
-            return self._gathers.request(unit, host) if self._gathers else host
+            gathers = self._gathers
+            return PendingGather(gathers.announce(unit), host, node=self._node, join=self._join) if gathers else host
         return self._reads.request(unit) if self._reads else lambda buffer: self._store.read(unit, 0, buffer)
 
     def cancel(self) -> None:
         """Fail the fetches that have not begun, because other ranks may never join them."""
-        for shared in self._shared:
-            shared.turns.cancel()
+        for turns in (self._reads.turns if self._reads else None, self._gathers):
+            if turns is not None:
+                turns.cancel()
 
     def close(self) -> None:
         self.cancel()
-        for shared in self._shared:
-            shared.close()
+        for shared in (self._reads, self._gathers):
+            if shared is not None:
+                shared.close()
         self._node.close()  # only these fetches use the node's rounds
 
 
@@ -195,9 +196,10 @@ class SharedReads:
 class PendingGather:
     """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
 
-    def __init__(self, turn: Turn, host: torch.Tensor, *, rank: int, ranks: int, join: Join) -> None:
-        """Describe the unit `host` (1-D, in RAM) for number `rank` of the node's `ranks`."""
-        self._turn, self._host, self._rank, self._ranks, self._join = turn, host, rank, ranks, join
+    def __init__(self, turn: Turn, host: torch.Tensor, *, node: Node, join: Join) -> None:
+        """Describe the unit `host` (1-D, in RAM). Only the thread of the turns uses `join`."""
+        self._turn, self._host, self._join = turn, host, join
+        self._rank, self._ranks = node.rank - node.local_ranks.start, len(node.local_ranks)
         self.when = turn.when
 
     def __call__(self, into: torch.Tensor) -> Future:
@@ -215,19 +217,3 @@ class PendingGather:
         if whole:
             copy(self._host[mine], into[mine])
             self._join(into[:whole], self._rank)
-
-
-class WeightAllGather:
-    """The units that this rank fetches by all-gather. Every rank of the node has one such object."""
-
-    def __init__(self, node: Node, *, rounds: FetchMatching, join: Join) -> None:
-        """Start the gathering thread; only that thread uses `join`."""
-        self._node, self._join, self.turns = node, join, Turns(rounds, "gathers")
-
-    def request(self, unit: int, host: torch.Tensor) -> PendingGather:
-        """Announce that this rank needs the unit `host` next, and return the fetch."""
-        turn, rank = self.turns.announce(unit), self._node.rank - self._node.local_ranks.start
-        return PendingGather(turn, host, rank=rank, ranks=len(self._node.local_ranks), join=self._join)
-
-    def close(self) -> None:
-        self.turns.close()

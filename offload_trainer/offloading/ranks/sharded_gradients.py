@@ -33,12 +33,10 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients
-from offload_trainer.offloading.gradients.host_accumulator import StagedSums
-from offload_trainer.offloading.gradients.norms import PiecewiseNorm
+from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import GradientKernel
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.parallel.comm_cost import NormShards, norm_parts
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import OUTBOXES, exchange_bytes
@@ -266,7 +264,7 @@ class _Share:
     """One rank's share in the norm of one weight."""
 
     unit: int
-    norm: PiecewiseNorm
+    pieces: Pieces
     numbers: slice  # the weight's positions among all partial norms
     first: int  # the first position that this rank computes
     parts: NormShards
@@ -284,18 +282,17 @@ class ShardedNorms:
         ordered: bool,
         kernel: GradientKernel,
     ) -> None:
-        """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `PiecewiseNorm`."""
+        """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `Pieces.of`."""
         self._node, self._dtype, self._kernel = node, dtype, kernel
         self._shares: dict[str, _Share] = {}
         count = 0
         for unit, place in places:
-            norm = PiecewiseNorm(place.weight.numel, ordered=ordered)
-            width = norm.pieces.width
+            pieces = Pieces.of(place.weight.numel, ordered=ordered)
+            width, end = pieces.width, count + -(-place.weight.numel // pieces.width)
             parts = norm_parts(unit, place, width=width, rank=node.rank, ranks=node.world)
             first = count + (parts.starts.start - place.start) // width
-            numbers = slice(count, count + norm.count)
-            self._shares[place.weight.name] = _Share(unit.index, norm, numbers, first, parts)
-            count += norm.count
+            self._shares[place.weight.name] = _Share(unit.index, pieces, slice(count, end), first, parts)
+            count = end
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
@@ -310,7 +307,7 @@ class ShardedNorms:
             starts = share.parts.starts[:-1] if share.parts.gets else share.parts.starts
             if starts:
                 whole = sums[starts[0] : min(starts[-1] + starts.step, share.parts.ends)]
-                results = self._kernel.add(whole, None, pieces=share.norm.pieces)
+                results = self._kernel.add(whole, None, pieces=share.pieces)
                 self._numbers[share.first : share.first + len(starts)] = results
             given = sums[share.parts.gives[1] : share.parts.gives[2]] if share.parts.gives else sums[:0]
             begun = sums[share.parts.starts[-1] : share.parts.has] if share.parts.gets else sums[:0]
@@ -336,9 +333,9 @@ class ShardedNorms:
             if share.parts.gets:
                 piece = torch.cat([self._cut[name][1], *ends[name]])
                 last = share.first + len(share.parts.starts) - 1
-                numbers[last : last + 1] = self._kernel.add(piece, None, pieces=share.norm.pieces)
+                numbers[last : last + 1] = self._kernel.add(piece, None, pieces=share.pieces)
         self._node.all_reduce(numbers)
-        return {name: share.norm.total(numbers[share.numbers]) for name, share in shares.items()}
+        return {name: share.pieces.norm(numbers[share.numbers]) for name, share in shares.items()}
 
     def clear(self) -> None:
         """Begin the next step."""

@@ -37,7 +37,7 @@ class UpdateProgress:
         self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
         self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
         self._agree, self._order = agree, tuple(units)
-        self._own_pages: dict[int, Future] = {}  # unit -> done when this rank has written its pages
+        self._own_pages: dict[int, Future] = {}  # the same of this rank's pages; with one rank it is the same dict
         self._thread = Workers(1, "update_progress") if agree else None
         self._end = done()
         self._lock = threading.Lock()
@@ -49,8 +49,8 @@ class UpdateProgress:
         """Begin an update after the previous one has ended. `since`: the time of its first speculative page, if any."""
         with self._lock:
             self._left = Counter(self._pages)
-            self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
-            self._own_pages = {unit: Future() for unit in self._pages} if self._agree else {}
+            self._own_pages = {unit: Future() for unit in self._pages}
+            self._units = {unit: Future() for unit in self._order} if self._agree else self._own_pages
             self._end, self._began = Future(), since or time.perf_counter()
         if self._thread is not None:
             self._thread.put(self._agree_on_all)
@@ -60,8 +60,8 @@ class UpdateProgress:
         assert self._agree is not None
         try:
             for unit in self._order:
-                if unit in self._own_pages:
-                    self._own_pages[unit].wait()
+                if (own := self._own_pages.get(unit)) is not None:
+                    own.wait()
                 self._agree(unit)
                 with self._lock:
                     future = self._units.pop(unit)
@@ -78,9 +78,7 @@ class UpdateProgress:
                 return
             with self._lock:
                 self._left[unit] -= pages
-                future = None
-                if self._left[unit] == 0:
-                    future = self._own_pages.get(unit) if self._agree else self._units.pop(unit, None)
+                future = self._own_pages.pop(unit, None) if self._left[unit] == 0 else None
             if future is not None:
                 future.finish_part()
 

@@ -6,14 +6,29 @@
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives, and
-pages in RAM with shadow memory, may be updated before the step's clipping factor is known (`SpeculativeStep`).
+the order does not change a bit. `UpdateProgress` records each page that has been written back.
+
+Pages on drives, and pages in RAM with shadow memory, may be updated during the backward, before the step's parameters
+are known (`SpeculativeStep`):
+
+    a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
+    state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
+               in RAM: is updated in place, after its old bytes were copied to shadow memory (`ShadowPages`)
+    weights    are written in place: a unit whose gradients are complete is not used again in this step
+    decision   step as expected: the pages are valid; at the step's end one small record switches all copies
+               step clipped: the pages are updated again from their old state
+               step skipped: the pages get their old state, and the weights are rounded again from its masters
+
+The same kernel computes the same page from the same parameters, so no bit depends on speculation. Keeping new weights
+back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
+in a skipped step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +42,97 @@ from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
-from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
+
+_RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
+
+
+@dataclass(frozen=True)
+class StepParams:
+    """Everything that determines a page's new state besides the page itself and its gradient."""
+
+    ranges: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
+    scale: float  # factor on the gradients: clipping and the inverse of the loss scale
+    noise: Noise | None  # random bits for stochastically rounded moments
+
+    def same_for(self, other: StepParams, unit: int) -> bool:
+        """Return whether both parameter sets give a unit's pages the same new state."""
+        same = self.scale == other.scale and self.noise == other.noise
+        return same and self.ranges[unit] == other.ranges[unit]
+
+
+def step_params_of(
+    units: Sequence[Unit], rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float, noise_seed: int | None
+) -> StepParams:
+    """Return the parameters of a step that updates the weights in `rules`.
+
+    `steps` counts the steps of each weight, including this one. `noise_seed` seeds stochastic rounding, if any.
+    """
+    noise = None if noise_seed is None else Noise(seed=noise_seed, step=max(steps.values(), default=0))
+    return StepParams([_ranges_of(unit, rules, steps) for unit in units], scale=scale, noise=noise)
+
+
+def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
+    """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree.
+
+    Ranges include the padding after a weight, except those of weights that consist of matrices updated as a whole.
+    """
+    places = [place for place in unit.places if place.weight.trainable]
+    ends = [place.start for place in places[1:]] + [unit.trained]
+    found: list[ParamRange] = []
+    for place, end in zip(places, ends, strict=False):
+        name = place.weight.name
+        if name not in rules:
+            continue
+        same = (rules[name], steps[name])
+        if place.start < unit.matrices:
+            found.append(ParamRange(place.start, place.start + place.weight.numel, *same))
+        elif found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == same:
+            found[-1] = ParamRange(found[-1].start, end, *same)
+        else:
+            found.append(ParamRange(place.start, end, *same))
+    return found
+
+
+class SpeculativeStep:
+    """The speculative updates of one step."""
+
+    def __init__(self, expected: StepParams) -> None:
+        self.expected = expected
+        self.written: dict[int, PendingWrite] = {}  # updated pages; those on drives are being written
+        self.began: float | None = None  # time of the first page
+        self.error: BaseException | None = None  # the error that ended speculation
+
+    def kept(self, params: StepParams, pages: Sequence[Page]) -> set[int]:
+        """Return the updated pages that are valid for the step's actual parameters."""
+        same = {unit: self.expected.same_for(params, unit) for unit in {pages[n].unit for n in self.written}}
+        return {number for number in self.written if same[pages[number].unit]}
+
+
+class MispredictionWatch:
+    """A record of recent mispredictions; speculation is allowed with at most 2 in the last 8 steps.
+
+    A misprediction wastes the speculative updates and moves their drive bytes again.
+    """
+
+    def __init__(self) -> None:
+        self._other: deque[bool] = deque(maxlen=_RECENT)
+
+    @property
+    def rarely(self) -> bool:
+        """Return whether mispredictions are rare enough to speculate."""
+        return sum(self._other) <= _AT_MOST
+
+    def decided(self, *, as_expected: bool) -> None:
+        """Record whether a step's parameters were as expected (neither clipped nor skipped)."""
+        self._other.append(not as_expected)
 
 
 @dataclass(frozen=True)
@@ -64,23 +164,23 @@ class Updater:
 
         The update runs on a thread if the layout lets it overlap the next forward.
         """
-        layout, device, kernels = parts.layout, parts.device, parts.kernels
+        homes, sizes, device, kernels = parts.homes, parts.sizes, parts.device, parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device
-        every = routes_of(layout.homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
-        routes = [route for route in every if layout.homes.of_rank(route.number, layout.node.rank)]
+        every = routes_of(homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
+        routes = [route for route in every if homes.of_rank(route.number, parts.node.rank)]
         if store.format.rule.matrices:
             place = device.place if device.is_cuda else None
-            threads = cores_beside(device) if layout.overlap_forward else torch.get_num_threads()
+            threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
-        self.shadows = ShadowPages(store, [number for number in self.numbers if number in layout.homes.shadows])
+        self.shadows = ShadowPages(store, [number for number in self.numbers if number in homes.shadows])
         self.pipeline = PagePipeline(
-            stores, device=device, routes=routes, slots=layout.page_buffers, shadows=self.shadows
+            stores, device=device, routes=routes, slots=sizes.page_buffers, shadows=self.shadows
         )
         there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
         self._device_paths = {
@@ -90,13 +190,13 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        assert layout.overlap_forward or not layout.overlap_backward
-        self._overlap_backward = layout.overlap_backward
+        assert sizes.overlap or not sizes.ahead
+        self._overlap_backward = sizes.ahead
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
         self._failed: BaseException | None = None  # the error of the last update on the thread
-        self._thread = Workers(1, "update") if layout.overlap_forward else None
+        self._thread = Workers(1, "update") if sizes.overlap else None
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
 
@@ -302,7 +402,6 @@ class Updater:
             data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
-        self._weights.flush()
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
@@ -337,35 +436,23 @@ class Updater:
         """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
         if self._snapshot is not None:
             self._snapshot.wait_for(route.number)
-        page = route.page
-        fields = self._store.fields(route.number, data)
-        params = step.params
+        page, params, fields = route.page, step.params, self._store.fields(route.number, data)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)
-        kernel.update_page(
-            fields,
-            gradient,
-            out,
-            parts,
-            format=self._store.format,
-            scale=params.scale,
-            noise=None if params.noise is None else RoundingNoise(params.noise, page.unit, page.start),
-        )
+        given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise)
+        kernel.update_page(PageUpdate(*given, page.unit, page.start))
 
 
 def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
-    if arrived is None:
-        assert path.state is not None
-        assert path.gradient is not None
-        assert path.out is not None
-        return path.state, path.gradient, path.out
-    return (
-        arrived.state if path.state is None else path.state,
-        arrived.gradient if path.gradient is None else path.gradient,
-        arrived.out if path.out is None else path.out,
-    )
+    state, gradient, out = path.state, path.gradient, path.out
+    if arrived is not None:
+        state = arrived.state if state is None else state
+        gradient = arrived.gradient if gradient is None else gradient
+        out = arrived.out if out is None else out
+    assert state is not None and gradient is not None and out is not None  # noqa: PT018
+    return state, gradient, out
 
 
 def _extends(run: Sequence[_Path], path: _Path) -> bool:

@@ -75,6 +75,32 @@ def _refusing(name: str) -> Any:
     return property(attribute.__get__, lambda one, value: _refuse_setting(name, one, value))
 
 
+# torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
+# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
+
+
+def _dispatched(
+    cls: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    return _run(func, args, kwargs or {})
+
+
+def _detached(one: Shared) -> Any:
+    _refuse_as_parameter(_parameter_of(one), sys._getframe(1))
+    return torch.Tensor.detach(one)
+
+
+def _refuse_swapping(one: Shared) -> NoReturn:
+    raise UserError(
+        f"{_parameter_of(one).weight} belongs to an offloaded model, and cannot be swapped with another tensor: change "
+        "the model before it is offloaded"
+    )
+
+
+def _refuse_set(one: Shared, *_: Any, **__: Any) -> NoReturn:
+    _refuse_write("set_", _parameter_of(one))
+
+
 class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
@@ -82,29 +108,14 @@ class OffloadedParameter(nn.Parameter):
     provider: OffloadedModel
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {})
+    __torch_function__: Any = classmethod(_dispatched)
+    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be pickled: use session.save")
-
-    def _use_count(self) -> NoReturn:  # called only by torch.utils.swap_tensors, at its start
-        _refuse_swapping(self)
-
-    def detach(self) -> Any:
-        _refuse_as_parameter(self, sys._getframe(1))
-        return super().detach()
-
-    # torch does not call `__torch_function__` for these two.
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse_write("set_", self)
 
     def as_subclass(self, cls: Any) -> Any:
         return self.detach().as_subclass(cls)
@@ -116,12 +127,8 @@ class ParameterView(torch.Tensor):
     parameter: OffloadedParameter
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {})
+    __torch_function__: Any = classmethod(_dispatched)
+    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.clone(), memo)
@@ -131,16 +138,6 @@ class ParameterView(torch.Tensor):
 
     def __repr__(self, **words: Any) -> Any:  # type: ignore[override]
         return repr(self.clone())
-
-    def _use_count(self) -> NoReturn:
-        _refuse_swapping(self.parameter)
-
-    def detach(self) -> Any:
-        _refuse_as_parameter(self.parameter, sys._getframe(1))
-        return super().detach()
-
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse_write("set_", self.parameter)
 
     def as_subclass(self, cls: Any) -> NoReturn:
         raise UserError(
@@ -441,13 +438,6 @@ def _raise_written(parameter: OffloadedParameter) -> NoReturn:
         f"{parameter.weight} was written to in a way that could not be refused before (a view that was made before the "
         "model was offloaded, or an operation that does not declare what it writes), and its master has other values: "
         "change weights before the model is offloaded, or go on from a save with session.resume"
-    )
-
-
-def _refuse_swapping(parameter: OffloadedParameter) -> NoReturn:
-    raise UserError(
-        f"{parameter.weight} belongs to an offloaded model, and cannot be swapped with another tensor: change the "
-        "model before it is offloaded"
     )
 
 

@@ -151,13 +151,6 @@ class PlacedWeights:
         """Broadcast rank 0's weights on the device to all ranks."""
         self._node.broadcast(self._resident, source=0)
 
-    def broadcast_frozen(self) -> None:
-        """Broadcast rank 0's frozen weights on the device to all ranks."""
-        for unit in self.units:
-            resident = self.resident(unit.index)
-            if resident is not None:
-                self._node.broadcast(resident[unit.trained :], source=0)
-
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
@@ -173,7 +166,7 @@ class PlacedWeights:
         return self.store.get(unit, start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; of a frozen weight in a quantised unit, all. Call `flush` afterwards."""
+        """Set elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
         resident = self.resident(unit)
@@ -189,7 +182,3 @@ class PlacedWeights:
             return
         buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
         self.store.write(unit, start, buffer.copy_(masters)).wait()
-
-    def flush(self) -> None:
-        """Write everything that `put` has set to the drives."""
-        self.store.flush()

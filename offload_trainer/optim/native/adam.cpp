@@ -12,10 +12,6 @@
 #include "numbers.h"
 #include "threads.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 namespace {
 
 constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
@@ -33,13 +29,6 @@ void stream(void* to, const void* from, int64_t size) {
     }
 #endif
     std::memcpy(to, from, size);
-}
-
-// Non-temporal stores become visible to other threads in no particular order without a fence.
-inline void finish_stream() {
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
 }
 
 void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t count, void* out) {
@@ -167,28 +156,13 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
 
-// The state that the threads of one call share: each claims the next piece of the parts until all are done.
-struct Call {
-    const Page& page;
-    const Part *parts, *end;
-    std::atomic<int64_t> next{0};
-};
-
 template <Type MOMENTS>
-void work(void* shared) {
-    Call& call = *static_cast<Call*>(shared);
-    const Part* part = call.parts;
-    int64_t before = 0;  // pieces of earlier parts
-    for (;;) {
-        const int64_t piece = call.next.fetch_add(1, std::memory_order_relaxed);
-        while (part != call.end && piece - before >= pieces_of(*part)) before += pieces_of(*part++);
-        if (part == call.end) break;
-        const Divisor correction(part->step.root_correction);
-        const int64_t start = part->start + (piece - before) * PIECE, end = std::min(start + PIECE, part->end);
-        for (int64_t at = start; at < end; at += BLOCK)
-            update<MOMENTS>(call.page, part->step, correction, at, std::min(BLOCK, end - at));
-    }
-    finish_stream();
+void update_piece(const Page& page, const Part* part, int64_t piece) {
+    for (; piece >= pieces_of(*part); part++) piece -= pieces_of(*part);
+    const Divisor correction(part->step.root_correction);
+    const int64_t start = part->start + piece * PIECE, end = std::min(start + PIECE, part->end);
+    for (int64_t at = start; at < end; at += BLOCK)
+        update<MOMENTS>(page, part->step, correction, at, std::min(BLOCK, end - at));
 }
 
 }  // namespace
@@ -199,11 +173,12 @@ void hire_threads(int32_t helpers) { the_crew().hire(helpers); }
 
 // Update the elements of `count` parts of a page, on up to `threads` threads.
 void update_page(const Page* page, const Part* parts, int64_t count, int32_t threads) {
-    Call call{*page, parts, parts + count};
     int64_t pieces = 0;
     for (int64_t i = 0; i < count; i++) pieces += pieces_of(parts[i]);
-    const auto work_on = page->moments == F32 ? work<F32> : page->moments == BF16 ? work<BF16> : work<CODES>;
-    the_crew().run(work_on, &call, int(std::min(int64_t(threads), pieces)) - 1);
+    const auto update = page->moments == F32    ? update_piece<F32>
+                        : page->moments == BF16 ? update_piece<BF16>
+                                                : update_piece<CODES>;
+    share(pieces, threads, [=](int64_t piece) { update(*page, parts, piece); });
 }
 
 // Return the checksum of `size` bytes (CRC-32 of zlib), or -1 if this CPU has no carry-less multiplication.
@@ -213,38 +188,6 @@ int64_t page_sum(const uint8_t* data, int64_t size) {
 #else
     return -1;
 #endif
-}
-
-// Encoding and decoding alone, so that tests can use numbers that no step produces. `moments` is BF16 or CODES; `noise`
-// is null for 8-bit first moments.
-
-void encode(Type moments, const float* values, int64_t n, const Tables* tables, const Bits* noise, void* out,
-            float* scales) {
-    alignas(64) uint32_t chance[BLOCK];
-    for (int64_t at = 0; at < n; at += BLOCK) {
-        const int64_t count = std::min(BLOCK, n - at);
-        uint8_t* codes = static_cast<uint8_t*>(out) + at;
-        if (noise) draw(*noise, at, count, chance);
-        if (moments == BF16)
-            encode_bf16(values + at, chance, static_cast<uint16_t*>(out) + at, count);
-        else if (noise)
-            encode_8bit_stochastically(values + at, *tables, chance, codes, scales + at / BLOCK, count);
-        else
-            encode_8bit(values + at, tables->nearest, codes, scales + at / BLOCK, count);
-    }
-}
-
-void decode(Type moments, const void* stored, const float* scales, int64_t n, const Tables* tables, int32_t which,
-            float* out) {
-    for (int64_t at = 0; at < n; at += BLOCK) {
-        const int64_t count = std::min(BLOCK, n - at);
-        if (moments == BF16) {
-            decode_bf16(static_cast<const uint16_t*>(stored) + at, out + at, count);
-        } else {
-            decode_8bit(static_cast<const uint8_t*>(stored) + at, *tables, which, out + at, count);
-            for (int64_t i = at; i < at + count; i++) out[i] *= scales[at / BLOCK];
-        }
-    }
 }
 
 }

@@ -51,47 +51,12 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
-#ifdef WIDE_TABLES
-
-inline __m512i wide(const uint16_t* index) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
-}
-inline __m512i wide(const uint8_t* index) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
-}
-inline __m512i wide(const uint32_t* index) { return _mm512_loadu_si512(index); }
-
-// Look up whole vectors of 16 elements; return the number of elements done.
-template <class Index, class Entry>
-inline int64_t gather(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m512i places = wide(index + i);
-        if (sizeof(Entry) == 4) {
-            _mm512_storeu_si512(to + i, _mm512_i32gather_epi32(places, table, 4));
-        } else {
-            _mm512_storeu_si512(to + i, _mm512_i32gather_epi64(_mm512_castsi512_si256(places), table, 8));
-            _mm512_storeu_si512(to + i + 8, _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(places, 1), table, 8));
-        }
-    }
-    return i;
-}
-
-#else
-
-template <class Index, class Entry>
-inline int64_t gather(const Entry*, const Index*, Entry*, int64_t) {
-    return 0;
-}
-
-#endif
-
-// Compute to[i] = table[index[i]], one by one if gathering is slow. The asm statement keeps the compiler from
-// assembling vectors from single loads, which takes twice as long.
+// Compute to[i] = table[index[i]]. The asm statement keeps the compiler from assembling vectors from single loads,
+// which takes twice as long.
 template <class Index, class Entry>
 inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
 #pragma GCC unroll 8
-    for (int64_t i = gather(table, index, to, count); i < count; i++) {
+    for (int64_t i = 0; i < count; i++) {
         size_t place = index[i];
         asm("" : "+r"(place));
         std::memcpy(to + i, table + place, sizeof *to);

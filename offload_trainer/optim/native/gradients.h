@@ -9,6 +9,7 @@
 // order of norms.py's `ordered_norm`: element i + half is added to element i until one is left.
 #pragma once
 
+#include <memory>
 #include <new>
 
 #include "formats.h"
@@ -145,21 +146,13 @@ inline float halved(float* __restrict sums, int64_t count) {
 
 // -- a call ----------------------------------------------------------------------------------------------------------
 
-// The state that the threads of one call share: each claims the next task until all are done.
-struct AdditionCall {
-    const Addition& addition;
-    int64_t tasks, subs;  // subs: parts of a piece that are tasks of their own (HALVES)
-    float* parts;         // ROW sums of each of these parts
-    std::atomic<int64_t> next{0};
-};
-
 template <int N>
 void measure_in_lanes(const Addition& call, int64_t piece) {
     call.order == FUSED_LANES ? measure_lanes<N, true>(call, piece) : measure_lanes<N, false>(call, piece);
 }
 
-void add_task(const AdditionCall& call, int64_t task) {
-    const Addition& addition = call.addition;
+// Do one task of a call. `subs` parts of a piece are tasks of their own (HALVES), and `parts` gets the sums of each.
+void add_task(const Addition& addition, int64_t subs, float* parts, int64_t task) {
     alignas(64) float sums[ROW];
     if (addition.order == NO_NORM) {
         const int64_t start = task * STRETCH, end = std::min(start + STRETCH, addition.count);
@@ -170,50 +163,36 @@ void add_task(const AdditionCall& call, int64_t task) {
                                                    : measure_in_lanes<4>;
         measure(addition, task);
     } else {
-        const Rows rows = rows_of(addition, task / call.subs);
-        float* const out = call.parts ? call.parts + task * ROW : sums;
-        rows.sum(addition, task % call.subs, call.subs, out);
-        if (!call.parts) addition.results[task] = halved(sums, rows.row);
+        const Rows rows = rows_of(addition, task / subs);
+        rows.sum(addition, task % subs, subs, parts ? parts + task * ROW : sums);
+        if (!parts) addition.results[task] = halved(sums, rows.row);
     }
-}
-
-void add_tasks(void* shared) {
-    AdditionCall& call = *static_cast<AdditionCall*>(shared);
-    for (int64_t task; (task = call.next.fetch_add(1, std::memory_order_relaxed)) < call.tasks;) add_task(call, task);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Add, measure, or both, on up to `threads` threads: those of `parallel`, OpenMP's GOMP_parallel, or if it is null those
-// of the pool. Return 0, or -1 if there is no memory.
+// Add, measure, or both, on up to `threads` threads of `parallel` or the pool. Return 0, or -1 if there is no memory.
 int32_t add_gradient(const Addition* addition, int32_t threads,
                      void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
     const int64_t pieces = (addition->count + addition->width - 1) / addition->width;
-    AdditionCall call{*addition, pieces, 1, nullptr};
-    if (addition->order == NO_NORM) call.tasks = (addition->count + STRETCH - 1) / STRETCH;
+    int64_t tasks = addition->order == NO_NORM ? (addition->count + STRETCH - 1) / STRETCH : pieces, subs = 1;
+    std::unique_ptr<float[]> parts;
     if (addition->order == HALVES && threads > 1 && pieces < 4 * threads) {
-        call.subs = std::min(MOST_SUBS, rows_of(*addition, 0).rows);
-        call.tasks = pieces * call.subs;
-        call.parts = new (std::nothrow) float[call.tasks * ROW];
-        if (!call.parts) return -1;
+        subs = std::min(MOST_SUBS, rows_of(*addition, 0).rows);
+        tasks = pieces * subs;
+        parts.reset(new (std::nothrow) float[tasks * ROW]);
+        if (!parts) return -1;
     }
-    const int team = int(std::min(int64_t(threads), call.tasks));
-    if (parallel)
-        parallel(add_tasks, &call, unsigned(team), 0);
-    else
-        the_crew().run(add_tasks, &call, team - 1);
-    if (call.parts) {
-        for (int64_t piece = 0; piece < pieces; piece++) {
-            float* const parts = call.parts + piece * call.subs * ROW;
-            const int64_t row = rows_of(*addition, piece).row;
-            for (int64_t half = call.subs / 2; half > 0; half /= 2)
-                for (int64_t sub = 0; sub < half; sub++)
-                    for (int64_t i = 0; i < row; i++) parts[sub * ROW + i] += parts[(sub + half) * ROW + i];
-            addition->results[piece] = halved(parts, row);
-        }
-        delete[] call.parts;
+    share(tasks, threads, [&](int64_t task) { add_task(*addition, subs, parts.get(), task); }, parallel);
+    for (int64_t piece = 0; parts && piece < pieces; piece++) {
+        float* const sums = parts.get() + piece * subs * ROW;
+        const int64_t row = rows_of(*addition, piece).row;
+        for (int64_t half = subs / 2; half > 0; half /= 2)
+            for (int64_t sub = 0; sub < half; sub++)
+                for (int64_t i = 0; i < row; i++) sums[sub * ROW + i] += sums[(sub + half) * ROW + i];
+        addition->results[piece] = halved(sums, row);
     }
     return 0;
 }

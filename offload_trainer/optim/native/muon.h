@@ -2,8 +2,6 @@
 // between the two functions are torch's.
 #pragma once
 
-#include <atomic>
-
 #include "formats.h"
 #include "numbers.h"
 #include "threads.h"
@@ -20,26 +18,11 @@ struct Lerp {
 
 // Call `compute(at, count)` for all blocks of `elements`, on up to `threads` threads.
 template <class Compute>
-struct Blocks {
-    const Compute& compute;
-    int64_t elements;
-    std::atomic<int64_t> next{0};
-
-    static void work(void* shared) {
-        Blocks& call = *static_cast<Blocks*>(shared);
-        for (int64_t piece; (piece = call.next.fetch_add(1, std::memory_order_relaxed)) * PIECE < call.elements;) {
-            const int64_t end = std::min((piece + 1) * PIECE, call.elements);
-            for (int64_t at = piece * PIECE; at < end; at += BLOCK) call.compute(at, std::min(BLOCK, end - at));
-        }
-        finish_stream();
-    }
-};
-
-template <class Compute>
 void for_blocks(int64_t elements, int32_t threads, const Compute& compute) {
-    Blocks<Compute> call{compute, elements};
-    const int64_t pieces = (elements + PIECE - 1) / PIECE;
-    the_crew().run(Blocks<Compute>::work, &call, int(std::min(int64_t(threads), pieces)) - 1);
+    share((elements + PIECE - 1) / PIECE, threads, [&](int64_t piece) {
+        const int64_t end = std::min((piece + 1) * PIECE, elements);
+        for (int64_t at = piece * PIECE; at < end; at += BLOCK) compute(at, std::min(BLOCK, end - at));
+    });
 }
 
 }  // namespace

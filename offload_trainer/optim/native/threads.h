@@ -19,6 +19,10 @@
 #include <system_error>
 #include <thread>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace {
 
 // How long a waiting thread spins before it sleeps: longer than Python needs between two pages.
@@ -153,6 +157,32 @@ inline Crew& the_crew() {
     if (crew.compare_exchange_strong(none, made)) return *made;
     delete made;
     return *none;
+}
+
+// Call `task(number)` for the numbers below `tasks` on up to `threads` threads, each of which claims the next number
+// until all are done: the threads of `parallel`, OpenMP's GOMP_parallel, or if it is null those of the pool.
+template <class Task>
+void share(int64_t tasks, int32_t threads, const Task& task,
+           void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr) {
+    struct Call {
+        const Task& task;
+        int64_t tasks;
+        std::atomic<int64_t> next{0};
+
+        static void work(void* shared) {
+            Call& call = *static_cast<Call*>(shared);
+            for (int64_t number; (number = call.next.fetch_add(1, std::memory_order_relaxed)) < call.tasks;)
+                call.task(number);
+#ifdef __SSE2__
+            _mm_sfence();  // without it non-temporal stores become visible to other threads in no particular order
+#endif
+        }
+    } call{task, tasks};
+    const int team = int(std::min(int64_t(threads), tasks));
+    if (parallel)
+        parallel(Call::work, &call, unsigned(team), 0);
+    else
+        the_crew().run(Call::work, &call, team - 1);
 }
 
 }  // namespace

@@ -18,7 +18,6 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
-from offload_trainer.plan.engines import Plain
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes
 from offload_trainer.plan.planner import with_dtype_of_card
 from offload_trainer.plan.tiered.engine import Tiered
@@ -44,7 +43,7 @@ def examine(
     model: ModelSection,
     *,
     output: str,
-    engine: Tiered | DeepSpeed | Plain,
+    engine: Tiered | DeepSpeed,
 ) -> list[Check]:
     """Run all checks for a run with these settings."""
     needed = [package for _, package in engine.packages()]
@@ -176,7 +175,7 @@ def _memory() -> Check:
     return Check("memory", "ok", found)
 
 
-def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
+def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed, machine: MachineProfile) -> Iterator[Check]:
     """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
     limit = machine.memlock_bytes
     if limit is None or not isinstance(engine, DeepSpeed) or not place.nvme:

@@ -34,7 +34,7 @@ def inference_model(
     `path` is none of these.
     """
     most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
-    with opened_model(path) if (path / "config.json").is_file() else opened(path, mixed=False) as source:
+    with opened_model(path) if (path / "config.json").is_file() else opened(path) as source:
         say(f"{source.description}, in fp32 on the CPU")
         model = empty_model(source.model)
         shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}

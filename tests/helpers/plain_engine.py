@@ -1,4 +1,5 @@
-"""Implement the `Engine` protocol with torch alone, on one device in one process: the reference for parity tests.
+"""Implement the `Engine` protocol with torch alone, on one device in one process: the reference that tests and the GPU
+suite compare with.
 
 Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
 fp16 uses the loss scaling of torch's GradScaler: halve after an overflow, double after a window of good steps.

@@ -39,7 +39,7 @@ from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Steps, is_there, read_back, shown
+from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -405,12 +405,20 @@ def find_checkpoint(path: Path) -> Path:
 
 @with_config(LENIENT)
 @dataclass(frozen=True)
+class Environment:
+    """The part of a run's environment that a model card shows."""
+
+    packages: dict[Line, Line | None] = field(default_factory=dict)  # versions, None if not installed
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
 class RunConfiguration:
     """The part of run.json that a resume and a model card read."""
 
     config: dict[str, dict[str, Any]]
     random: Flag = False  # whether the run began from random weights
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: Environment = field(default_factory=Environment)
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:

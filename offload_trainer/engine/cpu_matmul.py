@@ -3,8 +3,8 @@
 Without AVX512-BF16 or AMX, torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores, a
 hundred times slower than fp32. Conv1D, GPT-2's linear layer, consists of such products. Here they are computed in fp32
 and rounded once at the end, as hardware does: exact products, fp32 sums, one rounding. The backward of attention, which
-contains such products, is replaced as well. The last bits differ from torch's own slow products. Compiled blocks call
-the operators' `out=` forms, which are replaced too.
+contains such products, is replaced as well, and so are the operators' `out=` forms. The last bits differ from torch's
+own slow products.
 """
 
 from __future__ import annotations

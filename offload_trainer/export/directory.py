@@ -40,7 +40,7 @@ from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_mo
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
-from offload_trainer.safe_files import as_kind, read_back
+from offload_trainer.safe_files import as_kind, is_there, read_back
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -157,7 +157,7 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
 
 def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
     """Raise UserError if the destination is in use or `total` bytes are not free."""
-    if destination.exists() and not replace and (not destination.is_dir() or any(destination.iterdir())):
+    if is_there(destination) and not replace and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
     try:
         make_directories(destination.parent)

@@ -273,13 +273,16 @@ def model_card(
     out.
     """
     model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
+    base, paths = model.get("base", "model"), data.get("path")
     facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if run.config:
-        start = f"random weights ({model.get('overrides')})" if run.random else "its weights"
+        changed = f" ({model['overrides']})" if model.get("overrides") else ""
+        start = f"random weights{changed}" if run.random else "its weights"
         facts += [
             ("Model", f"{model.get('name')}, from {start}"),
+            ("Base", None if base == "model" else f"frozen matrices of blocks, rounded to {base}"),
             ("Trained in", f"{model.get('dtype')}, masters in fp32"),
-            ("Text", ", ".join(Path(str(path)).name for path in data.get("path", ()))),
+            ("Text", ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None),
             ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
             ("Seed", train.get("seed")),
         ]
@@ -302,7 +305,7 @@ def model_card(
         bits = seen[-1].bits_per_byte
         told = f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else "")
         facts.append((f"Validation loss after step {seen[-1].step}", told))
-    if packages := run.environment.get("packages"):
+    if packages := run.environment.packages:
         facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
     lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
     title = Path(str(model.get("name", "Trained weights"))).name

@@ -19,15 +19,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
@@ -49,7 +50,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.parallel.comm_cost import piece_width
 from offload_trainer.plan.step_time import RATE, products_of
-from offload_trainer.safe_files import parsed
+from offload_trainer.safe_files import one_line, parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
@@ -570,42 +571,52 @@ def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
     """Return `known` with the rates that `ranks` processes on this machine measure together.
 
-    Raises TrainerError, with the last line of its traceback, if one of them fails or is not finished in time.
+    Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
     """
     say(f"bench: links between {ranks} ranks")
+    spawn, run = get_context("spawn"), secrets.token_hex(16)
     with scratch("offload-trainer-links-") as folder:
-        answer = folder / "links.json"
-        started = start_processes(run_rank, (ranks, secrets.token_hex(16), answer), nprocs=ranks, join=False)
+        answers = [folder / str(rank) for rank in range(ranks)]
+        processes = [
+            spawn.Process(target=run_rank, args=(rank, ranks, run, answers[rank]), daemon=True) for rank in range(ranks)
+        ]
         until = time.monotonic() + _PATIENCE
         try:
-            while not started.join(max(0.0, until - time.monotonic())):
+            for process in processes:
+                process.start()
+            while None in (codes := [process.exitcode for process in processes]) and not any(codes):
                 if time.monotonic() > until:
-                    raise TrainerError(f"links between {ranks} ranks could not be timed in {_PATIENCE:.0f} s")
-        except (ProcessExitedException, ProcessRaisedException) as error:
-            why = str(error).strip().splitlines()[-1]
-            raise TrainerError(
-                f"links between {ranks} ranks could not be timed: rank {error.error_index}: {why}"
-            ) from error
+                    break
+                time.sleep(0.05)
         finally:
-            for process in started.processes:
-                process.kill()
-        found = parsed(answer.read_bytes(), Links)
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+        if any(code != 0 for code in codes):
+            blamed = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else 0)
+            why = answers[blamed].read_text() if answers[blamed].exists() else f"not finished in {_PATIENCE:.0f} s"
+            raise TrainerError(f"links between {ranks} ranks could not be timed: rank {blamed}: {why}")
+        found = parsed(answers[0].read_bytes(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
 def run_rank(rank: int, ranks: int, run: str, answer: Path) -> None:
-    """Run the benchmark as one rank together with the others; rank 0 writes the result."""
+    """Run the benchmark as one rank together with the others; rank 0 writes the result, and others their errors."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {RUN: run, **{name: str(value) for name, value in place.items()}}
     torch.set_num_threads(1)
-    all_ranks.join()
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(rank)
-    found = _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
-    if rank == 0:
-        answer.write_text(json.dumps(asdict(found)))
-    all_ranks.wait_for_all()
+    try:
+        all_ranks.join()
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.set_device(rank)
+        found = _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
+        if rank == 0:
+            answer.write_text(json.dumps(asdict(found)))
+        all_ranks.wait_for_all()
+    except Exception as error:  # for the process that has started this one
+        answer.write_text(f"{type(error).__name__}: {one_line(error)}")
+        sys.exit(1)
 
 
 def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:

@@ -80,7 +80,7 @@ def test_attention_backward(dtype: torch.dtype, masked: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_into_a_tensor_are_the_same(dtype: torch.dtype) -> None:
-    """Compiled code uses the `out=` forms, with any strides of the result; fp32 still uses torch's own kernel."""
+    """The result may have any strides; fp32 still uses torch's own kernel."""
     cpu_matmul.use_fp32_products(torch.bfloat16)
     if cpu_units.has_native_16bit(torch.bfloat16):
         pytest.skip("torch's own products are used on this CPU")

@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,10 @@ def test_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
     _edit(checkpoint, lambda run: run.update(config={"model": 1}), name="run.json")
     with pytest.raises(UserError, match=r"run\.json cannot be read: config.model should be"):
         _checkpoint_card(checkpoint, "fp16")
+    for damaged in ({"config": {}, "environment": {"packages": ["x"]}}, {"config": {"data": {"path": 5}}}):
+        _edit(checkpoint, lambda run, damaged=damaged: run.update(damaged), name="run.json")
+        with suppress(UserError):
+            _checkpoint_card(checkpoint, "fp16")
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,16 +48,22 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     assert "all gather" in describe_rates(again)
 
 
-def fails(rank: int, *_: object) -> None:
-    if rank:
-        raise OSError("no second rank")
-    time.sleep(300)
-
-
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "run_rank", fails)
+    """The other rank waits for it in vain."""
+    monkeypatch.setattr(bench, "get_context", lambda _: SimpleNamespace(Process=without_a_second))
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
         bench.bench_links(Links(), ranks=2, say=lambda line: None)
+
+
+def without_a_second(*, target: Any, args: tuple[int, int, str, Path], daemon: bool) -> Any:
+    rank, *_, answer = args
+    given = (answer,) if rank else args
+    return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)
+
+
+def second(answer: Path) -> None:
+    answer.write_text("OSError: no second rank")
+    sys.exit(1)
 
 
 def test_files_may_leave_out_links() -> None:

@@ -1,7 +1,6 @@
 """The `doctor` command: check everything that a run needs, and name a fix for each failure.
 
-Requirements of the DeepSpeed engine only are warnings, unless that engine is selected. Then its kernels are built, and
-a failure shows the compiler's messages.
+If the DeepSpeed engine is selected, its kernels are built, and a failure shows the compiler's messages.
 """
 
 from __future__ import annotations

@@ -28,11 +28,7 @@ from offload_trainer.data.documents import (
 from offload_trainer.errors import UserError
 
 TEXT = "text"
-_KEYS = {
-    "chat": ("messages",),
-    "sharegpt": ("conversations",),
-    "pairs": ("prompt", "completion"),
-}
+_KEYS = {"chat": ("messages",), "sharegpt": ("conversations",), "pairs": ("prompt", "completion")}
 _QUESTIONS = ("instruction", "question", "query", "prompt")
 _ANSWERS = ("output", "response", "answer")
 _SYSTEM = ("system", "system_prompt")
@@ -41,29 +37,21 @@ _TEXT_ALONE = (
     "this command trains on text alone. To train an image-text model on images, load it with ot.load for a loop of "
     "your own, or with offload_trainer.hf.load for transformers' Trainer (docs/library.md, Images and text)"
 )
-_PREFERENCES = (
-    "preferences, which are trained with TRL: `offload-train cp dpo` writes a script for them. To train on the chosen "
-    "answers alone, give them as an 'output' next to an 'instruction', or as 'messages'"
+_READ_HERE = (
+    "give 'text', 'messages', a 'prompt' and its 'completion' (plain text), or an 'instruction' and its 'output' "
+    "without such fields, and ids of tokens in a .bin file. TRL trains on preferences (`offload-train cp dpo` writes a "
+    "script) and on answers marked as good or bad (docs/integrations.md)"
 )
-_GOOD_AND_BAD = (
-    "answers marked as good or bad (KTO), which TRL trains on: docs/integrations.md. To train on the good ones, give "
-    "these alone, without the mark"
-)
-# Fields that identify a form for another kind of training: the fields, what the form is, and what to do.
+# Fields that together identify a form for another kind of training
 _OTHERS = (
-    (("chosen", "rejected"), _PREFERENCES),
-    (("chosen_response", "rejected_response"), _PREFERENCES),
-    (("kto_tag",), _GOOD_AND_BAD),
-    (("prompt", "completions", "labels"), "steps of an answer with a label each, for reward models: use TRL"),
-    (("input_ids",), "ids of a tokenizer: give the text, or write the ids alone into a .bin file"),
-    (("segments",), "segments without a template: give 'prompt' and 'completion', or 'messages'"),
-    (("prompt",), "prompts without answers: give each its answer, as 'completion' (plain text) or 'response' (chat)"),
+    *(("chosen", "rejected"), ("chosen_response", "rejected_response"), ("prompt", "completions", "labels")),
+    *(("kto_tag",), ("input_ids",), ("segments",), ("prompt",)),
 )
 # Axolotl's fields for training on parts of an answer, which is not supported here
 _NO_LOSS_HERE = ("train_detail", "training_detail")
 # All columns read from a table in addition to its string columns.
 COLUMNS = (
-    *dict.fromkeys(key for keys in (*_KEYS.values(), *(keys for keys, _ in _OTHERS)) for key in keys),
+    *dict.fromkeys(key for keys in (*_KEYS.values(), *_OTHERS) for key in keys),
     *(*_QUESTIONS, "input", *_ANSWERS, *_SYSTEM, "history", "tools", "label", "chat_template_kwargs"),
     *_MEDIA,
 )
@@ -76,18 +64,10 @@ _ABOUT = frozenset(
     )
 )
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _CALL = "function_call"  # LLaMA-Factory's role of an answer that calls tools
 
@@ -188,11 +168,11 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
 
     If the line has the fields of `form`, a "prompt" field alone does not make it a prompt without an answer.
     """
-    for keys, content in _OTHERS:
+    marked = [("label",)] if isinstance(record.get("label"), bool) else []
+    for keys in (*_OTHERS, *marked):
         if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
-            raise UserError(f"{where}: {' and '.join(map(repr, keys))} hold {content}")
-    if isinstance(record.get("label"), bool):
-        raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
+            fields = "'prompt' without an answer" if keys == ("prompt",) else " and ".join(map(repr, keys))
+            raise UserError(f"{where}: a line with {fields} is not trained on: {_READ_HERE}")
     for key in _MEDIA:
         if record.get(key):
             raise UserError(f"{where}: {key!r} is not empty: {_TEXT_ALONE}")

@@ -92,6 +92,7 @@ class RowEncoder:
         self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._maker = RowMaker(length, pad=tokenizer.eos_token_id or 0, packed=self.packed)
+        self.rest = self._maker.rest
 
     @property
     def open_rows(self) -> int:
@@ -123,10 +124,6 @@ class RowEncoder:
                 row = self._maker.add(encoded)
                 if row is not None:
                     yield row
-
-    def rest(self) -> list[np.ndarray]:
-        """Return the rows that are still open; conversations that follow begin new ones."""
-        return self._maker.rest()
 
     def why_none(self) -> str:
         return self._maker.counts.why_none(length=self.row_length)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 # Increase it when the same text and tokenizer give other ids than before.
 FORMAT = 3
 _SECONDS_BETWEEN_REPORTS = 5.0
-_LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
@@ -61,9 +60,8 @@ def prepare_tokens(
     """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
-    between its `document_marks`. If several processes prepare the same text, one does the work and the others wait for
-    it; where the cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's. `validation` is
-    as for `find_sources`.
+    between its `document_marks`. Several runs that prepare the same text at once each do the work, and the last file
+    replaces equal ones. `fingerprint` is the tokenizer's. `validation` is as for `find_sources`.
 
     Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, for ids that the model does
     not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the text
@@ -74,7 +72,31 @@ def prepare_tokens(
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
-            _refuse_unfitting(file, section, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
+            if file.row_length not in (None, seq_len):
+                raise UserError(
+                    f"{file.path} holds conversations in rows of {file.row_length}, and this run uses {seq_len}: use "
+                    f"--seq-len {file.row_length}, or give the conversations instead"
+                )
+            if file.row_length is not None and file.packed != (section.packing == "on"):
+                holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
+                raise UserError(
+                    f"{file.path} holds conversations, {holds}: use data.packing={key}, or give the conversations "
+                    "instead"
+                )
+            if file.tokenizer is not None and file.tokenizer != fingerprint:
+                raise UserError(
+                    f"{file.path} was made with the tokenizer {file.tokenizer} but this run uses {fingerprint}: "
+                    "set data.tokenizer to the one it was made with, or give the text instead"
+                )
+            if file.assumed:
+                say(f"{file.path}: {file.assumed}")
+            # A matching sidecar that states a vocabulary within the model's saves reading the ids.
+            stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
+            if not stated and (largest := file.largest_id()) >= vocabulary:
+                raise UserError(
+                    f"{file.path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
+                    "choose the model that it was tokenised for, or give the text instead"
+                )
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
     encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
@@ -105,112 +127,48 @@ def _tokenised(
     content = [FORMAT, sums, fingerprint, separator, [source.suffix.lower() for source in sources], *encoder.key]
     target = cache / f"{name}-{_digest(content)}.bin"
     refuse_not_owned(target)
-    with nullcontext() if is_complete(target) else _only_writer(target, say=say):
-        if is_complete(target):
-            found = TokenFile.open(target, owned=True)
-            say(f"tokens: {target}, already there")
-            return found
-        total = sum(source.stat().st_size for source in sources)
-        say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
-        with TokenWriter(
-            target,
-            tokenizer=fingerprint,
-            vocabulary=vocabulary_size(tokenizer),
-            end_of_text=separator,
-            row_length=encoder.row_length,
-            packed=encoder.packed,
-        ) as writer:
-            records: Any = (record for source in sources for record in encoder.read(source))
-            _write(writer, encoder, map(known, encoder.encode(records)), total=total, say=say)
-            for source, before, after in zip(sources, sums, source_sums(sources, memory=memory, say=say), strict=True):
-                if before != after:
-                    raise TrainerError(
-                        f"{source}: the text changed while it was tokenised: start again when it is complete"
-                    )
-            if not writer.tokens:
-                raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
-            if encoder.row_length is not None:
-                # The last row needs one token after it as its last target.
-                writer.write([NOT_LEARNED])
-                writer.summary = encoder.summary
-    return TokenFile.open(target, owned=True)
-
-
-def _write(
-    writer: TokenWriter, encoder: Encoder, encoded: Iterator[np.ndarray], *, total: int, say: Callable[[str], None]
-) -> None:
-    """Write all ids that `encoder` makes of `total` bytes of files, and report progress."""
+    if is_complete(target):
+        found = TokenFile.open(target, owned=True)
+        say(f"tokens: {target}, already there")
+        return found
+    total = sum(source.stat().st_size for source in sources)
+    say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
     begin = reported = time.monotonic()
     before = _bytes_read()
-    writer.share = lambda: min(1.0, (_bytes_read() - before) / max(1, total))
-    for ids in encoded:
-        writer.write(ids)
-        now = time.monotonic()
-        if now - reported >= _SECONDS_BETWEEN_REPORTS:
-            reported = now
-            speed = format_count(writer.tokens / (now - begin))
-            say(f"{format_count(writer.tokens)} tokens{writer.read}, {speed} a second")
-    for ids in encoder.rest():
-        writer.write(ids)
-    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
-    if encoder.note:
-        say(encoder.note)
-
-
-@contextmanager
-def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Wait for a lock on creating `target` and hold it inside the context. The lock is released if its process dies.
-
-    Without locks, or if the lock file is another user's, every process does the work.
-    """
-
-    def waiting(_: str) -> None:
-        say(f"another process is tokenising the same text: waiting for {target}")
-
-    with ExitStack() as stack:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(exclusive_lock(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
-        except OSError:
-            pass  # if the directory cannot be written, the writer reports it
-        yield
-
-
-def _refuse_unfitting(
-    tokens: TokenFile,
-    section: DataSection,
-    *,
-    fingerprint: str,
-    vocabulary: int,
-    seq_len: int,
-    say: Callable[[str], None],
-) -> None:
-    """Raise UserError for a ``.bin`` file that does not fit the tokenizer, the model, the row length or the packing."""
-    path = tokens.path
-    if tokens.row_length not in (None, seq_len):
-        raise UserError(
-            f"{path} holds conversations in rows of {tokens.row_length}, and this run uses {seq_len}: use --seq-len "
-            f"{tokens.row_length}, or give the conversations instead"
-        )
-    if tokens.row_length is not None and tokens.packed != (section.packing == "on"):
-        holds, key = ("several in a row", "on") if tokens.packed else ("each in a separate row", "off")
-        raise UserError(
-            f"{path} holds conversations, {holds}: use data.packing={key}, or give the conversations instead"
-        )
-    if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
-        raise UserError(
-            f"{path} was made with the tokenizer {tokens.tokenizer} but this run uses {fingerprint}: "
-            "set data.tokenizer to the one it was made with, or give the text instead"
-        )
-    if tokens.assumed:
-        say(f"{path}: {tokens.assumed}")
-    # A matching sidecar that states a vocabulary within the model's saves reading the ids.
-    stated = tokens.tokenizer is not None and tokens.vocabulary is not None and tokens.vocabulary <= vocabulary
-    if not stated and (largest := tokens.largest_id()) >= vocabulary:
-        raise UserError(
-            f"{path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
-            "choose the model that it was tokenised for, or give the text instead"
-        )
+    records: Any = (record for source in sources for record in encoder.read(source))
+    with TokenWriter(
+        target,
+        tokenizer=fingerprint,
+        vocabulary=vocabulary_size(tokenizer),
+        end_of_text=separator,
+        row_length=encoder.row_length,
+        packed=encoder.packed,
+    ) as writer:
+        for ids in map(known, encoder.encode(records)):
+            writer.write(ids)
+            now = time.monotonic()
+            if now - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported, speed = now, format_count(writer.tokens / (now - begin))
+                share = min(1.0, (_bytes_read() - before) / max(1, total))
+                read = f", {share:.0%} of the text read" if share else ""
+                say(f"{format_count(writer.tokens)} tokens{read}, {speed} a second")
+        for ids in encoder.rest():
+            writer.write(ids)
+        say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+        if encoder.note:
+            say(encoder.note)
+        for source, then, now_is in zip(sources, sums, source_sums(sources, memory=memory, say=say), strict=True):
+            if then != now_is:
+                raise TrainerError(
+                    f"{source}: the text changed while it was tokenised: start again when it is complete"
+                )
+        if not writer.tokens:
+            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+        if encoder.row_length is not None:
+            # The last row needs one token after it as its last target.
+            writer.write([NOT_LEARNED])
+            writer.summary = encoder.summary
+    return TokenFile.open(target, owned=True)
 
 
 def _digest(content: object) -> str:
@@ -235,36 +193,28 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     Raises UserError for a file that cannot be read.
     """
     try:
-        known = parsed(file_bytes(memory, opener=open_owned), dict[str, Any])
+        known = parsed(file_bytes(memory, opener=open_owned), dict[str, tuple[str, list[int]]])
     except (FileNotFoundError, ValueError):
         known = {}
-    about: dict[str, dict[str, Any]] = {}
-    for source in sources:
-        found = source.stat()
-        names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
-        about[str(source.resolve())] = {name: getattr(found, name) for name in names}
-    fresh = [path for path, state in about.items() if not _is_known(known.get(path), state)]
-    total = sum(about[path]["st_size"] for path in fresh)
+    names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
+    about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
+    found = {path: known[path][0] for path, state in about.items() if path in known and known[path][1] == state}
+    fresh = about.keys() - found.keys()
+    total = sum(about[path][0] for path in fresh)
     if total >= _LONG:
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
-    for path in fresh:
-        at = time.time_ns()
-        about[path] |= {"sum": _sum(Path(path)), "at": at}
-    about |= {path: known[path] for path in about.keys() - set(fresh)}
-    if fresh:
+    settled = set(found)
+    for path in sorted(fresh):
+        if time.time_ns() - max(about[path][1:3]) > _SETTLED_NS:
+            settled.add(path)
+        found[path] = _sum(Path(path))
+    if settled & fresh:
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_text(memory, json.dumps(about), mode=MODE)
+            write_text(memory, json.dumps({path: (found[path], about[path]) for path in sorted(settled)}), mode=MODE)
         except OSError:
             pass  # without the cache the hashes are computed again next time
-    return [about[str(source.resolve())]["sum"] for source in sources]
-
-
-def _is_known(then: Any, now: dict[str, int]) -> bool:
-    """Return whether a remembered hash still belongs to this file."""
-    if not isinstance(then, dict) or not isinstance(then.get("sum"), str) or not isinstance(then.get("at"), int):
-        return False
-    return now.items() <= then.items() and then["at"] - max(now["st_mtime_ns"], now["st_ctime_ns"]) > _SETTLED_NS
+    return [found[os.path.realpath(source)] for source in sources]
 
 
 def _sum(path: Path) -> str:

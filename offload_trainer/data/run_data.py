@@ -8,7 +8,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,13 @@ class RunData:
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
-def unknown_identity(section: DataSection | None) -> dict[str, Any]:
-    """Return the keys of `RunData.identity` with None as their values, for a check before the data is read.
-
-    Without a section, return all keys that any section leads to.
-    """
-    depends: dict[str, object] = {"tokenizer": True, "shuffled in blocks": section and section.shuffle_block_size}
-    depends |= dict.fromkeys(("tokens", "training rows", "text"), section and not section.streamed)
-    depends |= {"stream": section and section.streamed, "mixture": section and section.mixture}
-    depends |= {"documents apart": section and section.packing == "on"}
-    depends |= {"validation text": section and section.validation_path}
-    return dict.fromkeys(name for name, is_known in depends.items() if section is None or is_known)
+# The keys of `RunData.identity`, for a check before the data is read
+UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
+    (
+        *("tokenizer", "stream", "shuffled in blocks", "tokens", "training rows", "text", "mixture", "documents apart"),
+        "validation text",
+    )
+)
 
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
@@ -80,14 +75,12 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     from offload_trainer.data.sources import find_sources
     from offload_trainer.data.stream import check_stream
 
-    _refuse_mixture(section)
     for paths, validation in ((section.path, False), (section.validation_path, True)):
         if paths and paths[0].startswith(STREAM):
             check_stream(paths[0], say=say, validation=validation)
         elif paths:
             find_sources(paths, say=say, validation=validation)
-    if section.tokenizer == "auto":
-        _refuse_unknown_ids(section, source)
+    _refuse_unsuitable(section, source)
 
 
 def _sum(tokens: Any) -> int:
@@ -102,27 +95,47 @@ def prepare_data(
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
     from offload_trainer.data.loss_mask import AnswerEncoder
+    from offload_trainer.data.mixture import mixed
     from offload_trainer.data.prepare import prepare_tokens
+    from offload_trainer.data.stream import StreamedTokens
     from offload_trainer.data.tokenizer import document_marks, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
 
+    _refuse_unsuitable(section, source)
     tokenizer = _tokenizer(section, source, say=say)
-    vocabulary = source.shape.vocabulary
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    given: Any = {"tokenizer": tokenizer, "fingerprint": fingerprint, "vocabulary": vocabulary}
-    prepared: Callable[..., Any] = partial(prepare_tokens, seq_len=seq_len, say=say, **given)
-    opened: Callable[..., Any] = partial(_opened_stream, section, seq_len=seq_len, say=say, **given)
-    if section.streamed:
-        tokens = held_out = opened(section.path[0])
-    else:
-        tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
-    if section.validation_streamed:
-        held_out = opened(section.validation_path[0], first=eval_rows)
-    elif section.validation_path:
-        wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
-        held_out = rank_zero_first(lambda: prepared(wish, validation=True))
-    if held_out is not tokens and (held_out.sums == tokens.sums or section.validation_path == section.path):
-        say("note: --validation-data is the text of --data: its loss says nothing about other text")
+    given: Any = {
+        "tokenizer": tokenizer,
+        "fingerprint": tokenizer_fingerprint(tokenizer),
+        "vocabulary": source.shape.vocabulary,
+        "seq_len": seq_len,
+        "say": say,
+    }
+
+    def text(*paths: str, validation: bool = False) -> Any:
+        wish = section.model_copy(update={"path": paths})
+        if not wish.streamed:
+            return prepare_tokens(wish, validation=validation, **given)
+        try:
+            stream = StreamedTokens(paths[0], wish, validation=validation, **given)
+            if validation:
+                return stream.first(eval_rows)
+            stream.read(0, 1)
+        except TrainerError as error:
+            raise UserError(str(error)) from error
+        return stream
+
+    def texts() -> Any:
+        if not section.mixture:
+            return text(*section.path)
+        files = [text(path) for path in section.path]
+        kept = 0.0 if section.validation_path else section.validation
+        return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
+
+    tokens = held_out = rank_zero_first(texts)
+    if section.validation_path:
+        held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
+        if held_out.sums == tokens.sums or section.validation_path == section.path:
+            say("note: --validation-data is the text of --data: its loss says nothing about other text")
     split = _rows(section, tokens, held_out, seq_len=seq_len)
     for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
         say(line)
@@ -139,7 +152,7 @@ def prepare_data(
         split,
         end,
         tuple(ends),
-        vocabulary,
+        source.shape.vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
         shuffle=section.shuffle and (section.shuffle_block_size > 0 or not section.streamed),
@@ -153,12 +166,9 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
     if section.streamed:
-        order = (
-            f"; rows are shuffled in blocks of {tokens.block}"
-            if tokens.block
-            else (", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)")
-        )
-        yield f"data: {tokens.name} is tokenized while the run reads it{order}"
+        blocks = f"; rows are shuffled in blocks of {tokens.block}"
+        own = ", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)"
+        yield f"data: {tokens.name} is tokenized while the run reads it{blocks if tokens.block else own}"
         if tokens.summary:
             yield f"conversations, the first of them: {tokens.summary}"
         without = "note: nothing of a stream is held out for validation: give --validation-data"
@@ -171,50 +181,6 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
-
-
-def _opened_stream(section: DataSection, name: str, *, first: int | None = None, **given: Any) -> Any:
-    """Return the tokens of a stream whose first records have been read, or its `first` rows alone. Collective.
-
-    `given` are the other arguments of `StreamedTokens`.
-    """
-    from offload_trainer.data.stream import StreamedTokens
-    from offload_trainer.ranks import rank_zero_first
-
-    def opened() -> Any:
-        try:
-            tokens = StreamedTokens(name, section, validation=first is not None, **given)
-            if first is not None:
-                return tokens.first(first)
-            tokens.read(0, 1)
-        except TrainerError as error:
-            raise UserError(str(error)) from error
-        return tokens
-
-    return rank_zero_first(opened)
-
-
-def _refuse_mixture(section: DataSection) -> None:
-    """Raise UserError if data.mixture does not fit data.path or data.shuffle."""
-    if section.mixture and len(section.mixture) != len(section.path):
-        raise UserError(
-            f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
-            "each"
-        )
-    if section.mixture and not section.shuffle:
-        raise UserError("data.mixture needs shuffled rows: leave data.shuffle=false out")
-
-
-def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_len: int) -> Any:
-    """Return the tokens of data.path, mixed with the weights of data.mixture if it is set."""
-    _refuse_mixture(section)
-    if not section.mixture:
-        return prepared(section)
-    from offload_trainer.data.mixture import mixed
-
-    files = [prepared(section.model_copy(update={"path": (path,), "mixture": ()})) for path in section.path]
-    kept = 0.0 if section.validation_path else section.validation
-    return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
 
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
@@ -265,7 +231,6 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
 
     name = section.tokenizer
     if name == "auto":
-        _refuse_unknown_ids(section, source)
         name = "builtin" if source.directory is None else str(source.directory)
     tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
     if section.chat_template != "auto":
@@ -275,13 +240,22 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
     return tokenizer
 
 
-def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
-    """Raise UserError for token files that do not name their tokenizer, since exports would include a wrong one."""
+def _refuse_unsuitable(section: DataSection, source: Any) -> None:
+    """Raise UserError for a mixture that does not fit data.path, and for ids of an unknown tokenizer.
+
+    Exports would include a wrong tokenizer beside a token file that does not name its own.
+    """
     from offload_trainer.data.tokenfile import stated_tokenizer
 
-    if source.directory is not None:
-        return
-    for path in map(Path, (*section.path, *section.validation_path)):
+    if section.mixture and len(section.mixture) != len(section.path):
+        raise UserError(
+            f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
+            "each"
+        )
+    if section.mixture and not section.shuffle:
+        raise UserError("data.mixture needs shuffled rows: leave data.shuffle=false out")
+    is_unknown = section.tokenizer == "auto" and source.directory is None
+    for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
         if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:
             raise UserError(
                 f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
@@ -293,17 +267,15 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
     """Split rows into training and validation; separate validation data is used completely."""
     from offload_trainer.data.mixture import Split, split_rows
 
-    if section.mixture:
-        trained = sum(tokens.shares.rows)
-        later = range(trained, (len(tokens) - 1) // seq_len)
-        return Split(range(trained), later if held_out is tokens else range((len(held_out) - 1) // seq_len))
-    if held_out is tokens:
-        kept = 0.0 if section.streamed else section.validation
-        return split_rows(len(tokens), seq_len=seq_len, validation=kept)
-    rows = (len(held_out) - 1) // seq_len
-    if not rows:
+    separate, rows = held_out is not tokens, (len(held_out) - 1) // seq_len
+    if separate and not rows:
         raise UserError(
             f"--validation-data has {len(held_out)} tokens, and one row of {seq_len} needs {seq_len + 1}: give more "
             "text or a smaller --seq-len"
         )
-    return split_rows(len(tokens), seq_len=seq_len, validation=0)._replace(validation=range(rows))
+    if section.mixture:
+        train = range(sum(tokens.shares.rows))
+        return Split(train, range(0 if separate else len(train), rows))
+    kept = 0.0 if separate or section.streamed else section.validation
+    split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
+    return split._replace(validation=range(rows)) if separate else split

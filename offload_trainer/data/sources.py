@@ -10,7 +10,6 @@ files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNE
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 import stat
@@ -274,11 +273,7 @@ def _refuse_other(path: Path) -> None:
             f"shows its kind: {', '.join(TEXT_SUFFIXES)}, these compressed (NAME.jsonl"
             f"{suffix if is_packed else '.gz'}), {', '.join(TABLES)}, or .bin for ids of tokens"
         )
-    try:
-        is_object = not _is_read(path) and isinstance(json.loads(head.partition(b"\n")[0]), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if is_object:
+    if not _is_read(path) and re.match(rb'\s*\{\s*"', head):
         raise UserError(
             f"{path}: its first line is a JSON object; rename it to .jsonl, or to .txt to train on it as it is"
         )

@@ -22,9 +22,11 @@ import sys
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, on
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
+_place = attrgetter(
+    "tokens", "count"
+)  # The order of points. Of two at one place, the one with a checksum is the later.
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
@@ -124,7 +129,15 @@ class StreamedTokens:
         Raises TrainerError if one of them describes other records than have been read.
         """
         known = {point.tokens: point for point in self._points if point.count}
-        found = list(_read_points(points, stream=self._key))
+        try:
+            lines = file_bytes(points).splitlines()
+        except (FileNotFoundError, ValueError):  # without the file, reading begins at the beginning
+            lines = []
+        found: list[Point] = []
+        for line in lines:
+            with suppress(ValueError):  # empty, or torn by a kill
+                found.append(parsed(line, Point))
+        found = [point for point in found if point.stream == self._key]
         for point in found:
             if point.tokens in known:
                 self._compare(point, known[point.tokens])
@@ -258,7 +271,7 @@ class StreamedTokens:
                     record = {name: without_nulls(value) for name, value in record.items()}
                     record = self._encoder.parsed(record, where=f"{self.name}, a record behind token {self._end}")
                 found.append(record)
-                size += _characters(found[-1])
+                size += _characters(record)
             self._state = self._dataset.state_dict()
         except TrainerError:
             raise
@@ -293,28 +306,8 @@ class FirstRows:
         return self.ids[start : start + count]
 
 
-def _read_points(file: Path, *, stream: str) -> Iterator[Point]:
-    """Yield the points of a stream in a file that may be missing."""
-    try:
-        lines = file_bytes(file).splitlines()
-    except (FileNotFoundError, ValueError):  # without it, reading begins at the beginning
-        return
-    for line in lines:
-        try:
-            point = parsed(line, Point)
-        except ValueError:  # empty, or torn by a kill
-            continue
-        if point.stream == stream:
-            yield point
-
-
 def _characters(record: list[str] | Example) -> int:
     return sum(map(len, record)) if isinstance(record, list) else sum(len(text) for _, text in record.texts)
-
-
-def _place(point: Point) -> tuple[int, int]:
-    """Return the key of the order of points: of two at one place, the one with a checksum is the later."""
-    return point.tokens, point.count
 
 
 class LocalRecords:

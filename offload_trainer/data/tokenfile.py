@@ -16,12 +16,12 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 from pydantic import Field, with_config
@@ -49,14 +49,8 @@ _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT
 _CHUNK = 16 * BLOCK
 _UPPER = 15  # the largest upper half of an id in every vocabulary of up to 2^20 ids
 _TELLING = 32  # number of uint32 ids from which the pattern is not a coincidence
-_FOREIGN = {
-    b"\x93NUMPY": "NumPy's .npy: write its ids alone: numpy.load(FILE).tofile('ids.bin')",
-    b"PK\x03\x04": "a zip archive (torch.save, .npz): write its ids alone, as uint16 or uint32",
-    b"\x1f\x8b": "gzip: decompress it",
-    b"PAR1": "parquet: its tokens or text must be written out",
-    (20240520).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
-    (20240801).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
-}
+_NUMPY, _ZIP, _GZIP, _PARQUET = b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b", b"PAR1"
+_LLM_C = tuple(version.to_bytes(4, "little") for version in (20240520, 20240801))
 
 
 def sidecar_path(path: Path) -> Path:
@@ -142,14 +136,15 @@ class TokenFile:
         if not sums:
             if dtype_name is None:
                 head = file.read(8)
-                if foreign := [what for magic, what in _FOREIGN.items() if head.startswith(magic)]:
+                if head.startswith((_NUMPY, _ZIP, _GZIP, _PARQUET, *_LLM_C)):
                     raise UserError(
-                        f"{path}: not raw ids, but {foreign[0].replace('FILE', str(path))}. If they are ids all the "
-                        f"same, {_say_dtype(path, size=size)}"
+                        f"{path}: not raw ids, but a file of NumPy, torch, gzip, parquet or llm.c: write the ids alone "
+                        "(numpy.load(FILE).tofile('ids.bin'); tail -c +1025 FILE > ids.bin for llm.c's). If they are "
+                        f"ids all the same, {_say_dtype(path, size=size)}"
                     )
-            found = _scan(path, file, size=size)
-            dtype_name = dtype_name or _dtype_of(path, found, size=size)
-            sums, largest = found.sums, found.largest32 if dtype_name == "uint32" else max(found.lanes)
+            sums, lanes, largest32 = _scan(path, file, size=size)
+            dtype_name = dtype_name or _dtype_of(path, lanes, size=size)
+            largest = largest32 if dtype_name == "uint32" else max(lanes)
         if count is None:
             why = ", as nanoGPT writes them" if dtype_name == "uint16" else ": the upper half of every id is at most 15"
             assumed = f"no sidecar: read as {dtype_name}{why}"
@@ -234,16 +229,12 @@ def _opened(path: Path, *, owned: bool) -> BinaryIO:
         raise UserError(f"{path} cannot be read: {error}{fix}") from error
 
 
-class _Scan(NamedTuple):
-    """Result of one pass over a file."""
+def _scan(path: Path, file: BinaryIO, *, size: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Read all of `file` (`size` bytes, a multiple of 2).
 
-    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes
-    lanes: tuple[int, ...]  # the largest 16-bit value at each of the four places in every 8 bytes
-    largest32: int  # the largest 32-bit value
-
-
-def _scan(path: Path, file: BinaryIO, *, size: int) -> _Scan:
-    """Read all of `file` (`size` bytes, a multiple of 2). Raises TrainerError if it cannot be read to its end."""
+    Return the CRC-32 of each BLOCK bytes, the largest 16-bit value at each of the four places in every 8 bytes, and the
+    largest 32-bit value. Raises TrainerError if the file cannot be read to its end.
+    """
     sums: list[int] = []
     lanes: tuple[int, ...] = (0, 0, 0, 0)
     largest = done = 0
@@ -257,18 +248,18 @@ def _scan(path: Path, file: BinaryIO, *, size: int) -> _Scan:
         halves = np.frombuffer(data, dtype="<u2")
         lanes = tuple(max(most, int(halves[lane::4].max(initial=0))) for lane, most in enumerate(lanes))
         largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
-    return _Scan(tuple(sums), lanes, largest)
+    return tuple(sums), lanes, largest
 
 
-def _dtype_of(path: Path, found: _Scan, *, size: int) -> str:
+def _dtype_of(path: Path, lanes: Sequence[int], *, size: int) -> str:
     """Return whether the ids of a file without a sidecar are uint16 or uint32.
 
     The upper halves of uint32 ids are 0 to 15, and they are every second 16-bit value of the file. In a file of uint16,
     every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
     """
-    low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
+    low, high = max(lanes[0::2]), max(lanes[1::2])
     say = _say_dtype(path, size=size)
-    if size % 8 == 0 and size // 8 >= _TELLING and found.lanes[2] == found.lanes[3] == 0 < max(found.lanes):
+    if size % 8 == 0 and size // 8 >= _TELLING and lanes[2] == lanes[3] == 0 < max(lanes):
         raise UserError(
             f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), but only uint16 and uint32 are "
             f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'). If they are not, {say}"
@@ -292,23 +283,12 @@ class TokenWriter:
     Raises TrainerError if the drive refuses, with the bytes written and the free space.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        tokenizer: str | None,
-        vocabulary: int,
-        end_of_text: int | None = None,
-        row_length: int | None = None,
-        packed: bool = False,
-    ) -> None:
-        """If `row_length` is set, the ids are marked and in rows of that length, `packed` or not (packing.py)."""
+    def __init__(self, path: Path, *, vocabulary: int, row_length: int | None = None, **stated: Any) -> None:
+        """If `row_length` is set, the ids are marked and in rows of that length. `stated` are other facts on them."""
         self.path = path
         self.tokens = 0
         self.summary: str | None = None  # the caller may set it before the end
-        self.share: Callable[[], float] = lambda: 0.0  # returns the share of the text that its reader has read
-        self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
-        self._row_length, self._packed = row_length, packed
+        self._stated: dict[str, Any] = {"vocabulary": vocabulary, "row_length": row_length, **stated}
         # the narrower one that holds the ids; rows have marks in the upper bits
         self._dtype = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
         self._sums: list[int] = []
@@ -344,10 +324,6 @@ class TokenWriter:
             self._sums.append(zlib.crc32(self._block[:BLOCK]))
             self._block = self._block[BLOCK:]
 
-    @property
-    def read(self) -> str:
-        return f", {share:.0%} of the text read" if (share := self.share()) else ""
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -360,16 +336,10 @@ class TokenWriter:
             self._discard()
 
     def _commit(self) -> None:
-        fields = {
-            "dtype": self._dtype.name,
-            "tokens": self.tokens,
-            "tokenizer": self._tokenizer,
-            "vocabulary": self._vocabulary,
-            "end_of_text": self._end_of_text,
-            **({"row_length": self._row_length, "summary": self.summary} if self._row_length else {}),
-            **({"packed": True} if self._packed else {}),
-            "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # one for each MiB
-        }
+        dtype: Any = self._dtype.name
+        sums = self._sums + ([zlib.crc32(self._block)] if self._block else [])  # one for each MiB
+        facts = _Sidecar(dtype, self.tokens, summary=self.summary, crc32=sums, **self._stated)
+        fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
         content = (json.dumps(fields) + "\n").encode()
         sidecar = sidecar_path(self.path)
         # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
@@ -398,7 +368,7 @@ class TokenWriter:
         folder, made = self.path.parent, format_bytes(self.tokens * self._dtype.itemsize)
         free = format_bytes(shutil.disk_usage(folder).free)
         return TrainerError(
-            f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}{self.read}, at "
+            f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}, at "
             f"{self._dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
             "directory with data.cache=DIR"
         )

@@ -142,8 +142,6 @@ def read_template(path: Path) -> str:
     """Return the text of a chat template file. Raises UserError if it cannot be read."""
     try:
         return file_bytes(path, links=True).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.chat_template: {path} is not UTF-8, so it is not a Jinja template") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error

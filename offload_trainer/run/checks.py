@@ -23,7 +23,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.checkpoint import check_identity, find_resume
-from offload_trainer.data.run_data import check_data, unknown_identity
+from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
@@ -86,7 +86,7 @@ def refuse_output(planned: Planned) -> Path | None:
             f"--resume never, but {config.save.output} holds checkpoints of an earlier run: name another --output"
         )
     if resumes:
-        check_identity(resumes, planned.identity | unknown_identity(config.data), planned.layout)
+        check_identity(resumes, planned.identity | UNKNOWN_IDENTITY, planned.layout)
     return resumes
 
 

@@ -81,12 +81,12 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         TokenFile.open(path)
     with path.open("wb") as file:
         np.save(file, ids.astype("<u2"))
-    with pytest.raises(UserError, match=r"not raw ids, but NumPy's"):
+    with pytest.raises(UserError, match=r"not raw ids, but a file of NumPy"):
         TokenFile.open(path)
     header = np.zeros(256, dtype="<i4")
     header[0] = 20240520
     path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
-    with pytest.raises(UserError, match=r"llm\.c's.*tail -c \+1025"):
+    with pytest.raises(UserError, match=r"tail -c \+1025 FILE > ids\.bin for llm\.c's"):
         TokenFile.open(path)
     path.write_bytes(path.read_bytes()[1024:])
     assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()

@@ -51,7 +51,7 @@ def shares(*texts: str) -> list[dict[str, Any]]:
 
 
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
-PREFERENCES = "preferences, .*`offload-train cp dpo`"
+PREFERENCES = "a line with 'chosen' and 'rejected' is not trained on: .*`offload-train cp dpo`"
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "llamafactory alpaca": (
         {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -96,9 +96,12 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "llamafactory sharegpt KTO": (
         {"conversations": shares("a", "A"), "kto_tag": False},
-        r"\(KTO\), which TRL trains on",
+        "a line with 'kto_tag' is not trained on: .*TRL trains on",
     ),
-    "llamafactory KTO as label": ({"messages": turns("a", "A"), "label": True}, r"'label' holds true or false: .*KTO"),
+    "llamafactory KTO as label": (
+        {"messages": turns("a", "A"), "label": True},
+        "a line with 'label' is not trained on",
+    ),
     "llamafactory images": (
         {"conversations": shares("<image>a", "A"), "images": ["1.jpg"]},
         r"'images' .*ot\.load.*library\.md",
@@ -155,19 +158,19 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axolotl metharme": (
         {"prompt": "a", "generation": "A"},
-        "prompts without answers: give each its answer, as 'completion'",
+        "a line with 'prompt' without an answer is not trained on",
     ),
     "axolotl input_output": (
         {"segments": [{"label": True, "text": "a"}]},
-        "segments without a template: give 'prompt'",
+        "a line with 'segments' is not trained on",
     ),
     "axolotl tokenized": (
         {"input_ids": [1], "labels": [1], "attention_mask": [1]},
-        "ids of a tokenizer: give the text",
+        "a line with 'input_ids' is not trained on: .*ids of tokens in a .bin file",
     ),
     "axolotl stepwise": (
         {"prompt": "a", "completions": ["A"], "labels": [True]},
-        "steps of an answer with a label each",
+        "a line with 'prompt' and 'completions' and 'labels' is not trained on",
     ),
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
     "trl conversational language modeling": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
@@ -179,9 +182,9 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
     "trl unpaired preference": (
         {"prompt": "a", "completion": "b", "label": False},
-        "'label' holds true or false: .*KTO",
+        "a line with 'label' is not trained on",
     ),
-    "trl prompt-only": ({"prompt": turns("a")}, "prompts without answers"),
+    "trl prompt-only": ({"prompt": turns("a")}, "'prompt' without an answer is not trained on"),
     "trl chat_template_kwargs": (
         {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
         "'chat_template_kwargs' is not read",

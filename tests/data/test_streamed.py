@@ -210,13 +210,19 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
     other = tokens(data, text_field="id")
     other.remember(points, writes=False)
     assert len(other._points) == 1  # points of another stream are not used
-    saved, text = {point.tokens for point in stream._read_points(points, stream=first._key)}, points.read_text()
+
+    def places() -> set[int]:
+        reader = tokens(data)
+        reader.remember(points, writes=False)
+        return {point.tokens for point in reader._points}
+
+    saved, text = places(), points.read_text()
     assert len(saved) > 5
     points.write_text(text[: len(text) * 2 // 3])  # a kill has torn the last line
     again = tokens(data)
     again.remember(points, writes=True)
     assert rows(again, *range(200)) == before
-    assert {point.tokens for point in stream._read_points(points, stream=first._key)} == saved
+    assert places() == saved
 
 
 @pytest.mark.usefixtures("small")
@@ -361,7 +367,7 @@ def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None
         ([{"text": ""}, {"text": ""}], TrainerError, "it contains no text"),
         ([{"messages": "hello"}], TrainerError, "a.jsonl, line 1: 'messages' holds a string"),
         ([{"messages": [message("user", "a")]}] * 3, TrainerError, "3 have no answer to train on"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "a.jsonl, line 1: 'chosen' and 'rejected'"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "line 1: a line with 'chosen' and 'rejected'"),
     ],
 )
 def test_records_that_cannot_be_used(
@@ -378,7 +384,7 @@ def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, mo
     with pytest.raises(TrainerError, match="stream:someone/corpus, a record behind token 0: field 'text' holds null"):
         tokens("someone/corpus").read(0, 3)
     (tmp_path / "a.jsonl").write_text(lines([{"prompt": "a"}]))
-    with pytest.raises(UserError, match="the first record: 'prompt' hold prompts without answers"):
+    with pytest.raises(UserError, match="the first record: a line with 'prompt' without an answer is not trained on"):
         tokens("someone/corpus")
 
 

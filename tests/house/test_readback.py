@@ -278,7 +278,6 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
 # Modules that parse JSON otherwise, and the reason.
 ELSEWHERE = {
     "data/documents.py": "users' own text, a line at a time",
-    "data/sources.py": "whether a user's text looks like JSON",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
     "export/directory.py": "a record in memory, as it would be read back",
     "model/loader.py": "a configuration in memory, as transformers writes it",

@@ -21,7 +21,7 @@ import torch
 
 from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
 from offload_trainer.config import ModelSection, OptimSection
-from offload_trainer.data.run_data import unknown_identity
+from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import check_destination
@@ -182,7 +182,7 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
 
 def _record(state: ForeignState, of: ModelSource, *, config: Mapping[str, Any], model: Path) -> RunRecord:
     """Return the checkpoint's record. A null in its identity is compared with nothing at resume."""
-    identity = dict.fromkeys(("seed", "seq_len", "shuffle")) | unknown_identity(None)
+    identity = dict.fromkeys(("seed", "seq_len", "shuffle")) | UNKNOWN_IDENTITY
     return RunRecord(
         identity=identity | {"parameters": of.shape.parameters},
         layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},

@@ -127,8 +127,6 @@ def open_file(path: Path, *, links: bool = False) -> int:
     symbolic link at the end of the path.
     """
     try:
-        if not links and stat.S_ISLNK(os.lstat(path).st_mode):
-            raise ValueError("it is a link")
         return open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise
@@ -141,7 +139,11 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None) -> int
 
     `path` is relative to the descriptor `directory` if one is passed.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=directory)
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=directory)
+    except OSError as error:
+        kinds = {errno.EISDIR: "it is a directory", errno.ELOOP: "it is a link"}
+        raise OSError(error.errno, kinds.get(error.errno or 0, error.strerror), str(path)) from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -28,8 +28,8 @@ _PREFERENCES = (
 )
 _LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it"
 _UPLOADS = (
-    "`hf upload USER/NAME DIR`, a command of huggingface_hub (--private: unless all may read it), uploads what "
-    "`offload-train export RUN DIR` wrote"
+    "`hf upload USER/NAME DIR`, a command of huggingface_hub, uploads what `offload-train export RUN DIR` wrote; "
+    "it has a switch for private repositories"
 )
 _SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"

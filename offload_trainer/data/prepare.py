@@ -36,7 +36,6 @@ from offload_trainer.data.tokenizer import known_ids, tokenizer_fingerprint, voc
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 

@@ -72,12 +72,13 @@ def test_pipes_and_links_are_refused_without_blocking(tmp_path: Path) -> None:
         "directory": "it is a directory",
         "fifo": "not a regular file",
         "link": "it is a link",
-        "large": "1001 bytes, and at most 1000",
         "utf16": "byte 0 is not UTF-8",
         "nowhere": "it is not there",
     }.items():
         with pytest.raises(UserError, match=rf"{name} cannot be read: .*{wrong}.*\. Mend it"):
-            read_back(tmp_path / name, dict[str, Any], fix="Mend it", most_bytes=1000)
+            read_back(tmp_path / name, dict[str, Any], fix="Mend it")
+    with pytest.raises(ValueError, match="1001 bytes, and at most 1000"):
+        file_bytes(tmp_path / "large", most=1000)
     assert read_back(tmp_path / "link", dict[str, Any], fix="", links=True) == {}
     assert len(file_bytes(tmp_path / "large", most=1001)) == 1001
 

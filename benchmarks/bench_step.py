@@ -54,10 +54,13 @@ def child(words: list[str]) -> None:
     config = prepared(["tiered" if word == "native" else word for word in words])
     import torch  # threads must have been configured before
 
-    from offload_trainer.run import train
+    from offload_trainer.run import build, train
     from offload_trainer.run.build import build_engine
     from offload_trainer.telemetry.meters import HostTimer, PhaseClock, peak_rss_bytes
     from offload_trainer.trainer import timed_steps
+
+    if "native" in words:  # plain torch keeps the allocator's defaults
+        build.set_malloc_threshold = lambda *_, **__: None
 
     def serve(job: Any) -> None:
         if "native" in words and torch.cuda.is_available():

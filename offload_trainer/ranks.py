@@ -265,11 +265,12 @@ def end_if_node_vanishes(nodes: Sequence[range], *, say: Callable[[str], None]) 
 
     def watch() -> None:
         for peer, code in mesh.ends():
-            if code not in (0, errno.ECONNRESET):
+            if code:
                 number, its = next((number, its) for number, its in enumerate(nodes) if peer in its)
                 say(
-                    f"node {number} (ranks {its.start} to {its.stop - 1}) has not answered for {UNANSWERED} s, and the "
-                    "run ends. The same command resumes"
+                    f"node {number} (ranks {its.start} to {its.stop - 1}) "
+                    + ("has been reset" if code == errno.ECONNRESET else f"has not answered for {UNANSWERED} s")
+                    + ", and the run ends. The same command resumes"
                 )
                 os._exit(1)
 

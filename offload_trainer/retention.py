@@ -10,6 +10,7 @@ from it only if it is named explicitly.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -120,7 +121,13 @@ def _remove(checkpoint: Path, *, say: Say) -> str:
     except BlockingIOError:
         return ""
     except OSError as error:
-        return reason(error)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return reason(error)
+        # No room for a marked directory. All files were just found to be the checkpoint's own (`_why_kept`).
+        hidden = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.pruned"))
+        for path in sorted(hidden.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        hidden.rmdir()
     return ""
 
 

@@ -76,7 +76,7 @@ def opened(path: Path) -> Iterator[Any]:
     Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
     """
     with open_given(path) as file:
-        raw = io.BufferedReader(file)  # type: ignore[type-var]
+        raw = io.BufferedReader(file, _BLOCK)  # type: ignore[type-var]
         try:
             yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(raw)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:

@@ -179,7 +179,8 @@ class AnswerEncoder:
         example = replace(example, messages=messages)
         text, marked = self._render(example, example.messages)
         omitted = {name for name, field in example.texts if not _contains(text, field)}
-        self.unsaid.add(omitted | self._omitted_functions(example), where=example.where)
+        omitted |= self._omitted_functions(example)
+        self.unsaid.add(omitted, where=example.where)
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         # A line may exclude an answer from learning.
         answers = [
@@ -189,8 +190,10 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        learned = (example.messages[number] for number in answers)
-        self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
+        for message in (
+            example.messages[number] for number in answers if not _content(example.messages[number]).strip()
+        ):
+            self.unsaid.empty += not message.get("tool_calls") or "tool_calls" in omitted
         if self._everything:
             return text, [(0, len(text))]
         turn = self._turn_of(example)
@@ -219,7 +222,8 @@ class AnswerEncoder:
         def numbered(n: int, message: Message) -> Message:
             number = f"{_TEXT}{n}{_TEXT}"
             texts = {key: number for key, value in message.items() if isinstance(value, str) and value}
-            message = message | texts | {"content": number, "role": message["role"]}
+            content = {} if message.get("tool_calls") and not _content(message) else {"content": number}
+            message = message | texts | content | {"role": message["role"]}
             return _with_functions(message, lambda its: its | {"name": number})
 
         messages = [numbered(n, one) if one["role"] == "assistant" else one for n, one in enumerate(example.messages)]
@@ -405,6 +409,8 @@ class AnswerEncoder:
         omitted = set()
         of_tools, calls = Message(tool_calls=example.tools), [one for one in example.messages if one.get("tool_calls")]
         for name, owners in (("tools", [of_tools] if example.tools else []), ("tool_calls", calls)):
+            if not owners:
+                continue
             renamed = {id(one): _with_functions(one, lambda its: its | {"name": _NAME}) for one in owners}
             tools = renamed.get(id(of_tools), of_tools)["tool_calls"]
             messages = [renamed.get(id(one), one) for one in example.messages]

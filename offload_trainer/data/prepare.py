@@ -156,7 +156,9 @@ def _tokenised(
         say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
         if encoder.note:
             say(encoder.note)
-        for source, then, now_is in zip(sources, sums, source_sums(sources, memory=memory, say=say), strict=True):
+        for source, then, now_is in zip(
+            sources, sums, source_sums(sources, memory=memory, say=lambda _: None), strict=True
+        ):
             if then != now_is:
                 raise TrainerError(
                     f"{source}: the text changed while it was tokenised: start again when it is complete"
@@ -196,7 +198,10 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     except (FileNotFoundError, ValueError):
         known = {}
     names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
-    about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
+    try:
+        about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     found = {path: known[path][0] for path, state in about.items() if path in known and known[path][1] == state}
     fresh = about.keys() - found.keys()
     total = sum(about[path][0] for path in fresh)

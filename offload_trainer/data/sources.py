@@ -9,6 +9,7 @@ files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNE
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -161,6 +162,8 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
         say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
     known = [path for path in inside if path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
+    listed = {folder: _data_files(folder) for folder in {path.parent for path in files}}
+    files = [path for path in files if not listed[path.parent] or path.name in listed[path.parent]]
     front = _front_matter(directory / _CARD)
     has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
     files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
@@ -194,13 +197,22 @@ def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str]
         if number < int(count):
             say(f"note: only {number} of the {int(count)} files {printable(name)}-*-of-{count} are there")
     taken = set(chosen)
-    if left := [path for path in known if path not in taken]:
+    if left := [path for path in known if path not in taken and not _ABOUT.fullmatch(path.name)]:
         what = f", the {split} split" if split else ""
         say(
             f"data: {directory}: {len(chosen)} of {len(known)} files are read{what} ({first(chosen)}), and not "
             f"{first(left)}; name one of those to read it too, with --data or --validation-data"
         )
     return chosen
+
+
+def _data_files(folder: Path) -> set[str]:
+    """Return the names of the files that `datasets` lists for a data set that it saved in a folder."""
+    try:
+        state = parsed(file_bytes(folder / "state.json", links=True), dict[str, Any])
+    except (FileNotFoundError, ValueError):
+        return set()
+    return {str(one.get("filename")) for one in state.get("_data_files") or () if isinstance(one, dict)}
 
 
 def _split_of(path: Path) -> str:
@@ -267,7 +279,12 @@ def _refuse_other(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     is_packed = suffix in (*TABLES, *COMPRESSED)
-    if (is_packed and not _is_read(path)) or (b"\0" in head and not is_packed):
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+        is_text = not head.startswith(b"%PDF-") and (_is_read(path) or b"\0" not in head)
+    except UnicodeDecodeError:
+        is_text = b"\0" not in head  # the reader names the line
+    if not (_is_read(path) if is_packed else is_text):
         raise UserError(
             f"{path}: neither UTF-8 text nor what its name says. Convert it, decompress it, or give it a name that "
             f"shows its kind: {', '.join(TEXT_SUFFIXES)}, these compressed (NAME.jsonl"

@@ -303,7 +303,11 @@ class TokenWriter:
                 with contextlib.suppress(OSError, TrainerError):  # it is gone, its writer lives, or another user's
                     owned_dirs.remove_dead(left, what=_WHAT)
             self._scratch = owned_dirs.ScratchDirectory(folder / f".{_SCRATCH}{secrets.token_hex(4)}", what=_WHAT)
-            self._file = open(self._scratch.path / "ids", "xb", opener=partial(os.open, mode=MODE))
+            try:
+                self._file = open(self._scratch.path / "ids", "xb", opener=partial(os.open, mode=MODE))
+            except OSError:
+                self._scratch.close()
+                raise
         except OSError as error:
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import string
 from pathlib import Path
@@ -24,6 +25,7 @@ _FILES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 _PROBE = "It's  the\n\n\tBEST of 12345 times, a.b--c: naïve 東京 🙂\u00a0(x) "
+_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
@@ -172,10 +174,13 @@ def known_ids(ids: np.ndarray, *, tokenizer: PreTrainedTokenizerBase, vocabulary
 def text_bytes(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int | None:
     """Return the UTF-8 bytes of the text of consecutive token ids, without special tokens such as the end of a turn.
 
-    Returns None if the text of one is not known (an unknown word, an invalid id). A character that the first or the
-    last id cuts counts 3 bytes, as the replacement character for it.
+    Returns None if the text of one is not known (an unknown word, an invalid id). A character of several bytes that the
+    first or the last id of a byte-level tokenizer cuts counts 3 bytes, as the replacement character for it.
     """
     values, unknown = ids.tolist(), tokenizer.unk_token_id
-    if None in tokenizer.convert_ids_to_tokens(values) or (unknown != tokenizer.eos_token_id and unknown in values):
+    tokens = tokenizer.convert_ids_to_tokens(values)
+    if None in tokens or (unknown != tokenizer.eos_token_id and unknown in values):
         return None
-    return len(tokenizer.decode(values, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
+    words = [id_ for id_, token in zip(values, tokens, strict=True) if not _ONE_BYTE.fullmatch(token)]
+    text = tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return len(values) - len(words) + len(text.encode())

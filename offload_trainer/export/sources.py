@@ -131,8 +131,8 @@ def opened(path: Path) -> Iterator[Source]:
             return
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
-            "it started, or it did not keep two copies of its whole state on drives (--optimizer nvme --ram-fraction 0 "
-            "tiered.state_copies=2); export its newest checkpoint"
+            "it started, or it is not a run on one node that keeps two copies of its whole state on drives "
+            "(--optimizer nvme --ram-fraction 0 tiered.state_copies=2, no frozen weights); export its newest checkpoint"
         )
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []

@@ -237,7 +237,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             state = trainer.train(job, asked, resume=resume_from)
         except Exception:
             if job.telemetry and job.telemetry.report:
-                job.telemetry.report.end()
+                job.telemetry.report.end(failed=True)
             raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -27,6 +28,7 @@ from offload_trainer.storage.atomic_io import REPLACED, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
 MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
+_UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
 
 Say = Callable[[str], None]
@@ -59,11 +61,11 @@ class ScratchDirectory:
 
         `take_over` takes the directory of a process that has died, including its content, and raises as `remove_dead`.
         """
-        self.path, self._what, self._say, self.locked = path, what, say, True
+        self.path, self._what, self._say, self.locked, self._lock = path, what, say, True, -1
         if take_over:
             self._lock = _lock_dead(path, what=what)
             return
-        new = path.with_name(f"{path.name}~{secrets.token_hex(4)}")
+        new = path.with_name(f"{path.name}~{secrets.token_hex(4)}")  # `_UNNAMED` matches this name
         new.mkdir(mode=mode)
         try:
             self._lock = open_lock(new / MARK, create=True)
@@ -76,6 +78,7 @@ class ScratchDirectory:
             sync_directory(new)
             os.rename(new, path)
         except BaseException:
+            self.leave()
             with suppress(FileNotFoundError):
                 (new / MARK).unlink(missing_ok=True)
                 new.rmdir()
@@ -122,13 +125,16 @@ def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterat
     A scratch directory left by a killed process is removed first. Raises TrainerError if that is impossible.
     """
     clear(final, what=what)
-    with ScratchDirectory(workplace_of(final), what=what, say=say):
+    with ScratchDirectory(workplace_of(final), what=what, say=say) as place:
         try:
             yield name_in_workplace(final)
         except OSError as error:
             # compute the reason now: removing the scratch directory frees the space
             error.strerror = errors.reason(error, final.parent)
             raise
+        finally:
+            if not final.exists() and (place.path / REPLACED).is_dir():  # `put_in_place` was interrupted
+                os.rename(place.path / REPLACED, final)
 
 
 def workplace_of(final: Path) -> Path:
@@ -209,6 +215,8 @@ def _lock_dead(directory: Path, *, what: str) -> int:
 def _remove_empty(directory: Path) -> bool:
     """Remove an empty directory, as a kill leaves it between the last two steps of a removal; return whether it was."""
     try:
+        if _UNNAMED.search(directory.name) or not is_ours(directory.lstat().st_uid, directory.parent):
+            return False  # another process is just making it, or it is another user's
         os.rmdir(directory)
     except OSError:
         return False
@@ -257,7 +265,7 @@ def _opened(directory: Path, what: str) -> int:
         with open(descriptor, "rb") as file:
             if os.fstat(descriptor).st_uid != owner:
                 raise NotOwned(f"its {MARK} is no file of {user(owner)}")
-            expected = _content(what, directory.name.partition("~")[0])
+            expected = _content(what, _UNNAMED.sub("", directory.name))
             if file.read(len(expected) + 1) != expected:
                 raise NotOwned(f"its {MARK} does not say that this program made it for this purpose, by this name")
     except BaseException:

@@ -250,7 +250,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
         if place is not None and not os.path.exists(place):
             say(
                 f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there now. "
-                f"Bring that back, or export their weights (offload-train export {folder} DIR), then remove {folder}"
+                f"Bring that back, or remove {folder}"
             )
     for folder in found:
         if folder in needed:

@@ -147,9 +147,12 @@ class LiveReport:
             end = time.monotonic()
             self._due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
 
-    def end(self) -> None:
-        """Write the page of a run that has ended, which no longer reloads itself, if this process finished a step."""
-        if self._due > -math.inf:
+    def end(self, *, failed: bool = False) -> None:
+        """Write the page of a run that has ended, which no longer reloads itself.
+
+        Nothing is written if the run has `failed` before this process finished a step.
+        """
+        if not failed or self._due > -math.inf:
             self._write(None)
 
     def _write(self, left: float | None) -> None:

@@ -135,7 +135,7 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
     """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.done + 1)
+    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.done + 1, max_queue=100_000)
 
     def log(numbers: Numbers, step: int) -> None:
         for name, number in numbers.items():

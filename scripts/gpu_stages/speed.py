@@ -304,7 +304,7 @@ GROUPS = {
             ours("state in RAM", "0", "1", "off"),
             ours("state in RAM", "0", "1", "forward"),
             ours("state on the GPU", "1", "0", "off"),
-            Case("plain torch", _ON_GPU, peer="plain"),
+            Case("plain torch, checkpointing on", [*_ON_GPU, "model.activation_checkpointing=on"], peer="plain"),
             ours("weights and state in RAM", "0", "1", "backward", params="cpu"),
             _floor("on"),
         ],

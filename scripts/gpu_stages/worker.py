@@ -78,6 +78,7 @@ def carry_out(
     from gpu_stages.fill import filled_for_benchmarks
     from offload_trainer.model.loader import ModelSource
     from offload_trainer.plan import planner
+    from offload_trainer.plan.tiered.engine import Tiered
     from offload_trainer.run import train
     from offload_trainer.telemetry.meters import HostTimer, PhaseClock
     from offload_trainer.trainer import timed_steps
@@ -111,6 +112,8 @@ def carry_out(
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
         # `instead` replaces the loop that would write an export and checkpoints: the plan counts no room for them.
         replaced.enter_context(patch.object(planner, "saved_items", lambda *_, **__: []))
+        if peer is not None:  # plain torch and other libraries need no kernel of ours
+            replaced.enter_context(patch.object(Tiered, "refuse", lambda *_: None))
         early = replaced.enter_context(_early_updates())
         train.train_run(config, instead=measure, build=peers.builder(peer))
     _give_back()

@@ -236,6 +236,17 @@ def test_the_template_of_tools_ends_answers_in_its_own_token() -> None:
     assert encoder.unsaid.told() == []
 
 
+def test_an_answer_not_to_learn_beside_a_call_without_text() -> None:
+    """The call keeps no text, which gpt-oss's template would refuse next to its reasoning."""
+    conversation = CONVERSATIONS["a call with reasoning"]
+    *talk, last = conversation["messages"]
+    messages = [*talk, last | {"weight": 0}]
+    tokenizer = tokenizer_of("gptoss")
+    texts = learned(encoded(conversation | {"messages": messages}, tokenizer=tokenizer), tokenizer=tokenizer)
+    assert "room_temperature" in "".join(texts)
+    assert last["content"] not in "".join(texts)
+
+
 def test_several_marks_of_one_answer() -> None:
     """Reasoning and text are marked separately; which marks are of an answer not to learn is found by rendering."""
     marked = (

@@ -281,3 +281,11 @@ def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_na
     prepared(tmp_path / "both", say=said.append)
     (note,) = [line for line in said if line.startswith("note: only")]
     assert note == f"note: only 1 of the 2 files {tmp_path / 'both/train/data'}-*-of-00002 are there"
+
+
+def test_files_of_an_earlier_save_are_not_read(tmp_path: Path) -> None:
+    """`save_to_disk` leaves the files of an earlier save with another number of them."""
+    Dataset.from_list(texts()).save_to_disk(tmp_path / "saved", num_shards=3)
+    Dataset.from_list(texts()[:4]).save_to_disk(tmp_path / "saved", num_shards=2)
+    (tmp_path / "a.jsonl").write_bytes(lines(texts()[:4]))
+    assert ids_of(tmp_path / "saved") == ids_of(tmp_path / "a.jsonl")

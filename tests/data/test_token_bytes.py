@@ -65,6 +65,7 @@ def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
         text = text.replace("\n", " ").replace("\t", " ")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text_bytes(tokenizer, torch.tensor([*ids, tokenizer.eos_token_id])) == len(text.encode())
+    assert abs(text_bytes(tokenizer, torch.tensor(ids[:-1])) - len(text.encode())) < 12  # the end may cut a character
 
 
 def test_bytes_of_unknown_text_are_not_guessed() -> None:

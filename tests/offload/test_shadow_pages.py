@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, saved, train
 
+from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.manifest import read_store
 from offload_trainer.offloading.pages.store import DamagedPage, copies_of_bits
 from offload_trainer.offloading.update.updater import Updater
@@ -133,6 +134,8 @@ def test_files_hold_one_whole_step_at_every_moment(
 
     with engine(model, *TWO, drives=drives) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
+        with pytest.raises(UserError, match="died before its first update"):
+            read_store(lease(drives[0]))
         before: dict[str, torch.Tensor] = {}
 
         def looked(*given: Any, **words: Any) -> None:

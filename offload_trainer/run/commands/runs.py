@@ -47,7 +47,8 @@ def runs_in(directory: Path) -> list[dict[str, Any]]:
             try:
                 found.append(_summary(Path(place)))
             except UserError as error:  # one unreadable run must not hide the others
-                found.append({"directory": place, "state": str(error)})
+                unknown = dict.fromkeys(("steps", "loss", "validation_loss", "saved"))
+                found.append({"directory": place, "state": str(error), "step": 0, **unknown})
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:

@@ -29,6 +29,7 @@ from offload_trainer.storage.owned_dirs import (
     is_removable,
     reason,
     remove_dead,
+    remove_unmarked,
 )
 
 WORK = "the checkpoint being written,"
@@ -125,9 +126,7 @@ def _remove(checkpoint: Path, *, say: Say) -> str:
             return reason(error)
         # No room for a marked directory. All files were just found to be the checkpoint's own (`_why_kept`).
         hidden = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.pruned"))
-        for path in sorted(hidden.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        hidden.rmdir()
+        remove_unmarked(hidden)
     return ""
 
 

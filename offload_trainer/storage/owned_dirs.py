@@ -242,6 +242,16 @@ def _remove(directory: Path, what: str, *, lock: int) -> None:
     os.rmdir(directory)
 
 
+def remove_unmarked(directory: Path) -> None:
+    """Remove a directory whose files the caller has found to be this program's, where there is no room for a mark."""
+    inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _empty(inside, device=os.fstat(inside).st_dev)
+    finally:
+        os.close(inside)
+    os.rmdir(directory)
+
+
 def _opened(directory: Path, what: str) -> int:
     """Return a descriptor of a directory that is this user's and is marked as made for `what` under its name.
 

@@ -132,7 +132,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     """
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
-    alone, words = "plain" in words, tuple(word for word in words if word not in ("--engine", "plain"))
+    if alone := "plain" in words:
+        words = tuple(word for word in words if word not in ("--engine", "plain"))
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)

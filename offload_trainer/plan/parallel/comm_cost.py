@@ -18,9 +18,9 @@ rank:
     gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
 
 Messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on average 2 MB
-for each border in a unit) and those at the start of a step are small and not counted. Gradients are
-added in the order that a single rank would use, so nothing is reduced before it is sent. That takes n times the bytes
-of a reduction.
+for each border in a unit) and those at the start of a step are not counted: up to 7 % of a step for small models on two
+nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
+takes n times the bytes of a reduction.
 """
 
 from __future__ import annotations

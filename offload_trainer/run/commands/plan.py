@@ -150,7 +150,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
 def _line(name: str, words: str, plan: Plan) -> str:
     """Return the plan of a mode as a line of text."""
     if not plan.fits:
-        return f"  {name:<28}does not fit: {'; '.join(plan.shortfalls())}"
+        return f"  {name:<33}does not fit: {'; '.join(plan.shortfalls())}"
     step = plan.forecast.step
     seconds = "unknown" if step is None else format_seconds(step)
     speed = "" if step is None else f"{format_count(plan.tokens_per_step / step)} tokens/s"
@@ -159,7 +159,7 @@ def _line(name: str, words: str, plan: Plan) -> str:
         moved = [(one.read, one.written) for one in plan.links if one.place == place]
         sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more
     needs = ", ".join(f"{title} {format_bytes(size)}" for title, size in sizes.items() if size)
-    return f"  {name:<28}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
+    return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
 
 
 def _count(machine: MachineProfile, nodes: str | None) -> int:

@@ -298,7 +298,7 @@ def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     report = LiveReport(tmp_path / "report.html", page, say=pytest.fail)
-    report.end()
+    report.end(failed=True)
     assert not written  # no step was finished
     for _ in range(1000):
         clock.now += 1.0

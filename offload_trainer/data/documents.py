@@ -76,9 +76,8 @@ def opened(path: Path) -> Iterator[Any]:
     Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
     """
     with open_given(path) as file:
-        raw = io.BufferedReader(file, _BLOCK)  # type: ignore[type-var]
         try:
-            yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(raw)
+            yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(io.BufferedReader(file, _BLOCK))
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # one without errno is a decompressor's
                 raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error

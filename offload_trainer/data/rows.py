@@ -128,36 +128,22 @@ def positions_of(begins: np.ndarray) -> np.ndarray:
     return found
 
 
+@dataclass(frozen=True, eq=False)
 class RowReader:
-    """Reads batches from the rows `rows` of a token file or a stream. The caller's `DataState` holds the position."""
+    """Reads batches from the rows `rows` of a token file or a stream. The caller's `DataState` holds the position.
 
-    def __init__(
-        self,
-        tokens: Tokens | StreamedTokens | FirstRows,
-        *,
-        seq_len: int,
-        rows: range,
-        vocabulary: int,
-        seed: int = 0,
-        shuffle: bool = False,
-        apart: int | None = None,
-    ) -> None:
-        """Set up the reader.
+    Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of text, if
+    documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows of a mixture
+    come by its shares instead of each once an epoch, and those of a stream are shuffled in its blocks.
+    """
 
-        Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of
-        text, if documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows
-        of a mixture come by its shares instead of each once an epoch, and those of a stream are shuffled in its blocks.
-        """
-        assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
-        self._tokens = tokens
-        self._vocabulary = vocabulary
-        self._seq_len = seq_len
-        self._rows = rows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._apart = apart
-        self._shares = tokens.shares if shuffle and isinstance(tokens, TokenShards) else None
-        self._block = tokens.block if shuffle and isinstance(tokens, StreamedTokens) else 0
+    tokens: Tokens | StreamedTokens | FirstRows
+    seq_len: int
+    rows: range
+    vocabulary: int
+    seed: int = 0
+    shuffle: bool = False
+    apart: int | None = None
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Yield this rank's micro-batches from `state` on, epoch after epoch, without end.
@@ -171,50 +157,51 @@ class RowReader:
             first = position + rank * micro_batch
             indices = [self._row(place) for place in range(first, first + micro_batch)]
             position += micro_batch * world
-            yield self.rows_at(indices, state=DataState(position), seed=forward_seed(self._seed, first=first))
+            yield self.rows_at(indices, state=DataState(position), seed=forward_seed(self.seed, first=first))
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
 
         `state` counts the rows of this pass.
         """
-        rows = self._rows[:limit]
+        rows = self.rows[:limit]
         for start in range(0, len(rows), micro_batch):
             some = rows[start : start + micro_batch]
             yield self.rows_at(some, state=DataState(start + len(some)))
 
     def rows_at(self, indices: Sequence[int], *, state: DataState = DataState(), seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""
-        length = self._seq_len
-        block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
+        length = self.seq_len
+        block = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
         marks, padding = None, 0
-        if self._tokens.row_length is not None:
+        if self.tokens.row_length is not None:
             marks, block = block, block & IDS
             padding = int(padding_of(marks[:, :-1]).sum())
-        if block.max() >= self._vocabulary:
+        if block.max() >= self.vocabulary:
             row = indices[int(block.max(axis=1).argmax())]
             raise TrainerError(
-                f"{self._tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
-                f"{self._vocabulary}: the file was changed or damaged; create it again"
+                f"{self.tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
+                f"{self.vocabulary}: the file was changed or damaged; create it again"
             )
         targets = block[:, 1:].copy()
         if marks is not None:
             targets[marks[:, 1:] & NOT_LEARNED != 0] = IGNORED
         begins = None
-        if self._tokens.packed and marks is not None:
+        if self.tokens.packed and marks is not None:
             begins = marks[:, :-1] & BEGINS != 0
-        elif self._apart is not None and marks is None:
+        elif self.apart is not None and marks is None:
             begins = np.zeros_like(targets, dtype=bool)
-            begins[:, 1:] = block[:, :-2] == self._apart
+            begins[:, 1:] = block[:, :-2] == self.apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
         inputs = torch.from_numpy(block[:, :-1].copy())
         return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
-        if self._shares is not None:
-            return self._shares.row(position, seed=self._seed)
-        count = self._block or len(self._rows)  # Each block of a stream is shuffled as an epoch is.
+        if self.shuffle and isinstance(self.tokens, TokenShards) and self.tokens.shares is not None:
+            return self.tokens.shares.row(position, seed=self.seed)
+        block = self.tokens.block if self.shuffle and isinstance(self.tokens, StreamedTokens) else 0
+        count = block or len(self.rows)  # Each block of a stream is shuffled as an epoch is.
         epoch, place = divmod(position, count)
-        if self._shuffle:
-            place = order(place, count, seed=self._seed, epoch=epoch)
-        return self._rows[epoch * self._block + place]
+        if self.shuffle:
+            place = order(place, count, seed=self.seed, epoch=epoch)
+        return self.rows[epoch * block + place]

@@ -9,7 +9,6 @@ files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNE
 
 from __future__ import annotations
 
-import codecs
 import glob
 import os
 import re
@@ -279,11 +278,7 @@ def _refuse_other(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     is_packed = suffix in (*TABLES, *COMPRESSED)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-        is_text = not head.startswith(b"%PDF-") and (_is_read(path) or b"\0" not in head)
-    except UnicodeDecodeError:
-        is_text = b"\0" not in head  # the reader names the line
+    is_text = not head.startswith(b"%PDF-") and (_is_read(path) or b"\0" not in head)  # readers name what is not UTF-8
     if not (_is_read(path) if is_packed else is_text):
         raise UserError(
             f"{path}: neither UTF-8 text nor what its name says. Convert it, decompress it, or give it a name that "

@@ -61,7 +61,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
     ("name", "content", "message"),
     [
         ("a.dump", b"PAR1\0", r"\.parquet, \.arrow, or \.bin"),
-        ("a.txt", gzip.compress(b"text", mtime=0), r"these compressed \(NAME\.jsonl\.gz\)"),
+        ("a.txt", b"%PDF-1.7", r"these compressed \(NAME\.jsonl\.gz\)"),
         ("a.gz", gzip.compress(b"text", mtime=0), r"a name that shows its kind: \.txt, .*NAME\.jsonl\.gz"),
         ("a.tar.gz", gzip.compress(b"text", mtime=0), "decompress it"),
         ("a.tar.zst", b"(\xb5/\xfd", r"NAME\.jsonl\.zst"),

@@ -192,7 +192,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from the checkpoint step-00000006"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
-    assert "step-00000006, step 6" in run.text
+    assert "step-00000006 is already at step 6 of 6" in run.text
     assert left(run.output)["steps"] == alone["steps"]
 
 

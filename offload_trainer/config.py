@@ -166,11 +166,6 @@ class DataSection(_Section):
         """True if the training text is a stream, which is tokenized while the run reads it."""
         return any(path.startswith(STREAM) for path in self.path)
 
-    @property
-    def validation_streamed(self) -> bool:
-        """True if the validation text is a stream, of which the run reads the first rows."""
-        return any(path.startswith(STREAM) for path in self.validation_path)
-
 
 class OptimSection(_Section):
     """The optimizer and the learning-rate schedule."""

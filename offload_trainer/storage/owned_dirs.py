@@ -133,8 +133,7 @@ def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterat
             error.strerror = errors.reason(error, final.parent)
             raise
         finally:
-            if not final.exists() and (place.path / REPLACED).is_dir():  # `put_in_place` was interrupted
-                os.rename(place.path / REPLACED, final)
+            _restore(final, place.path)
 
 
 def workplace_of(final: Path) -> Path:
@@ -145,6 +144,13 @@ def workplace_of(final: Path) -> Path:
 def name_in_workplace(final: Path) -> Path:
     """Return the path that `replacing(final)` yields."""
     return workplace_of(final) / "new"
+
+
+def _restore(final: Path, place: Path) -> None:
+    """Undo an interrupted `put_in_place`, which has moved `final` into the scratch directory `place`."""
+    if not final.exists() and (place / REPLACED).is_dir():
+        os.rename(place / REPLACED, final)
+        sync_directory(final.parent)
 
 
 def clear(final: Path, *, what: str) -> None:
@@ -159,9 +165,7 @@ def clear(final: Path, *, what: str) -> None:
             return
         lock = _lock_dead(place, what=what)
         try:
-            if not final.exists() and (place / REPLACED).is_dir():
-                os.rename(place / REPLACED, final)
-                sync_directory(final.parent)
+            _restore(final, place)
         except BaseException:
             os.close(lock)
             raise

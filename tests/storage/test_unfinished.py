@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from synthetic_checkpoints import save
 
+from offload_trainer import retention
 from offload_trainer.retention import remove_leftovers
+from offload_trainer.storage.atomic_io import put_in_place
 from offload_trainer.storage.owned_dirs import MARK, NotOwned, ScratchDirectory, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
@@ -73,3 +77,42 @@ def test_directories_that_may_be_a_users_stay(what: str, tmp_path: Path) -> None
     with pytest.raises(NotOwned):
         remove_dead(place, what="the export to")
     assert os.path.lexists(place)
+
+
+@pytest.mark.parametrize("name", ["export", "my~export", "x~0123abcd"])
+def test_an_interrupted_replacement_leaves_what_was_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception between the two renames, such as a second signal's, loses no directory, whatever its name."""
+    final = tmp_path / name
+    for content in ("first", "second"):
+        with replacing(final, what="the export to") as new:
+            new.mkdir()
+            (new / content).touch()
+            put_in_place(new, final)
+    rename = os.rename
+
+    def interrupted(old: Path, new: Path) -> None:
+        if Path(old).name == "new":
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    with pytest.raises(KeyboardInterrupt), replacing(final, what="the export to") as new:  # noqa: PT012 - as a run
+        new.mkdir()
+        monkeypatch.setattr(os, "rename", interrupted)
+        put_in_place(new, final)
+    assert list(tmp_path.iterdir()) == [final]
+    assert list(final.iterdir()) == [final / "second"]
+
+
+def test_a_full_disk_keeps_no_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is pruned also where there is no room for the directory that marks it for removal."""
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(retention, "ScratchDirectory", full)
+    assert retention.prune(newest.parent, keep=1) == []
+    assert list(newest.parent.iterdir()) == [newest]

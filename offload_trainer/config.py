@@ -369,19 +369,6 @@ class TieredSection(_Section):
         "auto: 2 if the update starts during the backward, or if resumed page files have 2",
     )
     io_threads: PositiveInt = Field(4, description="threads that read, and threads that write")
-    io_block_bytes: Annotated[int, Field(ge=4096, multiple_of=4096)] = Field(
-        8 << 20, description="bytes of one read or write request"
-    )
-    checksums: bool = Field(
-        False,
-        description="also verify weights, gradients and activations that are read from drives, as is always done "
-        "for optimizer state",
-    )
-    drive_speeds: tuple[PositiveFloat, ...] = Field(
-        (),
-        description="relative speed of each --nvme directory, by which state is distributed; empty: as measured, "
-        "else equal",
-    )
 
 
 class DeepSpeedSection(_Section):

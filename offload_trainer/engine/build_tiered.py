@@ -21,7 +21,7 @@ from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_o
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import CheckedTransfers, ThreadedTransfers, Transfers
+from offload_trainer.storage.transfer import ThreadedTransfers
 
 Say = Callable[[str], None]
 _SWITCH_SECONDS = 0.0005
@@ -57,7 +57,7 @@ def open_parts(
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
-    drives = Drives(directories, _transfers(sizes, node))
+    drives = Drives(directories, ThreadedTransfers(threads=sizes.io_threads))
     stack.callback(drives.close)
     homes = layouts.homes(placement, sizes, node=node.number)
     kernel, why = choose_kernel(work.kernel)
@@ -104,8 +104,3 @@ def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) 
     if found is None:
         raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
     return found
-
-
-def _transfers(sizes: TierSizes, node: Node) -> Transfers:
-    threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
-    return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

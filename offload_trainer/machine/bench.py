@@ -21,7 +21,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -43,7 +43,6 @@ from offload_trainer.plan.machine import (
     MachineProfile,
     Rate,
     Rates,
-    fastest_words,
     has_bf16,
     layer_key,
     sums_key,
@@ -55,7 +54,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
@@ -91,9 +90,7 @@ class Budget:
 
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
     drive_seconds: float = 8.0  # per measured rate of a drive
-    try_seconds: float = 2.0  # per transfer method that is tried
     contention_seconds: float = 4.0  # products while a drive is read and written; as long again without
-    try_on_each: bool = True  # False: drives after the first use the method that is best on the first
     product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
     memory_elements: int = 64 << 20  # length of each of three fp32 arrays
@@ -102,21 +99,19 @@ class Budget:
     update_page: int = 4 << 20  # elements
     copy_seconds: float = 0.5  # per direction between host memory and a GPU
 
-    def written(self, *, drives: int, ways: int) -> int:
+    def written(self, *, drives: int) -> int:
         """Return the maximum bytes written to the drives.
 
-        They are written when filling the file, trying each method, writing alone, and twice when reading and writing
-        together: alone, and while the cores compute.
+        They are written when filling the file, and twice when reading and writing together: alone, and while the cores
+        compute.
         """
-        return (ways + 4) * self.drive_bytes * drives
+        return 3 * self.drive_bytes * drives
 
 
 @dataclass(frozen=True)
 class Subjects:
     """What is timed in addition to memory, copies, layers and the loss."""
 
-    # A factory for each transfer method, by the settings that select it; the fastest is kept for each drive.
-    transfers: Mapping[str, Callable[[], Transfers]]
     # Pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in elements, it
     # returns a function that performs update number `step`.
     updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]]
@@ -144,9 +139,7 @@ def bench_machine(
     for drive in machine.drives:
         if drive.rates is None:
             say(f"bench: {drive.directory}")
-            transfers, best = subjects.transfers, drives[0].rates.words if drives and drives[0].rates else ""
-            tried = {best: transfers[best]} if best in transfers and not budget.try_on_each else transfers
-            drive = replace(drive, rates=_drive(drive, tried, budget, say))
+            drive = replace(drive, rates=_drive(drive, budget, say))
         drives.append(drive)
     return replace(machine, rates=rates, drives=tuple(drives))
 
@@ -445,31 +438,26 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 # -- drives ------------------------------------------------------------------------------------------------------------
 
 
-def _drive(
-    drive: DriveFacts,
-    transfers: Mapping[str, Callable[[], Transfers]],
-    budget: Budget,
-    say: Callable[[str], None],
-) -> DriveRates:
+def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
     with DriveLease(Path(drive.directory), say=say) as lease:
         size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
         file = DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))
         try:
-            return _timed_file(file, transfers, budget)
+            return _timed_file(file, budget)
         finally:
             file.close()
 
 
-def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
-    """Fill the file, find the fastest transfer method for it, and time that for longer."""
+def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
+    """Fill the file, and time transfers from and to it."""
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
     places = list(range(0, file.size, _PIECE))
 
-    def timed(words: str, seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
-        mover = transfers[words]()
+    def timed(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+        mover = ThreadedTransfers()
         half = len(buffers) // 2
         ways: list[_Way] = []
         if read:
@@ -481,25 +469,17 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
         finally:
             mover.close()
 
-    first = next(iter(transfers))
-    written, write_seconds = timed(first, budget.drive_seconds, read=False, write=True)
+    written, write_seconds = timed(budget.drive_seconds, read=False, write=True)
     # Parts that were never written are left out: they read as zeros without access to the drive.
     places = places[: max(2, written[0] // _PIECE)]
-    tried = {}
-    for words in transfers:
-        moved, seconds = timed(words, budget.try_seconds, read=True, write=True)
-        tried[words] = sum(moved) / seconds
-    best = fastest_words(tried)
-    if best != first:
-        written, write_seconds = timed(best, budget.drive_seconds, read=False, write=True)
-    read, read_seconds = timed(best, budget.drive_seconds, read=True, write=False)
-    mixed, mixed_seconds = timed(best, budget.drive_seconds, read=True, write=True)
+    read, read_seconds = timed(budget.drive_seconds, read=True, write=False)
+    mixed, mixed_seconds = timed(budget.drive_seconds, read=True, write=True)
     lost = _computation_lost(
-        lambda: timed(best, budget.contention_seconds, read=True, write=True), seconds=budget.contention_seconds
+        lambda: timed(budget.contention_seconds, read=True, write=True), seconds=budget.contention_seconds
     )
 
     def rate(moved: int, taken: float, what: str) -> Rate:
-        return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}; {best}")
+        return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}")
 
     return DriveRates(
         read=rate(read[0], read_seconds, "reading alone"),
@@ -507,7 +487,6 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
         mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
         mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
         computation_lost=lost,
-        tried=tried,
     )
 
 

@@ -28,7 +28,7 @@ from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned, reason
 
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
-_DRIVE_METHOD = 2  # the same for drives
+_DRIVE_METHOD = 3  # the same for drives
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 
 

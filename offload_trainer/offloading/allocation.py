@@ -28,7 +28,7 @@ from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
-from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
+from offload_trainer.storage.transfer import DriveFile, Transfers
 
 
 class Drives:
@@ -36,22 +36,17 @@ class Drives:
 
     def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
         self.directories, self.transfers = tuple(directories), transfers
-        # Pages of optimizer state do not need checked transfers, because they have checksums of their own.
-        self.unchecked = transfers.inner if isinstance(transfers, CheckedTransfers) else transfers
         self._files = ExitStack()
 
-    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int], *, shared: bool = True) -> list[DriveFile]:
+    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
         """Create one file `name` on each drive, large enough for the items that `homes` places there; return them.
 
-        `sizes` are the items' bytes. `shared`: checked transfers verify what any rank writes there, so all ranks call
-        this in the same order.
+        `sizes` are the items' bytes.
         """
         made = []
         for home, directory in enumerate(self.directories):
             made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
             self._files.callback(made[-1].close)
-            if shared and isinstance(self.transfers, CheckedTransfers):
-                self.transfers.share(made[-1])
         return made
 
     def close(self) -> None:
@@ -97,8 +92,8 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     table = PageTable(homes.pages, parts.sizes.format)
     state = PageStore(
         table,
-        files=drives.files("state", [copies * size for size in table.sizes], table.homes, shared=False),
-        transfers=drives.unchecked,
+        files=drives.files("state", [copies * size for size in table.sizes], table.homes),
+        transfers=drives.transfers,
         device=device,
         node=node,
         copies=PageCopies(table, count=copies, node=node, compute=sum_with(kernel)),

@@ -145,7 +145,7 @@ class OffloadedModel:
         drives = self._drives.directories if on_drives else ()
         homes = inputs.homes(len(drives))
         name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
-        files = self._drives.files(name, sizes, homes, shared=False) if drives else []
+        files = self._drives.files(name, sizes, homes) if drives else []
         kept = Activations(
             inputs, device=self._device, files=files, transfers=self._drives.transfers, references=self.stream
         )

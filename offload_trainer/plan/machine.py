@@ -15,26 +15,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, with_config
+from pydantic import Field, with_config
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, parsed, read_back
 
-_AS_FAST = 0.95
 _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
-
-
-def _io_words(words: str) -> str:
-    found = re.fullmatch(r"tiered\.io_threads=([1-9]\d?) tiered\.io_block_bytes=([1-9]\d{3,9})", words)
-    if not found or int(found[2]) % 4096:
-        raise ValueError("keys of the configuration, as a bench tries them")
-    return words
 
 
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
 Ratio = Annotated[Number, Field(ge=1e-6, le=1e6)]
-_Words = Annotated[str, AfterValidator(_io_words)]
 Several = Annotated[Count, Field(ge=1)]
 
 
@@ -61,18 +52,6 @@ class DriveRates:
     mixed_read: Rate
     mixed_write: Rate
     computation_lost: Rate | None = None  # bytes moved while all cores lose one second of computation to transfers
-    tried: dict[_Words, Number] = field(default_factory=dict)  # settings -> bytes/s, reads plus writes
-
-    @property
-    def words(self) -> str:
-        """Return the fastest settings that were tried, or "" if none were."""
-        return fastest_words(self.tried)
-
-
-def fastest_words(tried: dict[Line, Number]) -> str:
-    """Return the first of the benchmarked settings that is within 5 % of the fastest one."""
-    most = max(tried.values(), default=0.0)
-    return next((words for words in tried if tried[words] >= _AS_FAST * most), "")
 
 
 @with_config(EXACT)
@@ -269,10 +248,6 @@ def describe_rates(machine: MachineProfile) -> str:
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
         add("computation lost to transfers", drive.rates.computation_lost, 1e9, "GB per s lost")
-        lines += [
-            f"  tried {words}: {speed / 1e9:.4g} GB/s, read and written together"
-            for words, speed in drive.rates.tried.items()
-        ]
     return "\n".join(lines)
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -34,7 +33,6 @@ from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import ThreadedTransfers
 from offload_trainer.units import format_bytes, format_count
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
@@ -79,12 +77,10 @@ def bench_here(
     budget = Budget(update_page=page)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
-    io = _ways_to_drives()
     if machine.drives:
-        most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
+        most = format_bytes(budget.written(drives=len(machine.drives)))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     subjects = Subjects(
-        transfers=io,
         updates=timed_updates.available_updates(say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
         kernels=timed_updates.gradient_kernels("auto", "torch"),
@@ -111,8 +107,8 @@ def _not_kept(error: OSError | ValueError) -> str:
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
-    It should if the plan fits, could not predict its step, and has choices that rates decide: which drive settings and
-    update schedule, and on a GPU also which placement. Short runs start without. So do runs on several machines, since
+    It should if the plan fits, could not predict its step, and has choices that rates decide: the update schedule, and
+    on a GPU also the placement. Short runs start without. So do runs on several machines, since
     nothing here measures the network between them. Of stock ZeRO's ranks the plan does not know the machines.
     """
     plan = planned.plan
@@ -174,7 +170,7 @@ def _move_threads(cpus: Collection[int]) -> None:
 def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
-    By the budget below this takes 5.7 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
+    By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
     10 to 13 s. On a new machine, the first build of the update kernel comes before that; the run would build it
     otherwise.
 
@@ -182,7 +178,6 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     | --- | --- | --- |
     | a drive: writing, reading, both together | 2.2 | update schedule, placement, share of each drive |
     | products while the drive is read and written, and without | 1.2 | update schedule |
-    | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
     | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
     | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
     | products of orthogonalising a matrix, if the update rule has them | 0.1 | update schedule |
@@ -197,9 +192,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     budget = Budget(
         drive_bytes=1 << 30,
         drive_seconds=0.7,
-        try_seconds=0.2,
         contention_seconds=0.6,
-        try_on_each=False,
         product_seconds=0.2,
         layer_seconds=0.1,
         memory_elements=8 << 20,
@@ -211,7 +204,6 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
     has_matrices = state_format(config.optim.name, config.optim.moment_dtype).rule.matrices
     subjects = Subjects(
-        transfers=_ways_to_drives(),
         # This may build the kernel, as the run would.
         updates=timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype),
         dtypes=[config.model.dtype],
@@ -265,13 +257,3 @@ def _summary(machine: MachineProfile, dtype: str) -> list[str]:
             read, written = drive.rates.mixed_read.value, drive.rates.mixed_write.value
             told.append(f"{drive.directory} {format_bytes(read)}/s read with {format_bytes(written)}/s written")
     return told
-
-
-def _ways_to_drives() -> dict[str, Callable[[], ThreadedTransfers]]:
-    """Return factories of the transfers to measure, by the configuration words that select each, default first."""
-    return {
-        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
-            ThreadedTransfers, threads=threads, block=block
-        )
-        for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))
-    }

@@ -411,7 +411,7 @@ def _in_json(value: Mapping[str, Any]) -> dict[str, Any]:
 
 _RESTORE = "Only a copy of that file can fix this"
 _WORDS = {
-    "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
+    "pages": "pages: tiered.page_size, the drives' measured speeds or the shares",
     "states": "optim.moment_dtype",
     "rule": "optim.name",
     "model": "the run directory has moved",

@@ -53,9 +53,6 @@ class SessionKeys(TypedDict, total=False):
     overlap: Literal["auto", "off", "forward"]
     state_copies: Literal["auto", 1, 2]
     io_threads: int
-    io_block_bytes: int
-    checksums: bool
-    drive_speeds: Sequence[float]
     rule: RuleName
 
 

@@ -2,9 +2,7 @@
 
     Transfers.read(file, offset, buffer) / .write(...)  ->  Future      returns immediately; call `wait` for the result
 
-There are two implementations. `ThreadedTransfers` uses preadv and pwritev with O_DIRECT on threads.
-`CheckedTransfers` wraps another one and compares every block that is read with the one that was written. Offsets and
-sizes are multiples of 4096 bytes.
+`ThreadedTransfers` uses preadv and pwritev with O_DIRECT on threads. Offsets and sizes are multiples of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Protocol
 import torch
 
 from offload_trainer.errors import RERUN_HINT, TrainerError
-from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.units import format_bytes
 
 SECTOR = 4096  # bytes
@@ -266,56 +263,3 @@ class ThreadedTransfers:
     def close(self) -> None:
         self._readers.close()
         self._writers.close()
-
-
-class CheckedTransfers:
-    """A wrapper that checks what another implementation reads against what was written, by sums of 4096-byte blocks.
-
-    It detects blocks that were not written, not read, or changed on the drive. It costs one pass over the bytes each
-    way and memory of 1/512 of the file's size. A block that was never written must contain zeros.
-    """
-
-    def __init__(self, inner: Transfers, *, memory: Callable[[int], torch.Tensor] = host_buffer) -> None:
-        """Wrap `inner`. `memory(size)` returns zeroed uint8 memory for the checksums of files registered with `share`.
-
-        It must be the same memory in all processes that use such a file.
-        """
-        self.inner, self._memory = inner, memory
-        self._sums: dict[Path, torch.Tensor] = {}
-
-    def share(self, file: DriveFile) -> None:
-        """Check blocks of `file` that other processes write too.
-
-        Every process must call this in the same order, before anything is written.
-        """
-        self._sums[file.path] = self._memory(8 * (file.size // SECTOR)).view(torch.int64)
-
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-
-        def compare() -> None:
-            wrong = (_sums(buffer) != self._of(file, offset, buffer)).nonzero().flatten()
-            if wrong.numel():
-                raise TrainerError(
-                    f"{file.path}: {wrong.numel()} blocks of {SECTOR} bytes do not hold what was written, the first at "
-                    f"{offset + int(wrong[0]) * SECTOR}: the drive lost or changed them"
-                )
-
-        return followed(self.inner.read(file, offset, buffer), compare)
-
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        self._of(file, offset, buffer).copy_(_sums(buffer))
-        return self.inner.write(file, offset, buffer)
-
-    def _of(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the stored checksums of these bytes."""
-        if file.path not in self._sums:
-            self._sums[file.path] = torch.zeros(file.size // SECTOR, dtype=torch.int64)
-        first = offset // SECTOR
-        return self._sums[file.path][first : first + bytes_of(buffer).numel() // SECTOR]
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def _sums(buffer: torch.Tensor) -> torch.Tensor:
-    return bytes_of(buffer).view(torch.int64).view(-1, SECTOR // 8).sum(1)

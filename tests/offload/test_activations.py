@@ -53,7 +53,7 @@ def without(folder: Path, tied: bool, variant: str, accumulate: int) -> tuple[li
     [
         (["model.offload_activations=cpu"], True, "non-reentrant", 1),
         (DRIVES, True, "reentrant", 3),
-        ([*DRIVES, "--params", "nvme", "tiered.weight_buffers=2", "tiered.checksums=true"], False, "non-reentrant", 3),
+        ([*DRIVES, "--params", "nvme", "tiered.weight_buffers=2"], False, "non-reentrant", 3),
         ([*DRIVES, "model.activation_checkpointing=6"], True, "non-reentrant", 1),
         (
             ["model.offload_activations=cpu", "--params", "nvme", "model.activation_checkpointing=1"],

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 COUNT = 3
 INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
 AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
-AWAY += ("tiered.checksums=true", "tiered.state_copies=2")
+AWAY += ("tiered.state_copies=2",)
 BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 

@@ -28,9 +28,7 @@ TWO = ["--optimizer", "nvme", "tiered.state_copies=2"]
 HOMES = {
     "all state on the drive": TWO,
     "a third in RAM": ["--ram-fraction", "0.3", "tiered.state_copies=2"],
-    "everything on the drive, checked": [
-        *TWO, "--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2", "tiered.checksums=true",
-    ],
+    "everything on the drive": [*TWO, "--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"],
     "some on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3", "tiered.state_copies=2"],
 }  # fmt: skip
 

@@ -35,9 +35,7 @@ from offload_trainer.run.commands.plan import described
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import ThreadedTransfers
 
-A, B = "tiered.io_threads=2 tiered.io_block_bytes=8388608", "tiered.io_threads=1 tiered.io_block_bytes=4096"
 CLUSTERS = ["4xa100-80gb-100gbe", "4xrtx4090-10gbe", "8xa100-80gb", "8xh100-80gb"]
 FLAGSHIP = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16"]
 NAMED = [*CLUSTERS, "a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
@@ -66,7 +64,6 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
         return bench.bench_machine(
             probe_machine(PlacementSection(nvme=(str(drive),)), output=str(drive)),
             bench.Subjects(
-                transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
                 updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
                 dtypes=["fp32"],
             ),
@@ -94,12 +91,8 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile) -> N
     assert rates.memory.origin == "measured"
     found = timed.drives[0].rates
     assert found
-    assert set(found.tried) == {A, B}
-    assert found.words in (A, B)
     for name in ("read", "write", "mixed_read", "mixed_write"):
-        measured = getattr(found, name)
-        assert measured.value > 0
-        assert found.words in measured.source
+        assert getattr(found, name).value > 0
     assert found.computation_lost
     assert found.computation_lost.value > 0
     assert not list(Path(timed.drives[0].directory, "offload-trainer").glob("run-*"))
@@ -133,10 +126,10 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
     monkeypatch.setattr(bench, "_triad", None)
     monkeypatch.setattr(bench, "_repeat", _a_few)
     how: dict[str, Any] = {"budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
-    again = bench.bench_machine(timed, bench.Subjects({}, [("torch", None)], ["fp32"]), **how)  # type: ignore[list-item]
+    again = bench.bench_machine(timed, bench.Subjects([("torch", None)], ["fp32"]), **how)  # type: ignore[list-item]
     assert again == timed
     layer = bench.LayerSizes((8, 8, 8), 8, 64)
-    more = bench.bench_machine(timed, bench.Subjects({}, [], ["bf16"]), layer=layer, **how)
+    more = bench.bench_machine(timed, bench.Subjects([], ["bf16"]), layer=layer, **how)
     assert set(more.rates.matmul) == {"fp32", "bf16"}
     assert more.rates.matmul["fp32"] == timed.rates.matmul["fp32"]
 

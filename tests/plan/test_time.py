@@ -10,7 +10,7 @@ import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import MachineProfile, layer_key
+from offload_trainer.plan.machine import layer_key
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.plan.step_time import UPDATE_START, Forecast, correction, steady_ratios
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -241,24 +241,17 @@ def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
         wish("train.tokens_per_step=1024", "--accumulate", "2")
 
 
-def test_the_settings_timed_fastest_are_used_unless_others_are_configured() -> None:
+def test_drives_share_the_state_by_their_measured_speeds() -> None:
     here = timed()
-    words = "tiered.io_threads=8 tiered.io_block_bytes=1048576"
-    quick = replace(here.drives[0], rates=replace(here.drives[0].rates, tried={"tiered.io_threads=2": 1.0, words: 2.0}))
+    quick = here.drives[0]
     slow = replace(quick, directory="/ssd2", rates=replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8)))
     two = replace(here, drives=(quick, slow))
 
-    def sizes(where: MachineProfile, *more: str) -> TierSizes:
-        found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0", *more), SHAPES["gpt2"], where).sizes
+    untimed = replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2")))
+    for where, speeds in ((two, (1e9, 2e8)), (untimed, (1, 1))):
+        found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0"), SHAPES["gpt2"], where).sizes
         assert isinstance(found, TierSizes)
-        return found
-
-    found = sizes(two)
-    assert (found.io_threads, found.io_block_bytes, found.speeds) == (8, 1048576, (1e9, 2e8))
-    asked = sizes(two, "tiered.io_threads=3", "tiered.drive_speeds=[1,1]")
-    assert (asked.io_threads, asked.io_block_bytes, asked.speeds) == (3, 1048576, (1, 1))
-    untimed = sizes(replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2"))))
-    assert (untimed.io_threads, untimed.speeds) == (wish().tiered.io_threads, (1, 1))
+        assert found.speeds == speeds
 
 
 def test_only_steady_ratios_correct_later_plans() -> None:

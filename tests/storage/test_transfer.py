@@ -13,7 +13,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Future, ThreadedTransfers
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 
 
 @pytest.fixture
@@ -97,39 +97,6 @@ def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.Monke
     file.read(back.numpy().data, 0)
     assert torch.equal(back, data)
     file.close()
-
-
-def test_checks_follow_ranges_of_other_sizes(transfers: ThreadedTransfers, drive: Path) -> None:
-    checked = CheckedTransfers(transfers)
-    file, data = DriveFile(drive / "checked", 65536), filled(65536, 5)
-    for start in (0, 16384):
-        checked.write(file, start, data[start : start + 49152]).wait()
-    checked.read(file, 4096, host_buffer(61440)).wait()
-    file.write(filled(4096, 6).numpy().data, 20480)
-    checked.read(file, 0, host_buffer(20480)).wait()
-    with pytest.raises(TrainerError, match=r"1 blocks of 4096 bytes .* the first at 20480"):
-        checked.read(file, 4096, host_buffer(32768)).wait()
-    file.close()
-
-
-def test_checks_follow_what_other_processes_write(transfers: ThreadedTransfers, drive: Path) -> None:
-    """Two ranks share the checksums of a shared file, and have separate ones of other files."""
-    sums = host_buffer(8 * 4)
-    one, other = (CheckedTransfers(transfers, memory=lambda size: sums[:size]) for _ in range(2))
-    file, own, data = DriveFile(drive / "shared", 16384), DriveFile(drive / "own", 16384), filled(16384, 5)
-    for checked in (one, other):
-        checked.share(file)
-    one.write(file, 0, data).wait()
-    other.read(file, 4096, host_buffer(12288)).wait()
-    other.write(own, 0, filled(16384, 7)).wait()
-    one.read(file, 0, host_buffer(16384)).wait()
-    file.write(filled(4096, 6).numpy().data, 8192)
-    with pytest.raises(TrainerError, match="the first at 8192"):
-        other.read(file, 0, host_buffer(16384)).wait()
-    with pytest.raises(TrainerError, match="4 blocks"):
-        one.read(own, 0, host_buffer(16384)).wait()
-    file.close()
-    own.close()
 
 
 def test_futures_complete_in_any_order() -> None:

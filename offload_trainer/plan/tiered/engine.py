@@ -89,11 +89,7 @@ class Tiered:
 
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each."""
-        found, speeds, drives = self._not_with_ranks(self.place.gpus), self.section.drive_speeds, len(self.place.nvme)
-        found += self._not_with_shares()
-        if speeds and len(speeds) != drives:
-            found.append(f"tiered.drive_speeds has {len(speeds)} numbers for {drives} --nvme")
-        return found
+        return self._not_with_ranks(self.place.gpus) + self._not_with_shares()
 
     def _not_with_shares(self) -> list[str]:
         """Return the mistake if --gpu-fraction and --ram-fraction do not add up or contradict --optimizer."""

@@ -87,12 +87,6 @@ def tiered_items(
         size = here * SAVE_BUFFERS * stored
         items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, tiers=tiers)]
-    if sizes.checksums:
-        drives = [tier.name for tier in tiers.drives]
-        state = ("state", "state, second copy")  # pages of state have separate checksums of a few bytes each
-        checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
-        why = "8 bytes for each 4096 bytes of weights, gradients and block inputs on drives"
-        items.append(ram("checksums", checked // 512, why))
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
     items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)

@@ -56,9 +56,7 @@ class TierSizes:
     overlap: bool  # the update overlaps the next forward
     ahead: bool  # the update of pages on drives, and of pages with shadow memory, also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
-    checksums: bool  # verify everything that is read from drives, not only the state
     io_threads: int  # threads that read; as many others write
-    io_block_bytes: int  # bytes per request
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
     ranks: int = 1  # ranks that divide the update
     nodes: int = 1  # nodes, each with the same number of ranks
@@ -102,17 +100,13 @@ def tier_sizes(
 ) -> TierSizes:
     """Return the configured sizes. A share of `auto` becomes all or nothing here, according to `placement.optimizer`.
 
-    Unless they are set, I/O threads, request size and drive speeds are those that the machine's benchmark found.
+    The drives' speeds are those that the machine's benchmark found, or equal.
     """
     on_gpu = float(placement.optimizer == TierKind.GPU) if section.gpu_fraction == "auto" else section.gpu_fraction
     in_ram = 0.0 if placement.optimizer == TierKind.DRIVES else 1.0 - on_gpu
     timed = [drive.rates for drive in machine.drives if drive.rates is not None]
-    io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
-    if timed:
-        best = dict(word.split("=") for word in timed[0].words.split())
-        io |= {key: int(n) for key, n in best.items() if key.partition(".")[2] not in tiered.model_fields_set}
-    speeds = tiered.drive_speeds or (1.0,) * len(section.nvme)
-    if not tiered.drive_speeds and len(timed) == len(speeds):
+    speeds = (1.0,) * len(section.nvme)
+    if len(timed) == len(speeds):
         speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
     return TierSizes(
         gpu_fraction=on_gpu,
@@ -127,9 +121,7 @@ def tier_sizes(
         overlap=tiered.overlap in ("forward", "backward"),
         ahead=tiered.overlap == "backward",
         speeds=speeds,
-        checksums=tiered.checksums,
-        io_threads=io["tiered.io_threads"],
-        io_block_bytes=io["tiered.io_block_bytes"],
+        io_threads=tiered.io_threads,
         places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
         ranks=work.world,
         nodes=work.nodes,

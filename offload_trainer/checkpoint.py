@@ -62,7 +62,6 @@ STEERING = {
     "model": ("dtype", "attention", "mlp_chunk"),
     "optim": (
         "lr",
-        "muon_lr",
         "betas",
         "eps",
         "moment_dtype",

@@ -152,14 +152,17 @@ class DataSection(_Section):
         0.05,
         description="share of the tokens, from the end, held out if validation_path is empty",
     )
-    shuffle: bool = Field(
-        True, description="read rows in a random order that the seed determines and every epoch changes"
-    )
-    shuffle_block_size: Count = Field(
-        0,
-        description="streams only: shuffle within blocks of this many rows, held in memory; 0: the stream's order",
+    shuffle: bool | PositiveInt = Field(
+        True,
+        description="read rows in a random order that the seed determines and every epoch changes. A stream is read in "
+        "its own order, or with N shuffled within blocks of N rows, held in memory",
     )
     cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
+
+    @property
+    def shuffled_block(self) -> int:
+        """The rows of a stream that are shuffled together; 0: none."""
+        return 0 if isinstance(self.shuffle, bool) else self.shuffle
 
     @property
     def streamed(self) -> bool:
@@ -172,12 +175,10 @@ class OptimSection(_Section):
 
     name: RuleName = Field(
         "adamw",
-        description="adamw, or muon (tiered only): matrices of blocks as torch.optim.Muon, all other weights as adamw",
+        description="adamw, or muon (tiered only): matrices of blocks as torch.optim.Muon with adjust_lr_fn="
+        "match_rms_adamw, all other weights as adamw",
     )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
-    muon_lr: PositiveFloat | Auto = Field(
-        "auto", description="muon only: peak learning rate of matrices of blocks; auto: optim.lr"
-    )
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
     moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(

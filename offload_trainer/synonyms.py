@@ -105,7 +105,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("data.seq_len", "seq_length model_max_length max_source_length ctx_len sequence_length n_ctx", ""),
     ("data.cache", "dataset_prepared_path tokenized_path cache_dir", ""),
     ("data.shuffle", "shuffle_dataset dataloader_shuffle", ""),
-    ("data.shuffle_block_size", "buffer_size shuffle_buffer_size shuffle_buffer", "rows of a stream"),
+    ("data.shuffle", "buffer_size shuffle_buffer_size shuffle_buffer", "rows of a stream"),
     ("optim.name", "optim optimizer optimizer_type optimizer_name optimizer.type optimizer._component_", ""),
     ("optim.moment_dtype=8bit", "adamw_8bit adam8bit use_8bit_optimizer paged_adamw_8bit adamw_bnb_8bit", ""),
     ("optim.lr", "learning_rate max_lr peak_lr base_lr", ""),

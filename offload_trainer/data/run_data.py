@@ -47,7 +47,6 @@ class RunData:
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
         if self.streamed:
             known["stream"] = self.tokens.identity
-            known |= {"shuffled in blocks": self.tokens.block} if self.tokens.block else {}
         else:
             known |= {
                 "tokens": len(self.tokens),
@@ -64,7 +63,7 @@ class RunData:
 # The keys of `RunData.identity`, for a check before the data is read
 UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
     (
-        *("tokenizer", "stream", "shuffled in blocks", "tokens", "training rows", "text", "mixture", "documents apart"),
+        *("tokenizer", "stream", "tokens", "training rows", "text", "mixture", "documents apart"),
         "validation text",
     )
 )
@@ -155,7 +154,7 @@ def prepare_data(
         source.shape.vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
-        shuffle=section.shuffle and (section.shuffle_block_size > 0 or not section.streamed),
+        shuffle=bool(section.shuffled_block if section.streamed else section.shuffle),
         streamed=section.streamed,
     )
 
@@ -167,7 +166,7 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
     validation = f"{len(split.validation)} for validation{of}"
     if section.streamed:
         blocks = f"; rows are shuffled in blocks of {tokens.block}"
-        own = ", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)"
+        own = ", in its own order; rows are not shuffled (data.shuffle=N shuffles N rows at a time)"
         yield f"data: {tokens.name} is tokenized while the run reads it{blocks if tokens.block else own}"
         if tokens.summary:
             yield f"conversations, the first of them: {tokens.summary}"

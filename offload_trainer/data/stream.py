@@ -10,7 +10,7 @@ a list of seek points (stream.jsonl): ids before the point, the state of the dat
 behind it. Without the list a resumed run tokenizes from the beginning. Packed conversations have seek points only where
 no row is open, which is where the data set begins again. Every rank reads the whole stream and takes its own rows.
 
-With data.shuffle_block_size=N each block of N consecutive rows is in memory while its rows are read in another order,
+With data.shuffle=N each block of N consecutive rows is in memory while its rows are read in another order,
 which rows.py computes from the seed and the block's number: nothing else has to be saved.
 """
 
@@ -93,7 +93,7 @@ class StreamedTokens:
         """
         self._files = check_stream(wish, say=say, validation=validation)
         self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
-        self.block = section.shuffle_block_size  # rows
+        self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
         self._dataset: Any

@@ -210,7 +210,6 @@ class TieredEngine:
     def _rules(self, lr: float) -> dict[str, Hyper]:
         rule, optim = self.offloaded.store.format.rule, self._optim
         group = dict(optim) | {"lr": lr, **MUON_SETTINGS}
-        group["muon_lr"] = lr if optim.muon_lr == "auto" else optim.muon_lr * (lr / optim.lr)
         return hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:

@@ -141,5 +141,5 @@ def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weig
 
 
 def _muon(group: Mapping[str, Any], shape: tuple[int, int]) -> Muon:
-    lr, decay = float(group.get("muon_lr", group["lr"])), float(group["weight_decay"])
-    return Muon(lr, float(group["momentum"]), decay, group["adjust_lr_fn"], shape)
+    momentum, decay = float(group["momentum"]), float(group["weight_decay"])
+    return Muon(float(group["lr"]), momentum, decay, group["adjust_lr_fn"], shape)

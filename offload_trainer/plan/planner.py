@@ -117,8 +117,7 @@ def make_plan(
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
     if note := work.state.rule.note:
-        matrices = format_count(sum(weight.numel for weight in shape.weights if weight.matrix))
-        notes.append(note.format(**dict(config.optim), matrices=matrices))
+        notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
     notes += _note_of_stock(config, chosen, work, machine)
     return replace(chosen, notes=tuple(notes))
 

@@ -73,7 +73,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "betas": "give them to session.adamw",
     "eps": "give it to session.adamw",
     "weight_decay": "give it to session.adamw",
-    "muon_lr": "give session.muon groups with rates of their own",
     "max_grad_norm": "call session.clip_grad_norm_",
 }
 _OF_LOAD = dict.fromkeys(

@@ -301,7 +301,7 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
     twice = np.tile(expected, 2)
 
     def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
-        found = tokens(data, shuffle_block_size=block)
+        found = tokens(data, shuffle=block)
         if points:
             found.remember(tmp_path / "points.jsonl", writes=not begin)
         reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
@@ -395,7 +395,7 @@ def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, mo
         (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
         (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
-        (["data.shuffle_block_size=9"], "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true"),
+        (["data.shuffle=9"], "data.shuffle=9 is for --data stream:NAME"),
     ],
 )
 def test_settings_that_a_stream_does_not_have(words: list[str], expected_text: str, tmp_path: Path) -> None:
@@ -476,8 +476,8 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2", "data.shuffle_block_size=7"]
-PACKED = ["data.packing=on", "data.shuffle_block_size=3", "model.overrides.resid_pdrop=0.1"]
+PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2", "data.shuffle=7"]
+PACKED = ["data.packing=on", "data.shuffle=3", "model.overrides.resid_pdrop=0.1"]
 
 
 @pytest.mark.slow
@@ -499,14 +499,14 @@ def test_a_killed_run_resumes_bit_for_bit(
     last = "checkpoints/step-00000006" if more is not PAGE_FILES else "export"
     for file in (whole.output / last).glob("*.safetensors"):
         assert (again.output / last / file.name).read_bytes() == file.read_bytes(), file.name
-    for key in ("data.text_field=other", "data.shuffle_block_size=8", "data.train_on=all"):
+    for key in ("data.text_field=other", "data.shuffle=8", "data.train_on=all"):
         if (key == "data.train_on=all") == (more is PACKED):
             assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
 
 
 @pytest.mark.slow
 def test_two_ranks_take_the_rows_of_one(text: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "--data", f"stream:{text}", "data.shuffle_block_size=7"]
+    words = [*WORDS, "--data", f"stream:{text}", "data.shuffle=7"]
     alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
     both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
     assert [run.code for run in both] == [0, 0], both

@@ -145,7 +145,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["optim.betas=[0.9, 1.0]"], "both must be below 1"),
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
         (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
-        (["optim.muon_lr=0.02"], "optim.muon_lr=0.02 with optim.name=adamw, which has no muon_lr"),
     ],
 )
 def test_impossible_combinations(words: list[str], expected: str) -> None:

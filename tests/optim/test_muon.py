@@ -111,14 +111,6 @@ def test_clipped_steps_have_torchs_bits_in_every_placement(
     assert steps[-1][0] < steps[0][0]
 
 
-def test_the_rate_of_matrices_has_the_schedule_of_the_other(models: dict[str, Path]) -> None:
-    words = ["--dtype", "fp32", "--lr", "1e-3", "optim.muon_lr=0.01"]
-    with engine(models["gpt2"], *MUON, *words) as ours:
-        rules = ours._rules(5e-4)
-    assert rules["transformer.h.0.mlp.c_fc.weight"].lr == 0.01 * 0.5
-    assert rules["transformer.wte.weight"].lr == rules["transformer.h.0.ln_1.weight"].lr == 5e-4
-
-
 @pytest.mark.slow
 def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) -> None:
     """Two experts of 6,144 elements end together at a multiple of 4,096, so their pages may end there."""

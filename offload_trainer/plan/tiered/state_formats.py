@@ -57,19 +57,17 @@ class UpdateRule:
     title: str
     formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
     no_other: str = ""  # why they may not be stored in another format, and what to use
-    ignores: tuple[str, ...] = ()  # keys of `optim` that it has no use for
-    note: str = ""  # a sentence of the plan, with the values of `optim`
+    note: str = ""  # a sentence of the plan; {matrices} is their number of parameters
     matrices: bool = False  # it updates whole matrices (`Weight.matrix`), with the first moment only; the rest as AdamW
 
 
-ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT), ignores=("muon_lr",))
+ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT))
 MUON = UpdateRule(
     "muon",
     "Muon",
     (FP32,),
     no_other="its momentum would be rounded before it is orthogonalised, which was not tried; use fp32",
-    note="optimizer Muon for the matrices of blocks, {matrices} parameters, with learning rate {muon_lr} "
-    "(optim.muon_lr); all other weights by AdamW",
+    note="optimizer Muon for the matrices of blocks, {matrices} parameters; all other weights by AdamW",
     matrices=True,
 )
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, MUON)}

@@ -369,7 +369,6 @@ class TieredSection(_Section):
         description="copies of each page on a drive; 2 leaves a complete step behind when the run is killed; "
         "auto: 2 if the update starts during the backward, or if resumed page files have 2",
     )
-    io_threads: PositiveInt = Field(4, description="threads that read, and threads that write")
 
 
 class DeepSpeedSection(_Section):

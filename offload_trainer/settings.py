@@ -29,7 +29,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
-from offload_trainer.synonyms import nearest, plain, term_of, trainer_of, value_of
+from offload_trainer.synonyms import nearest, plain, term_of, value_of
 from offload_trainer.units import is_utf8, shown
 
 
@@ -282,8 +282,11 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     if not key:
         return term.note
     if fixed:
-        off = text is not None and plain(text) in ("false", "no", "off", "0", "none")
-        here = f"{key}=off" if off and value == "on" else f"{key}=false" if off and value == "true" else term.here
+        here = term.here
+        if text is not None and plain(text) in ("false", "no", "off", "0", "none"):
+            if value not in ("on", "true"):
+                return "leave it out"
+            here = f"{key}={'off' if value == 'on' else 'false'}"
     else:
         instead = None if text is None else value_of(key, text)
         given = None if term.note else instead or text
@@ -376,10 +379,6 @@ def _read_file(path: Path, draft: _Draft) -> None:
     if not isinstance(content, dict):
         draft.mistakes.append(f"{path}: expected sections such as `optim:`, found {type(content).__name__}")
         return
-    own = {f"{section}.{key}" for section, keys in content.items() if isinstance(keys, dict) for key in keys}
-    if (trainer := trainer_of(map(str, content))) and not own & all_keys().keys():
-        draft.mistakes.append(f"{path}: {_translated(trainer, content)}")
-        return
     for section, values in content.items():
         if section not in TrainConfig.model_fields:
             draft.mistakes.extend(_no_section(path, str(section), values))
@@ -387,22 +386,6 @@ def _read_file(path: Path, draft: _Draft) -> None:
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
             draft.values[section] = dict(values or {})
-
-
-def _translated(trainer: str, content: dict[Any, Any]) -> str:
-    """Return what another trainer's configuration says in the words of the command, and which words have none."""
-    words, others = list[str](), list[str]()
-    for name, value in _flat(content):
-        text = None if isinstance(value, list) or value is None else str(value)
-        same = [key for key in all_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        as_here = len(same) == 1 and text is not None and _is_allowed(same[0], text)
-        here = f"use {_written(same[0], text, as_flag=True)}" if as_here else _hint(plain(name), text, as_flag=True)[2:]
-        written = here.removeprefix("use ").partition(" (")[0]
-        if here.startswith("use ") and not re.search(r"TEXT|\bN\b|[A-Z]{3}|\|", written):
-            words.append(written)
-        elif value not in (None, False, "", "false"):
-            others.append(f"{name}: {here.removeprefix('use ') or 'not known'}")
-    return "\n    ".join([f"words of {trainer}; here they are: {' '.join(dict.fromkeys(words))}", *others])
 
 
 def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -413,13 +396,11 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
     """Return the error messages for an unknown section, which may be a flat key or section of another trainer."""
-    if not isinstance(values, dict):
-        text = None if isinstance(values, list) or values is None else str(values)
-        return [_no_key(f"{path}: {section}", section, text)]
-    inner = {f"{section}.{name}": value for name, value in values.items() if not isinstance(value, dict | list)}
-    if nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields or not inner:
-        return [_no_key(f"{path}: {section}", section, None)]
-    return [_no_key(f"{path}: {key}", key, None if value is None else str(value)) for key, value in inner.items()]
+    if isinstance(values, dict) and nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields:
+        values = None
+    found = _flat({section: None if values == {} else values})
+    texts = ((key, None if value is None or isinstance(value, list) else str(value)) for key, value in found)
+    return [_no_key(f"{path}: {key}", key, text) for key, text in texts]
 
 
 def values_given(words: list[str], name: str) -> list[str]:

@@ -216,15 +216,6 @@ _FAMILIES = {
 }
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 
-# Words that are in most configuration files of one trainer and in few of the others.
-_OF_TRAINERS = {
-    "Axolotl": "base_model sequence_len val_set_size dataset_prepared_path sample_packing evals_per_epoch datasets",
-    "LLaMA-Factory": "cutoff_len finetuning_type stage template dataset_dir overwrite_cache preprocessing_num_workers",
-    "TRL": "dataset_name per_device_train_batch_size num_train_epochs eval_strategy attn_implementation",
-    "torchtune": "checkpointer metric_logger max_steps_per_epoch enable_activation_checkpointing",
-    "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu train_batch_size gradient_clipping",
-}
-
 # Values of other trainers, by key: the equivalent value, or a replacement for key and value.
 _EIGHT_BITS = dict.fromkeys(
     ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"),
@@ -305,14 +296,6 @@ def term_of(word: str) -> Term | None:
     word = plain(word)
     family = next((term for begin, term in _FAMILIES.items() if word.startswith(begin)), None)
     return _BY_WORD.get(word, family)
-
-
-def trainer_of(words: Iterable[str]) -> str | None:
-    """Return the name of the trainer whose configuration files have most of these words; None below three words."""
-    known = {*map(plain, words)}
-    found = {name: len(known & {*own.split()}) for name, own in _OF_TRAINERS.items()}
-    name = max(found, key=found.__getitem__)
-    return name if found[name] > 2 else None
 
 
 def value_of(key: str, value: object) -> str | None:

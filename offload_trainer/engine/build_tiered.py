@@ -57,7 +57,7 @@ def open_parts(
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
-    drives = Drives(directories, ThreadedTransfers(threads=sizes.io_threads))
+    drives = Drives(directories, ThreadedTransfers(drives=len(directories)))
     stack.callback(drives.close)
     homes = layouts.homes(placement, sizes, node=node.number)
     kernel, why = choose_kernel(work.kernel)

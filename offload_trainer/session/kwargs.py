@@ -52,7 +52,6 @@ class SessionKeys(TypedDict, total=False):
     weight_buffers: int
     overlap: Literal["auto", "off", "forward"]
     state_copies: Literal["auto", 1, 2]
-    io_threads: int
     rule: RuleName
 
 

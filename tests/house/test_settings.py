@@ -124,7 +124,7 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--gpu-fraction", "0.7", "--ram-fraction", "0.2"], "leaves 0.1 of the state for a drive: add --nvme DIR"),
         (["--ram-fraction", "0.2"], "add --nvme DIR, or --gpu-fraction 0.8"),
         (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
-        (["tiered.io_threads=2", "--engine", "deepspeed"], "add --engine tiered"),
+        (["tiered.page_buffers=2", "--engine", "deepspeed"], "add --engine tiered"),
         (["--engine", "deepspeed", "--nvme", "/a", "--nvme", "/b"], "keep one"),
         (
             ["--engine", "deepspeed", "--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"],

@@ -217,7 +217,7 @@ def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> 
 
 def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path) -> None:
     file = DriveFile(tmp_path / "activations", 2 * 4096)
-    device, transfers = CpuDevice(), ThreadedTransfers(threads=1)
+    device, transfers = CpuDevice(), ThreadedTransfers()
     kept = Activations(BlockInputs(2, 4096), device=device, files=[file], transfers=transfers)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]

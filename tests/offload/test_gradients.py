@@ -65,7 +65,7 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 @contextmanager
 def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
-    transfers = ThreadedTransfers(threads=1)
+    transfers = ThreadedTransfers()
     dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
     homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())

@@ -129,7 +129,7 @@ def test_sums_are_those_of_one_rank(
         return found
 
     def of_rank(rank: int) -> list[object]:
-        node, transfers = ThreadOfNode(rank, place), ThreadedTransfers(threads=1)
+        node, transfers = ThreadOfNode(rank, place), ThreadedTransfers()
         files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
         sums = [4 * unit.trained for unit in units]
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}

@@ -165,7 +165,7 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         ends.wait(300)
         raise TrainerError("the others are gone")
 
-    node, rounds, transfers = Node(), FetchMatching(never), ThreadedTransfers(threads=1)
+    node, rounds, transfers = Node(), FetchMatching(never), ThreadedTransfers()
     with ExitStack() as stack:
         shared: SharedReads | Turns = Turns(rounds, "gathers")
         if kind == "reads":

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.storage import transfer
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 
 
 @pytest.fixture
-def transfers() -> Iterator[ThreadedTransfers]:
-    made = ThreadedTransfers(threads=3, block=8192)
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedTransfers]:
+    monkeypatch.setattr(transfer, "_BLOCK", 8192)
+    made = ThreadedTransfers()
     yield made
     made.close()
 

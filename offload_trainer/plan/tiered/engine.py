@@ -575,7 +575,6 @@ class TieredCandidate:
         groups = list[tuple[str, ...]]()
         if self.uses_drives:
             groups += [
-                ("tiered.io_threads=2", "tiered.io_threads=8"),
                 ("tiered.page_size=2097152", "tiered.page_size=8388608"),
                 ("tiered.page_buffers=4", "tiered.page_buffers=10"),
             ]

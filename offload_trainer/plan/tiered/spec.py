@@ -56,7 +56,6 @@ class TierSizes:
     overlap: bool  # the update overlaps the next forward
     ahead: bool  # the update of pages on drives, and of pages with shadow memory, also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
-    io_threads: int  # threads that read; as many others write
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
     ranks: int = 1  # ranks that divide the update
     nodes: int = 1  # nodes, each with the same number of ranks
@@ -121,7 +120,6 @@ def tier_sizes(
         overlap=tiered.overlap in ("forward", "backward"),
         ahead=tiered.overlap == "backward",
         speeds=speeds,
-        io_threads=tiered.io_threads,
         places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
         ranks=work.world,
         nodes=work.nodes,

@@ -232,11 +232,6 @@ class TrainSection(_Section):
     )
     micro_batch_size: PositiveInt = Field(4, description="rows of one forward and backward, on each rank")
     gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches a step, on each rank")
-    tokens_per_step: PositiveInt | Auto = Field(
-        "auto",
-        description="tokens of a step over all ranks; the plan chooses the fastest micro_batch_size and "
-        "gradient_accumulation_steps that fit; auto: those keys decide",
-    )
     seed: Count = Field(0, description="seed of initial weights, order of rows and dropout")
     deterministic: bool = Field(
         False,

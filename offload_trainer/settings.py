@@ -86,7 +86,6 @@ _Dumper.add_representer(
         "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
     ),
 )
-_TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps")  # the first, or the other two
 
 
 class _Loader(LimitedYaml):
@@ -167,21 +166,13 @@ class _Draft:
         values[name].append(text)
 
     def leave_out_what_words_replace(self) -> None:
-        """Drop keys of the file that exclude a key of the command line.
-
-        The alternatives are tokens_per_step or micro-batch size and accumulation, and steps or epochs.
-        """
+        """Drop steps or epochs of the file if the command line has the other."""
         train = self.values.get("train", {})
-        given = {name for name in _TOKENS_OR_ROWS if f"train.{name}" in self.worded}
-        if "tokens_per_step" in given and train["tokens_per_step"] != "auto":
-            replaced = set(_TOKENS_OR_ROWS) - given
-        else:
-            replaced = {"tokens_per_step"} - given if given else set()
-        if "train.epochs" in self.worded and train["epochs"] != "auto" and "train.steps" not in self.worded:
-            replaced |= {"steps"}
-        elif "train.steps" in self.worded and "train.epochs" not in self.worded:
-            replaced |= {"epochs"}
-        self.values["train"] = {name: value for name, value in train.items() if name not in replaced}
+        steps, epochs = "train.steps" in self.worded, "train.epochs" in self.worded
+        if epochs and not steps and train["epochs"] != "auto":
+            train.pop("steps", None)
+        elif steps and not epochs:
+            train.pop("epochs", None)
 
     def expand_patterns(self) -> None:
         """Replace patterns such as `books/*.txt` in data paths by the matching files, sorted by name."""
@@ -565,9 +556,6 @@ def refuse_unwritable(words: list[str]) -> None:
 def dump_config(config: TrainConfig) -> str:
     """Return the configuration as YAML, which `load_config` reads back to an equal one."""
     values = config.model_dump(mode="json")
-    if config.train.tokens_per_step != "auto":  # it determines these two keys
-        for name in ("micro_batch_size", "gradient_accumulation_steps"):
-            del values["train"][name]
     if config.train.epochs != "auto":  # it determines the number of steps
         del values["train"]["steps"]
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

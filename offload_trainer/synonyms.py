@@ -44,6 +44,7 @@ _LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their
 _SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
 _CACHED = "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set"
 _COMPUTED = "the plan determines it; the sizes that can be set are deepspeed.*: docs/config.md"
+_ROWS_OF_STEP = "a step has --micro-batch x --accumulate rows on each rank"
 _MODEL_KEYS = "changing the model's configuration needs random weights: --scratch"
 
 
@@ -126,11 +127,11 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
     ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
     ("train.micro_batch_size", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
-    ("train.micro_batch_size", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
+    ("train.micro_batch_size", "batch_size", f"rows of one forward; {_ROWS_OF_STEP}"),
     ("train.gradient_accumulation_steps", "gradient_accumulation_steps grad_accum", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation_iters accumulate_grad_batches", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
-    ("train.tokens_per_step", "global_batch_size train_batch_size total_batch_size", "in tokens: rows x --seq-len"),
+    ("train.gradient_accumulation_steps", "global_batch_size train_batch_size total_batch_size", _ROWS_OF_STEP),
     ("train.deterministic=true", "full_determinism use_deterministic_algorithms", ""),
     ("train.eval_every", "eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq", ""),
     ("train.eval_every", "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps", "in steps"),
@@ -189,7 +190,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", _CACHED),
     ("", "initial_scale_power loss_scale fp16.loss_scale loss_scale_window", "fp16's loss scale follows its overflows"),
     ("", "tf32 allow_tf32", "matrix products use --dtype; fp32 is not replaced by tf32"),
-    ("", "auto_find_batch_size", "with train.tokens_per_step the plan chooses a micro-batch that fits"),
+    ("", "auto_find_batch_size", "a plan that does not fit names a --micro-batch that does, if there is one"),
     ("", "export_dir export_size merge_lora", "export a run afterwards: `offload-train export RUN DIR`"),
     ("", "per_device_eval_batch_size eval_batch_size", "evaluations use --micro-batch too"),
     ("", "eval_accumulation_steps", "evaluations use --micro-batch too"),

@@ -34,7 +34,7 @@ def engine_of(config: TrainConfig) -> Engine:
 def combination_mistakes(config: TrainConfig) -> list[str]:
     """Return errors in combinations of settings, one sentence each, with what to change."""
     place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
-    inputs, given = model.offload_activations, train.model_fields_set
+    inputs = model.offload_activations
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
     homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
     if isinstance(engine, Tiered):
@@ -52,10 +52,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             optim.schedule != "wsd" and optim.decay_steps != "auto"
         ),
         f"train.epochs={epochs} determines the steps: leave train.steps (--steps) out": (
-            train.epochs != "auto" and "steps" in given
-        ),
-        "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out": (
-            train.tokens_per_step != "auto" and {"micro_batch_size", "gradient_accumulation_steps"} & given
+            train.epochs != "auto" and "steps" in train.model_fields_set
         ),
     }
     mistakes = [sentence for sentence, wrong in found.items() if wrong]

@@ -1,4 +1,4 @@
-"""Choose the engine, placement, micro-batch size and update schedule for a configuration on a machine.
+"""Choose the engine, placement and update schedule for a configuration on a machine.
 
     MachineProfile + ModelShape + TrainConfig  ->  resolve_and_plan  ->  Plan
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from offload_trainer.config import ModelSection, TieredSection, TrainConfig, TrainSection
+from offload_trainer.config import ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
@@ -45,28 +45,18 @@ def resolve_and_plan(
     nodes: int = 1,
     saves: bool = True,
 ) -> tuple[TrainConfig, Plan]:
-    """Return the configuration with dtype, micro-batch size, checkpointing and MLP chunks resolved, and its plan.
-
-    Of the micro-batch sizes that divide `train.tokens_per_step`, take the fastest that fits, or the largest if the
-    machine was not benchmarked.
+    """Return the configuration with dtype, checkpointing and MLP chunks resolved, and its plan.
 
     Raises:
         UserError: the settings cannot be combined on this machine (see `make_plan`).
     """
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    tried = []
-    together = config.parallel.tensor * config.parallel.sequence  # ranks that share the same rows
-    seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
-    for train in micro_batches(config.train, seq_len=seq_len, world=rows):
-        one = config.model_copy(update={"train": train})
-        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
-    chosen = _choose([plan for _, plan in tried])
-    settled = next(one for one, plan in tried if plan is chosen)
+    chosen = make_plan(config, shape, machine, world=world, nodes=nodes, saves=saves)
     found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
     if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
         count = chosen.checkpointed
         found["activation_checkpointing"] = "off" if not count else "on" if count == shape.layers else count
-    return settled.with_keys("model", **found), chosen
+    return config.with_keys("model", **found), chosen
 
 
 def make_plan(
@@ -544,36 +534,6 @@ def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
     if setting > shape.context:
         raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
     return setting
-
-
-_MOST_ROWS = 64  # rows per micro-batch; larger micro-batches do not make matrix products faster
-
-
-def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
-    """Yield each split of `train.tokens_per_step`, largest micro-batch first; if it is `auto`, yield `section` itself.
-
-    Raises:
-        UserError: the tokens are not a multiple of ranks x row length.
-    """
-    tokens = section.tokens_per_step
-    if tokens == "auto":
-        yield section
-        return
-    rows, rest = divmod(tokens, seq_len * world)
-    if rest or not rows:
-        raise UserError(
-            f"train.tokens_per_step={tokens}: not a multiple of {world} rank(s) x {seq_len} tokens in a row; use "
-            f"{max(1, round(tokens / (seq_len * world))) * seq_len * world}, or another --seq-len"
-        )
-    for micro in range(min(rows, _MOST_ROWS), 0, -1):
-        if rows % micro == 0:
-            yield section.model_copy(
-                update={
-                    "micro_batch_size": micro,
-                    "gradient_accumulation_steps": rows // micro,
-                    "tokens_per_step": "auto",
-                }
-            )
 
 
 def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelSection:

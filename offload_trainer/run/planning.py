@@ -27,9 +27,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
     any_placement_fits,
     longest_row,
-    micro_batches,
     resolve_and_plan,
-    row_length,
     with_fewer_buffers,
 )
 from offload_trainer.plan.shape import ModelShape
@@ -89,7 +87,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     world = max(world, config.placement.gpus)
     source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
-    kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
+    kept = _with_resumed_choices(config, before, models, on_gpu=machine.gpu is not None)
     found = planned(kept, models, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
@@ -160,7 +158,7 @@ def model_of(config: TrainConfig) -> Any:
 def with_block_order(config: TrainConfig, source: Any) -> Any:
     """Return the ModelSource, knowing whether micro-batches can pass through its blocks together, if that matters."""
     train, order = config.train, config.tiered.micro_batch_order
-    one = train.gradient_accumulation_steps == 1 and train.tokens_per_step == "auto"
+    one = train.gradient_accumulation_steps == 1
     at_home = config.placement.params == "gpu" and order == "auto"
     if one or at_home or order == "depth_first" or config.placement.engine_name != "tiered":
         return source
@@ -256,7 +254,7 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
     if config.optim.moment_dtype != "8bit":
         yield "optim.moment_dtype=8bit"
     rows = train.micro_batch_size
-    if rows > 1 and train.tokens_per_step == "auto":
+    if rows > 1:
         yield f"--micro-batch 1 --accumulate {rows * train.gradient_accumulation_steps}"
     for tokens in filter(None, (plan.seq_len // 2, plan.seq_len // 8)):
         yield f"--seq-len {tokens}"
@@ -382,19 +380,18 @@ def _with_resumed_choices(
     before: Mapping[str, Mapping[str, Any]],
     models: MemoryFallbacks,
     *,
-    world: int,
     on_gpu: bool,
 ) -> TrainConfig:
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
-    These are the micro-batch size, MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a
+    These are the MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a
     recomputed block has the bits of one that is not. Returns `config` itself if none of them is left open, or if there
     is no run to resume, in which case `before`, its configuration, is empty.
     """
-    model, train, tiered, engine = config.model, config.train, config.tiered, config.placement.engine_name
+    model, tiered, engine = config.model, config.tiered, config.placement.engine_name
     fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"
     recomputed_open = model.activation_checkpointing == "auto" and on_gpu
-    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open or recomputed_open
+    left_open = model.mlp_chunk == "auto" or fetch_open or recomputed_open
     if engine == "deepspeed" or not left_open:
         return config
     if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
@@ -408,11 +405,7 @@ def _with_resumed_choices(
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
     if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
         model = model.model_copy(update={"activation_checkpointing": recomputed})
-    rows = max(1, world // config.parallel.sequence)
-    for one in micro_batches(train, seq_len=row_length(config.data.seq_len, models.source.shape), world=rows):
-        if one.micro_batch_size == before.get("train", {}).get("micro_batch_size"):
-            train = one
-    kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
+    kept = config.model_copy(update={"model": model, "tiered": tiered})
     if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
         return config
     return kept

@@ -23,7 +23,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
@@ -164,13 +164,6 @@ def test_a_piece_of_a_row_needs_the_memory_of_a_row_of_its_length() -> None:
     )
     work = workload(load_config([*words, "parallel.sequence=4"]), SHAPE, world=8)
     assert (work.data, work.added, work.length) == (2, 8, 256)
-
-
-def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
-    config = load_config(["train.tokens_per_step=8192", "parallel.sequence=2"])
-    settled, plan = resolve_and_plan(config, SHAPE, probe_machine(PlacementSection()), world=4)
-    assert settled.train.micro_batch_size * settled.train.gradient_accumulation_steps == 8192 // 1024 // 2
-    assert plan.tokens_per_step == 8192
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
     allowed: dict[tuple[str, str], list[Any]] = {}
     for section, info in TrainConfig.model_fields.items():
         for name, field in info.annotation.model_fields.items():
-            if name in ("tokens_per_step", "epochs"):  # a dump leaves out the keys that these determine
+            if name == "epochs":  # a dump leaves out the steps, which it determines
                 continue
             for value in [*literals_of(field.annotation), *tried]:
                 with suppress(ValidationError):
@@ -281,34 +281,21 @@ def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch
         read_back(values, tmp_path / "a.yaml")
 
 
-_ROWS = "train: {micro_batch_size: 8, gradient_accumulation_steps: 2}"
-_OF_TOKENS = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps")
-_OF_STEPS = ("steps", "epochs")
-
-
 @pytest.mark.parametrize(
-    ("file", "words", "names", "expected"),
+    ("file", "words", "expected"),
     [
-        ("", ["train.tokens_per_step=4096"], _OF_TOKENS, (4096, 4, 1)),
-        (_ROWS, ["train.tokens_per_step=4096"], _OF_TOKENS, (4096, 4, 1)),
-        (_ROWS, ["train.tokens_per_step=auto"], _OF_TOKENS, ("auto", 8, 2)),
-        ("train: {tokens_per_step: 4096}", [], _OF_TOKENS, (4096, 4, 1)),
-        ("train: {tokens_per_step: 4096}", ["--micro-batch", "2"], _OF_TOKENS, ("auto", 2, 1)),
-        ("train: {tokens_per_step: 4096}", ["train.tokens_per_step=8192"], _OF_TOKENS, (8192, 4, 1)),
-        ("train: {tokens_per_step: 4096, gradient_accumulation_steps: 2}", [], (), "leave those two out"),
-        ("", ["train.tokens_per_step=4096", "--accumulate", "2"], (), "leave those two out"),
-        ("", ["--epochs", "2"], _OF_STEPS, (300, 2)),
-        ("train: {steps: 50}", ["--epochs", "0.5"], _OF_STEPS, (300, 0.5)),
-        ("train: {epochs: 3}", ["--steps", "50"], _OF_STEPS, (50, "auto")),
-        ("train: {steps: 50}", ["train.epochs=auto"], _OF_STEPS, (50, "auto")),
-        ("train: {epochs: 3}", ["--steps", "50", "train.epochs=auto"], _OF_STEPS, (50, "auto")),
-        ("", ["--epochs", "3", "optim.warmup_steps=500"], _OF_STEPS, (300, 3)),
-        ("train: {epochs: 3, steps: 50}", [], (), "determines the steps: leave train.steps (--steps) out"),
-        ("", ["--epochs", "3", "--steps", "50"], (), "determines the steps: leave train.steps (--steps) out"),
+        ("", ["--epochs", "2"], (300, 2)),
+        ("train: {steps: 50}", ["--epochs", "0.5"], (300, 0.5)),
+        ("train: {epochs: 3}", ["--steps", "50"], (50, "auto")),
+        ("train: {steps: 50}", ["train.epochs=auto"], (50, "auto")),
+        ("train: {epochs: 3}", ["--steps", "50", "train.epochs=auto"], (50, "auto")),
+        ("", ["--epochs", "3", "optim.warmup_steps=500"], (300, 3)),
+        ("train: {epochs: 3, steps: 50}", [], "determines the steps: leave train.steps (--steps) out"),
+        ("", ["--epochs", "3", "--steps", "50"], "determines the steps: leave train.steps (--steps) out"),
     ],
 )
 def test_keys_that_determine_each_other(
-    file: str, words: list[str], names: tuple[str, ...], expected: tuple[Any, ...] | str, tmp_path: Path
+    file: str, words: list[str], expected: tuple[Any, ...] | str, tmp_path: Path
 ) -> None:
     """The command line overrides the file; both keys in one source are an error; a dump reads back."""
     path = tmp_path / "a.yaml"
@@ -317,7 +304,7 @@ def test_keys_that_determine_each_other(
         assert expected in "\n".join(mistakes(str(path), *words))
         return
     config = load_config([str(path), *words])
-    assert tuple(getattr(config.train, name) for name in names) == expected
+    assert (config.train.steps, config.train.epochs) == expected
     path.write_text(dump_config(config))
     assert load_config([str(path)]) == config
 
@@ -325,9 +312,9 @@ def test_keys_that_determine_each_other(
 @pytest.mark.parametrize("text", ["1e3", "1000.0", "1000"])
 def test_whole_numbers_however_they_are_written(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text(f"train: {{steps: {text}, tokens_per_step: {text}}}")
-    for config in (load_config(["--steps", text, f"train.tokens_per_step={text}"]), load_config([str(path)])):
-        assert (config.train.steps, config.train.tokens_per_step) == (1000, 1000)
+    path.write_text(f"train: {{steps: {text}}}\ndata: {{seq_len: {text}}}")
+    for config in (load_config(["--steps", text, "--seq-len", text]), load_config([str(path)])):
+        assert (config.train.steps, config.data.seq_len) == (1000, 1000)
         assert type(config.train.steps) is int
     assert "should be a whole number" in mistakes("--steps", "1.5")[0]
 

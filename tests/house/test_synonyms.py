@@ -37,7 +37,7 @@ LEADS: dict[str, str] = {
     "--attn_implementation flash_attention_2": "model.attention=sdpa",
     "--use_peft": ADAPTERS,
     "zero_optimization.stage=3": "deepspeed.zero_stage=3 --engine deepspeed",  # DeepSpeed
-    "train_batch_size=64": "train.tokens_per_step=N|auto",
+    "train_batch_size=64": "train.gradient_accumulation_steps=N",
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
     "zero_optimization.offload_optimizer.nvme_path=/x": "placement.nvme=/x",
     "bf16.enabled=true": "model.dtype=bf16",

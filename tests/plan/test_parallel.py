@@ -181,7 +181,7 @@ def test_rows_of_the_table_are_plans() -> None:
     """Each mode has its plan's JSON; refused modes are named with their reason."""
     fast = here(between_gpus=rate(1e11), network=rate(1e10))
     model = ("--model", "gpt2-medium", "--gpus", "8")
-    found, text, best = compare_modes(wish(*model, f"train.tokens_per_step={8 * 16 * 1024}"), fast, None)
+    found, text, best = compare_modes(wish(*model, "--micro-batch", "1", "--accumulate", "16"), fast, None)
     refused = ["tensor 2 x ZeRO-1 over 4", "tensor 4 x ZeRO-1 over 2", "tensor 8"]
     assert [one["mode"] for one in found["refused"]] == refused
     assert f"refused: {', '.join(refused)}: transformers has no" in text
@@ -208,9 +208,7 @@ def moved(row: dict[str, Any], place: str) -> int:
     return sum(one["read"] for one in row["links"] if one["place"] == place)
 
 
-@pytest.mark.parametrize(
-    "words", ["parallel.sequence=4 --micro-batch 1", "parallel.sequence=8 train.tokens_per_step=1024"]
-)
+@pytest.mark.parametrize("words", ["parallel.sequence=4 --micro-batch 1", "parallel.sequence=8 --micro-batch 1"])
 def test_one_row_for_all_ranks_is_divided_by_sequence_parallelism(words: str) -> None:
     """Modes that need a row for each rank are refused with the reason, also where the setting needs more ranks."""
     found, *_ = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)

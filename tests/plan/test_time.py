@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 
-from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import layer_key
-from offload_trainer.plan.planner import make_plan, resolve_and_plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import UPDATE_START, Forecast, correction, steady_ratios
 from offload_trainer.plan.tiered.spec import TierSizes
 
@@ -219,26 +218,6 @@ def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
     written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
     assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
     assert any("rated endurance of 1.2 PB" in note for note in plan.notes)
-
-
-def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
-    """The largest micro-batch that fits the device is chosen; an explicit one is kept."""
-    shape = SHAPES["gpt2-xl"]
-    here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
-    words = ("train.tokens_per_step=65536", "model.activation_checkpointing=on")
-    config, plan = resolve_and_plan(wish(*words), shape, here)
-    assert (
-        config.train.micro_batch_size * config.train.gradient_accumulation_steps * 1024 == plan.tokens_per_step == 65536
-    )
-    assert plan.fits
-    larger = resolve_and_plan(wish(*words), shape, replace(here, gpu_bytes=80 * GB))[0]
-    assert larger.train.micro_batch_size > config.train.micro_batch_size
-    asked = wish("--micro-batch", "3")
-    assert resolve_and_plan(asked, shape, here)[0].train == asked.train
-    with pytest.raises(UserError, match="not a multiple"):
-        resolve_and_plan(wish("train.tokens_per_step=1000"), shape, here)
-    with pytest.raises(UserError, match="leave those two out"):
-        wish("train.tokens_per_step=1024", "--accumulate", "2")
 
 
 def test_drives_share_the_state_by_their_measured_speeds() -> None:

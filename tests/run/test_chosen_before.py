@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 STORED = "model.activation_checkpointing=off"  # auto would checkpoint blocks before it divides MLPs
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
 PIECES = [*TINY, *ALWAYS, STORED, "--micro-batch", "16", "--steps", "4"]
-ROWS = TINY.index("--micro-batch")
-TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, STORED, "model.mlp_chunk=off", "train.tokens_per_step=512"]
 
 
 def run(ram: int, *words: object, output: Path) -> Run:
@@ -68,20 +66,3 @@ def test_a_run_resumes_with_its_mlp_chunks(tmp_path: Path) -> None:
     less = run(between, *PIECES, "--steps", "6", "--resume", saved, output=tmp_path / "less")
     assert chosen(less.output)["mlp_chunk"] == 256
     assert "note: model.mlp_chunk is 256; step-00000004 was saved with off" in less.text
-
-
-def test_a_run_resumes_with_its_micro_batches(tmp_path: Path) -> None:
-    """A resumed run keeps its micro-batch size if only tokens_per_step is set.
-
-    The first start had room for half of a step's 16 rows.
-    """
-    half, all_rows = (
-        needs(*PIECES, "model.mlp_chunk=off", *more, output=tmp_path)
-        for more in (("--micro-batch", "8", "--accumulate", "2"), ())
-    )
-    made = run((half + all_rows) // 2, *TOKENS, "--steps", "2", output=tmp_path / "run")
-    assert chosen(made.output)["micro_batch"] == 8
-    words = [*TOKENS, "--steps", "4"]
-    assert planned(*words, output=made.output, ram=2 * all_rows).micro_batch == 8
-    assert planned(*words, output=tmp_path / "other", ram=2 * all_rows).micro_batch == 16
-    assert planned(*words, "--resume", "never", output=made.output, ram=2 * all_rows).micro_batch == 16

@@ -25,7 +25,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a configuration behind flags": ("--nvme drive torn.yaml", "a configuration file is the first word"),
     "a pattern that nothing matches": ("--data 'none*.txt'", "none*.txt"),
     "a configuration that is no YAML": ("torn.yaml", "torn.yaml"),
-    "tokens that no rows make": ("train.tokens_per_step=100", "not a multiple"),
     "no such model": ("--model nowhere", "nowhere"),
     "a folder that is no model": ("--model empty", "empty"),
     "a model without weights": ("--model shape", "add --scratch"),

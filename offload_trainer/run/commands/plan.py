@@ -17,7 +17,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, micro_batches, with_dtype_of_card, workload
+from offload_trainer.plan.planner import make_plan, with_dtype_of_card, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes
@@ -89,9 +89,7 @@ def compare_modes(
     shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
-    own_rows = max(1, work.data)  # ranks with rows of their own in the configuration
-    train = next(micro_batches(config.train, seq_len=work.seq_len, world=own_rows))
-    rows = train.micro_batch_size * train.gradient_accumulation_steps * own_rows
+    rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
     for name, words, together in modes(world):
         each, rest = divmod(rows, world // together)
@@ -140,10 +138,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
     config = with_words(config.with_keys("parallel", tensor=1, sequence=1), words)
     sizes = sorted({math.gcd(rows, most * together) for most in _MICRO}, reverse=True)
     return [
-        config.with_keys(
-            "train", micro_batch_size=size, gradient_accumulation_steps=rows // size, tokens_per_step="auto"
-        )
-        for size in sizes
+        config.with_keys("train", micro_batch_size=size, gradient_accumulation_steps=rows // size) for size in sizes
     ]
 
 

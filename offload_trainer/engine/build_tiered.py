@@ -21,7 +21,7 @@ from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_o
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import ThreadedTransfers
+from offload_trainer.storage.transfer import Transfers
 
 Say = Callable[[str], None]
 _SWITCH_SECONDS = 0.0005
@@ -57,7 +57,7 @@ def open_parts(
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
-    drives = Drives(directories, ThreadedTransfers(drives=len(directories)))
+    drives = Drives(directories, Transfers(drives=len(directories)))
     stack.callback(drives.close)
     homes = layouts.homes(placement, sizes, node=node.number)
     kernel, why = choose_kernel(work.kernel)

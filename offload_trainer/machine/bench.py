@@ -54,7 +54,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
@@ -457,7 +457,7 @@ def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
     places = list(range(0, file.size, _PIECE))
 
     def timed(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
-        mover = ThreadedTransfers()
+        mover = Transfers()
         half = len(buffers) // 2
         ways: list[_Way] = []
         if read:

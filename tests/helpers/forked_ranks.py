@@ -32,7 +32,7 @@ from offload_trainer import ranks
 from offload_trainer.mesh import RUN
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.ranks import all_gather_json, place_here, wait_for_all
-from offload_trainer.storage.transfer import ThreadedTransfers
+from offload_trainer.storage.transfer import Transfers
 
 FILES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -129,13 +129,13 @@ _moved = [0, 0]  # bytes that this rank has read from and written to drives
 
 def _count_what_is_moved() -> None:
     for way, name in enumerate(("read", "write")):
-        move = getattr(ThreadedTransfers, name)
+        move = getattr(Transfers, name)
 
         def counting(self: Any, file: Any, offset: int, buffer: torch.Tensor, way: int = way, move: Any = move) -> Any:
             _moved[way] += buffer.nbytes
             return move(self, file, offset, buffer)
 
-        setattr(ThreadedTransfers, name, counting)
+        setattr(Transfers, name, counting)
 
 
 def _quiet(engine: Any) -> tuple[int, ...]:

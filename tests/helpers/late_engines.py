@@ -19,7 +19,7 @@ from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 
 def use_late_transfers(patch: pytest.MonkeyPatch) -> None:
     """Make reads and writes of engines that are built from now on complete late and out of order."""
-    patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    patch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
 
 
 @contextmanager

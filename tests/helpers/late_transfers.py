@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Read, ReturnCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of
 
 
 def late(work: Callable[[], None]) -> Future:
@@ -41,8 +41,9 @@ def late(work: Callable[[], None]) -> Future:
     return future
 
 
-class LateTransfers:
-    name = "late"
+class LateTransfers(Transfers):
+    def __init__(self) -> None:
+        pass
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         bytes_of(buffer).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
@@ -58,7 +59,7 @@ class LateTransfers:
         pass
 
 
-class HeldWrites(ThreadedTransfers):
+class HeldWrites(Transfers):
     """Transfers that delay the next `hold[name]` writes to files of that name by `patience` seconds, or until `go` is
     set.
 
@@ -95,7 +96,7 @@ class HeldWrites(ThreadedTransfers):
             self.go.wait(self.patience)
             with self._lock:
                 self.held = [one for one in self.held if one[2] is not buffer]
-                arrived = ThreadedTransfers.write(self, file, offset, buffer)
+                arrived = Transfers.write(self, file, offset, buffer)
             arrived.then(future.finish_part)
 
         threading.Thread(target=later, daemon=True).start()
@@ -110,7 +111,7 @@ class HeldWrites(ThreadedTransfers):
                 self.crossed.append(f"{file.path.name}: the memory of a write is {verb}")
 
 
-class FailingWrites(ThreadedTransfers):
+class FailingWrites(Transfers):
     """Transfers whose writes to the files that `failing` names fail."""
 
     def __init__(self, *failing: str) -> None:

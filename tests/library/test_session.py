@@ -215,7 +215,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
     tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
     model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:

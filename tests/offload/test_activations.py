@@ -26,7 +26,7 @@ from offload_trainer.offloading.device import CpuDevice, ReturnCopy
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of, done
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, done
 from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -217,7 +217,7 @@ def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> 
 
 def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path) -> None:
     file = DriveFile(tmp_path / "activations", 2 * 4096)
-    device, transfers = CpuDevice(), ThreadedTransfers()
+    device, transfers = CpuDevice(), Transfers()
     kept = Activations(BlockInputs(2, 4096), device=device, files=[file], transfers=transfers)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]

@@ -26,7 +26,7 @@ from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 
@@ -65,7 +65,7 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 @contextmanager
 def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
-    transfers = ThreadedTransfers()
+    transfers = Transfers()
     dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
     homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
@@ -349,7 +349,7 @@ def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
     drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: FailingWrites("gradients"))
+    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: FailingWrites("gradients"))
     where = model_directory(tmp_path / "gpt2", "gpt2")
     before = _threads_of_sums()  # threads of other tests' engines
     with engine(where, "--accumulate", "2", *ON_A_DRIVE, drives=[drive]) as ours:

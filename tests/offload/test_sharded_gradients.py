@@ -27,7 +27,7 @@ from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
+from offload_trainer.storage.transfer import DriveFile, Transfers
 
 AnyGradients = Gradients | ShardedGradients
 MICRO = 2  # micro-batches of each rank
@@ -129,7 +129,7 @@ def test_sums_are_those_of_one_rank(
         return found
 
     def of_rank(rank: int) -> list[object]:
-        node, transfers = ThreadOfNode(rank, place), ThreadedTransfers()
+        node, transfers = ThreadOfNode(rank, place), Transfers()
         files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
         sums = [4 * unit.trained for unit in units]
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}

@@ -40,7 +40,7 @@ HOLD = "transformer.h.0.ln_1.weight"  # Its gradient is one of the last.
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
     made = HeldWrites()
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: made)
+    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: made)
     return made
 
 

@@ -29,7 +29,7 @@ from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, Workers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
 
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
@@ -40,7 +40,7 @@ Made = tuple[SharedReads, Fetch]
 BOTH = pytest.mark.parametrize("kind", ["reads", "gathers"])
 
 
-class Counting(ThreadedTransfers):
+class Counting(Transfers):
     """Transfers that count the elements read, and may fail."""
 
     def __init__(self, *, fails: bool) -> None:
@@ -165,7 +165,7 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         ends.wait(300)
         raise TrainerError("the others are gone")
 
-    node, rounds, transfers = Node(), FetchMatching(never), ThreadedTransfers()
+    node, rounds, transfers = Node(), FetchMatching(never), Transfers()
     with ExitStack() as stack:
         shared: SharedReads | Turns = Turns(rounds, "gathers")
         if kind == "reads":

@@ -14,13 +14,13 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import transfer
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
 @pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedTransfers]:
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
     monkeypatch.setattr(transfer, "_BLOCK", 8192)
-    made = ThreadedTransfers()
+    made = Transfers()
     yield made
     made.close()
 
@@ -31,7 +31,7 @@ def filled(size: int, seed: int) -> torch.Tensor:
     return buffer.copy_(torch.randint(256, (size,), dtype=torch.uint8, generator=generator))
 
 
-def test_many_concurrent_transfers_are_complete(transfers: ThreadedTransfers, drive: Path) -> None:
+def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Path) -> None:
     file = DriveFile(drive / "many", 40 * 20480)
     written = [filled(20480, seed) for seed in range(40)]
     for future in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
@@ -44,7 +44,7 @@ def test_many_concurrent_transfers_are_complete(transfers: ThreadedTransfers, dr
     file.close()
 
 
-def test_a_new_file_holds_zeros(transfers: ThreadedTransfers, drive: Path) -> None:
+def test_a_new_file_holds_zeros(transfers: Transfers, drive: Path) -> None:
     file, data = DriveFile(drive / "new", 8192), filled(8192, 1)
     transfers.read(file, 0, data).wait()
     assert not data.any()
@@ -53,7 +53,7 @@ def test_a_new_file_holds_zeros(transfers: ThreadedTransfers, drive: Path) -> No
 
 @pytest.mark.parametrize("way", ["preadv", "pwritev"])
 def test_partial_transfers_continue_and_errors_are_reported(
-    way: str, transfers: ThreadedTransfers, drive: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, transfers: Transfers, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, data = DriveFile(drive / f"partial-{way}", 16384), filled(16384, 2)
     real = getattr(os, way)

@@ -115,10 +115,7 @@ class Command:
 COMMANDS = {
     "train": Command(
         "train a model; the default command",
-        {
-            "--dry-run": _switch("plan, print, and stop before anything is written"),
-            "--print-config": _switch("print the complete configuration as YAML and stop"),
-        },
+        {"--print-config": _switch("print the complete configuration as YAML and stop")},
         tuple(FLAGS),
         "Run the same command again to resume from the newest checkpoint in --output.",
     ),

@@ -92,9 +92,6 @@ def _train(given: Namespace, words: list[str]) -> None:
     if given.print_config:
         print(dump_config(config), end="")
         return
-    if given.dry_run:
-        _plan_here(words, as_json=False)
-        return
     with redirect_stdout(sys.stderr):  # libraries print there
         start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)

@@ -499,10 +499,7 @@ def load_config(words: list[str]) -> TrainConfig:
     """
     refuse_unwritable(words)
     draft = _Draft()
-    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    place = rest.index("--config") if "--config" in rest else len(rest)
-    if rest[place + 1 : place + 2] and not rest[place + 1].startswith("-"):  # other trainers' flag for the file
-        rest = [rest[place + 1], *rest[:place], *rest[place + 2 :]]
+    rest = list(words)
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         path = rest.pop(0)
         if what := _misplaced(path):

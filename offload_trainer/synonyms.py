@@ -200,6 +200,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("optim.name", "use_muon muon", "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon"),
     ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw or muon"),
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
+    ("", "dry_run", "`offload-train plan` with the same words writes nothing"),
     ("", "config config_file", "the configuration file is the first word: `offload-train CONFIG.yaml`"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )

@@ -251,7 +251,7 @@ _SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration
 # keys of these sections on which the weights do not depend
 _ASIDE = {
     "data.template_date",  # what a template printed is in the text
-    *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     "train.stop_within",
     "model.base",  # set in sessions only

@@ -147,17 +147,12 @@ def test_impossible_combinations(words: list[str], expected: str) -> None:
     assert expected in "\n".join(mistakes(*words))
 
 
-def test_the_file_may_be_named_by_a_flag(tmp_path: Path) -> None:
-    """--config FILE is the first word, wherever it is; a wrong name leads to the file beside it."""
+def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text("optim: {lr: 0.5}\ntrain: {steps: 7}\n")
-    expected = load_config([str(file), "--steps", "3"])
-    for words in (["--config", str(file), "--steps", "3"], ["--steps", "3", f"--config={file}"]):
-        assert load_config(words) == expected
     assert f"No such file or directory; did you mean {file}?" in mistakes(str(tmp_path / "tiny.yml"))[0]
     with pytest.raises(UserError, match=r"tiny: neither a command .*; did you mean tiny.yaml\?"), chdir(tmp_path):
         take_command(["tiny"])
-    assert "--config: unknown flag" in mistakes("--config", "--steps", "3")[0]
     for long in ("x" * 300, f"{'x' * 300}.yaml"):
         assert f"{long}: File name too long" in mistakes(long)[0]
         with pytest.raises(UserError, match="neither a command"):

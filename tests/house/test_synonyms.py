@@ -54,7 +54,7 @@ LEADS: dict[str, str] = {
     "--resume true": "use auto",
     "--optimizer AdamW": "use optim.name=adamw",
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
-    "--config": "the configuration file is the first word",
+    "--config x.yaml": "the configuration file is the first word",
 }
 COMMANDS = {
     "finetune": "`offload-train train`",

@@ -90,7 +90,6 @@ def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.Captu
         code, errors = plan("--output", output, *words, capsys=capsys)
         assert (code, told in errors) == (2, True), errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.dump"]
-    assert main(["--dry-run", *TINY, "--output", output, "--data", "nosuch.txt"]) == 2
 
 
 @pytest.mark.slow

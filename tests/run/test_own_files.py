@@ -103,11 +103,11 @@ def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
     (first / "MANIFEST.json").write_text('{"format": 2, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}')
-    for command, code in ((["plan"], 0), (["--dry-run"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
+    for command, code in ((["plan"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
         done = ask(*command, *TINY)
         assert (done.returncode, "belongs to another run" in done.stderr) == (code, True), done.stderr
     large = ["--model", "gpt2-10b", "--optimizer", "cpu", "--params", "gpu", "--resume", "never"]
-    done = ask("--dry-run", *large)
+    done = ask("plan", *large)
     assert (done.returncode, "does not fit" in done.stderr) == (2, True), done.stderr
 
 

@@ -413,11 +413,10 @@ def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
+def test_a_plan_writes_nothing(drive: Path, tmp_path: Path) -> None:
     run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
     plan = json.loads(run.text[run.text.index("{") :])
     assert plan["fits"]
     for tier, room in plan["tiers"].items():
         assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
-    assert "plan: tiered engine" in call("--dry-run", *TINY, output=tmp_path / "out").text
     assert not (tmp_path / "out").exists()

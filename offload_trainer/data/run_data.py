@@ -62,10 +62,7 @@ class RunData:
 
 # The keys of `RunData.identity`, for a check before the data is read
 UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
-    (
-        *("tokenizer", "stream", "tokens", "training rows", "text", "mixture", "documents apart"),
-        "validation text",
-    )
+    ("tokenizer", "stream", "tokens", "training rows", "text", "mixture", "documents apart", "validation text")
 )
 
 

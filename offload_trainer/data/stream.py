@@ -10,8 +10,8 @@ a list of seek points (stream.jsonl): ids before the point, the state of the dat
 behind it. Without the list a resumed run tokenizes from the beginning. Packed conversations have seek points only where
 no row is open, which is where the data set begins again. Every rank reads the whole stream and takes its own rows.
 
-With data.shuffle=N each block of N consecutive rows is in memory while its rows are read in another order,
-which rows.py computes from the seed and the block's number: nothing else has to be saved.
+With data.shuffle=N each block of N consecutive rows is in memory while its rows are read in another order. rows.py
+computes it from the seed and the block's number: nothing else has to be saved.
 """
 
 from __future__ import annotations

@@ -384,9 +384,9 @@ def _with_resumed_choices(
 ) -> TrainConfig:
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
-    These are the MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a
-    recomputed block has the bits of one that is not. Returns `config` itself if none of them is left open, or if there
-    is no run to resume, in which case `before`, its configuration, is empty.
+    These are the MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a recomputed block has
+    the bits of one that is not. Returns `config` itself if none of them is left open, or if there is no run to resume,
+    in which case `before`, its configuration, is empty.
     """
     model, tiered, engine = config.model, config.tiered, config.placement.engine_name
     fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"

@@ -376,6 +376,7 @@ class DeepSpeedSection(_Section):
     )
     sub_group_size: PositiveInt | Auto = Field("auto", description="ZeRO-3: parameters updated at a time")
     reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
+    prefetch_bucket_size: Count | Auto = Field("auto", description="ZeRO-3: weight elements prefetched")
     aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to a drive")
     aio_threads: PositiveInt = Field(2, description="threads that share one transfer")
 

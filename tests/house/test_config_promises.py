@@ -43,6 +43,7 @@ RULE = {"optim.betas": "[0.8,0.95]", "optim.eps": "1e-3", "optim.weight_decay": 
 STOCK = {
     "sub_group_size": "123456",
     "reduce_bucket_size": "234567",
+    "prefetch_bucket_size": "345678",
     "aio_block_size": "524288",
     "aio_threads": "3",
 }
@@ -117,7 +118,8 @@ def test_keys_of_the_rule_change_the_weights(tmp_path: Path) -> None:
 def test_keys_reach_deepspeed(name: str) -> None:
     def told(*words: str) -> dict[str, Any]:
         config = load_config(["--engine", "deepspeed", "--nvme", "/ssd", "--save-every", "0", *words])
-        placement = Placement("nvme", "nvme")
+        params = "cpu" if name == "prefetch_bucket_size" else "nvme"
+        placement = Placement(params, "nvme")
         work, section = workload(config, SHAPES["gpt2-medium"]), config.deepspeed
         sizes = zero_sizes(work.shape, section, placement, world=1, item_bytes=2)
         words = {"accelerator": "cuda", "swap_directory": "/ssd/run"}

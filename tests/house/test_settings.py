@@ -126,6 +126,10 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
         (["tiered.page_buffers=2", "--engine", "deepspeed"], "add --engine tiered"),
         (["--engine", "deepspeed", "--nvme", "/a", "--nvme", "/b"], "keep one"),
+        (
+            ["--engine", "deepspeed", "--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"],
+            "leave it at auto",
+        ),
         (["parallel.tensor=2"], "add --engine deepspeed"),
         (["parallel.tensor=2", "--engine", "deepspeed", "--nvme", "/a", "--params", "nvme"], "use --params gpu"),
         (

@@ -86,6 +86,12 @@ class DeepSpeed:
                 f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' "
                 "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
             )
+        if params == TierKind.DRIVES and self.section.prefetch_bucket_size not in ("auto", 0):
+            # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
+            mistakes.append(
+                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+            )
         off_gpu = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
         if self.tensor > 1 and off_gpu:
             mistakes.append(

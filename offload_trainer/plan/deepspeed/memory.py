@@ -285,12 +285,13 @@ def zero_sizes(
     largest = shape.largest
     block = max(1, (shape.parameters - largest) // shape.layers)  # approximately one block
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
+    prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
     live = 2 * max(largest, block)
     return ZeroSizes(
         sub_group=sub_group,
         largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
         reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
-        prefetch_bucket=0 if placement.params == TierKind.DRIVES else min(_BUCKET, block),
+        prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
         max_live=live,
         weight_buffers=_weight_buffers(shape, window=live, world=world, item_bytes=item_bytes),
         weight_buffer_elements=-(-largest // world),

@@ -377,7 +377,19 @@ class DeepSpeedSection(_Section):
     sub_group_size: PositiveInt | Auto = Field("auto", description="ZeRO-3: parameters updated at a time")
     reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
     prefetch_bucket_size: Count | Auto = Field("auto", description="ZeRO-3: weight elements prefetched")
+    max_live_parameters: PositiveInt | Auto = Field("auto", description="ZeRO-3: weight elements gathered at a time")
+    param_buffer_count: PositiveInt | Auto = Field(
+        "auto", description="weights on NVMe: number of buffers, each as large as the largest weight"
+    )
+    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = Field(
+        "auto", description="optimizer state on NVMe: number of buffers, each as large as the largest sub-group"
+    )
+    pipeline_read: bool = Field(True, description="optimizer state on NVMe: read the next sub-group during the update")
+    pipeline_write: bool = Field(
+        True, description="optimizer state on NVMe: write the previous sub-group during the update"
+    )
     aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to a drive")
+    aio_queue_depth: PositiveInt = Field(32, description="requests in flight in each thread")
     aio_threads: PositiveInt = Field(2, description="threads that share one transfer")
 
 

@@ -43,7 +43,6 @@ _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several 
 _LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
 _SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
 _CACHED = "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set"
-_COMPUTED = "the plan determines it; the sizes that can be set are deepspeed.*: docs/config.md"
 _ROWS_OF_STEP = "a step has --micro-batch x --accumulate rows on each rank"
 _MODEL_KEYS = "changing the model's configuration needs random weights: --scratch"
 
@@ -162,9 +161,10 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("parallel.sequence", "sequence_parallel_degree context_parallel_size cp_size sp_size ulysses_degree", ""),
     ("deepspeed.sub_group_size", "stage3_sub_group_size", ""),
     ("deepspeed.prefetch_bucket_size", "stage3_prefetch_bucket_size", ""),
+    ("deepspeed.max_live_parameters", "stage3_max_live_parameters", ""),
     ("deepspeed.aio_block_size", "aio.block_size", ""),
+    ("deepspeed.aio_queue_depth", "aio.queue_depth queue_depth", ""),
     ("deepspeed.aio_threads", "aio.thread_count thread_count aio.intra_op_parallelism", ""),
-    ("", "stage3_max_live_parameters pipeline_read pipeline_write aio.queue_depth queue_depth", _COMPUTED),
     ("", "lora use_lora qlora peft use_peft lora_r", _ADAPTERS),
     ("", "lora_rank lora_alpha lora_dropout lora_target adapter dora", _ADAPTERS),
     ("", "lora_target_modules peft_type adapter_name_or_path lora_model_dir lora_modules_to_save use_dora", _ADAPTERS),

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.optim import loss_scale
-from offload_trainer.plan.deepspeed.memory import OPTIMIZER_BUFFERS, PERSISTENT, ZeroSizes
+from offload_trainer.plan.deepspeed.memory import ZeroSizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
@@ -42,7 +42,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
         "zero_force_ds_cpu_optimizer": False,  # allow torch's AdamW if the optimizer is on the accelerator
         **_precision(work.dtype),
-        "zero_optimization": _zero(placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
+        "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
     if work.accumulate > 1 and work.sums == "fp32":
         words["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -66,7 +66,7 @@ def deepspeed_config(
     if swap_directory is not None:
         words["aio"] = {
             "block_size": section.aio_block_size,
-            "queue_depth": 32,
+            "queue_depth": section.aio_queue_depth,
             "intra_op_parallelism": section.aio_threads,
             "single_submit": False,
             "overlap_events": True,
@@ -102,7 +102,9 @@ def _precision(dtype: str) -> dict[str, Any]:
     return {}
 
 
-def _zero(placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None) -> dict[str, Any]:
+def _zero(
+    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None
+) -> dict[str, Any]:
     on_gpu = accelerator == "cuda"
 
     def away(device: str, **on_drive: Any) -> dict[str, Any]:
@@ -120,9 +122,9 @@ def _zero(placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_dire
     if placement.optimizer != "gpu":
         zero["offload_optimizer"] = away(
             placement.optimizer,
-            buffer_count=OPTIMIZER_BUFFERS,
-            pipeline_read=True,
-            pipeline_write=True,
+            buffer_count=sizes.optimizer_buffers,
+            pipeline_read=section.pipeline_read,
+            pipeline_write=section.pipeline_write,
             fast_init=False,
         )
     if placement.stage < 3:
@@ -131,7 +133,7 @@ def _zero(placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_dire
         zero |= {
             "sub_group_size": sizes.sub_group,
             "stage3_prefetch_bucket_size": sizes.prefetch_bucket,
-            "stage3_param_persistence_threshold": PERSISTENT,
+            "stage3_param_persistence_threshold": sizes.persistent,
             "stage3_max_live_parameters": sizes.max_live,
             "stage3_max_reuse_distance": sizes.max_live,
             "stage3_gather_16bit_weights_on_model_save": False,

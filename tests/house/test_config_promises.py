@@ -44,7 +44,13 @@ STOCK = {
     "sub_group_size": "123456",
     "reduce_bucket_size": "234567",
     "prefetch_bucket_size": "345678",
+    "max_live_parameters": "45678901",
+    "param_buffer_count": "77",
+    "optimizer_buffer_count": "16",
+    "pipeline_read": "false",
+    "pipeline_write": "false",
     "aio_block_size": "524288",
+    "aio_queue_depth": "7",
     "aio_threads": "3",
 }
 

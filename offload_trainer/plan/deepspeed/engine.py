@@ -52,11 +52,13 @@ _PLACEMENTS = (
 _HOOKS = 8e-9
 _SPEED = 0.47
 
-# Settings of the NVMe optimizer.
+# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
 TUNING_OF_DRIVES = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
     ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
     ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
     ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
 )
 _TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
 
@@ -280,8 +282,11 @@ class DeepSpeedCandidate:
     def _stretch(self) -> float:
         """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
 
-        The first sub-group is read, and the last one is written, without traffic in the other direction.
+        The first sub-group is read, and the last one is written, without traffic in the other direction. Without
+        pipelining that holds for every sub-group.
         """
+        if not (self.section.pipeline_read or self.section.pipeline_write):
+            return 2.0
         return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
 
     def _on_top(self) -> Mapping[str, float]:

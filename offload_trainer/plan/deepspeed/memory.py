@@ -141,7 +141,7 @@ class StockBytes:
             how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
             return [self.tiers.device.item("weights", e * self.held * here, f"{e} B a parameter, {how}")]
         home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
-        why = "gathered at the same time: stage3_max_live_parameters and a prefetch bucket"
+        why = "gathered at the same time: max_live_parameters and a prefetch bucket"
         items = [
             home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks"),
             self.tiers.device.item("weights in use", e * self._gathered * here, why),
@@ -180,8 +180,8 @@ class StockBytes:
         home = self._tier(self.placement.optimizer)
         items = [home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")]
         if self.placement.optimizer == TierKind.DRIVES:
-            buffers = 4 * OPTIMIZER_BUFFERS * sizes.largest_sub_group * here
-            why = f"{OPTIMIZER_BUFFERS} buffers for the largest sub-group"
+            buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
+            why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
             first = "from the first update, which creates them, to the second"
             return [
                 *items,
@@ -255,10 +255,7 @@ class StockBytes:
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000
 _SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
-# NVMe optimizer: fp32 buffers of the largest sub-group. These are the fewest with which DeepSpeed reads the next
-# sub-group and writes the previous one during an update.
-OPTIMIZER_BUFFERS = 12
-PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
+_PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
 
 
 @dataclass(frozen=True)
@@ -267,9 +264,11 @@ class ZeroSizes:
 
     sub_group: int  # parameters updated at a time (ZeRO-3)
     largest_sub_group: int  # the actual maximum, since a sub-group ends with a whole weight
+    optimizer_buffers: int  # NVMe optimizer: fp32 buffers of the largest sub-group
     reduce_bucket: int  # gradient elements
     prefetch_bucket: int  # weight elements (ZeRO-3)
     max_live: int  # weight elements (ZeRO-3)
+    persistent: int  # weights of up to this many elements stay gathered (ZeRO-3)
     weight_buffers: int  # NVMe weights: buffers of the largest weight
     weight_buffer_elements: int
 
@@ -286,14 +285,18 @@ def zero_sizes(
     block = max(1, (shape.parameters - largest) // shape.layers)  # approximately one block
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
     prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
-    live = 2 * max(largest, block)
+    live = _given(section.max_live_parameters, 2 * max(largest, block))
+    pipelines = section.pipeline_read + section.pipeline_write
+    buffers = _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes)
     return ZeroSizes(
         sub_group=sub_group,
         largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
+        optimizer_buffers=_given(section.optimizer_buffer_count, 4 * (1 + pipelines)),  # 4 of a sub-group for each
         reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
         prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
         max_live=live,
-        weight_buffers=_weight_buffers(shape, window=live, world=world, item_bytes=item_bytes),
+        persistent=_PERSISTENT,
+        weight_buffers=_given(section.param_buffer_count, buffers),
         weight_buffer_elements=-(-largest // world),
     )
 
@@ -341,8 +344,8 @@ def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:
     again within as many. Small weights stay gathered, and come once after each update (`_post_step` in stage3.py). With
     DeepSpeed's default sizes the sum is within 4 % of a simulation of `fetch_sub_module`, with others within a third.
     """
-    small = sum(weight.numel for weight in shape.weights if weight.numel <= PERSISTENT)
-    tied = sum(weight.numel for weight in shape.weights if weight.uses > 1 and weight.numel > PERSISTENT)
+    small = sum(weight.numel for weight in shape.weights if weight.numel <= sizes.persistent)
+    tied = sum(weight.numel for weight in shape.weights if weight.uses > 1 and weight.numel > sizes.persistent)
     moving = shape.parameters - small + tied
     stays = sizes.max_live if sizes.prefetch_bucket else sizes.max_live // 2
     return {"forward": moving, "backward": max(0, moving - stays), "update": small}

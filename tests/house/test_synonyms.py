@@ -224,25 +224,3 @@ def test_a_whole_file_of_another_trainer_is_one_message(trainer: str, tmp_path: 
     assert load_config(shlex.split(first.partition("here they are: ")[2])) == load_config(shlex.split(expected))
     assert all(any(part in line for line in rest) for part in others), message
     assert not [line for line in rest if "tf32" in line or "resume_from_checkpoint" in line]
-
-
-def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
-    """One message lists every key of another trainer's file, flat or in sections, with its name here."""
-    path = tmp_path / "axolotl.yaml"
-    path.write_text(
-        "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\ndatasets:\n  - path: x\n"
-        "zero_optimization: {stage: 3}\noptimizer: {lr: 3, weight_decay: 0.1}\ntrain: {max_steps: 100}\n"
-    )
-    message = told(str(path))
-    assert message.startswith("8 mistakes")
-    for here in (
-        "base_model: unknown key; use model.name=gpt2",
-        "learning_rate: unknown key; use optim.lr=2e-05",
-        f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
-        "datasets: unknown key; use data.path=TEXT",
-        "zero_optimization.stage: unknown key; use deepspeed.zero_stage=3 --engine deepspeed",
-        "optimizer.lr: unknown key; did you mean optim.lr?",
-        "optimizer.weight_decay: unknown key; did you mean optim.weight_decay?",
-        "train.max_steps: unknown key; use train.steps=100",
-    ):
-        assert here in message

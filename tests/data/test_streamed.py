@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import sample_chats
 import torch
-from commands import KILL, TINY, ask, call, call_and_kill, figures
+from commands import KILL, TINY, ask, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer
@@ -490,7 +490,8 @@ def test_a_killed_run_resumes_bit_for_bit(
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{path}", "--nvme", drive, *more]
     words += ["--validation-data", f"stream:{path}" if more else path]
     whole = call(*words, output=tmp_path / "whole")
-    call_and_kill(*words, output=tmp_path / "killed", when=lambda found: len(found) >= 3, number=KILL, hold=3)
+    saved = "" if more is PAGE_FILES else f"pause~{tmp_path}/killed/checkpoints/step-00000002/MANIFEST.json+"
+    assert faulty(f"{saved}kill@line=3", *words, output=tmp_path / "killed").code == -KILL
     again = call(*words, output=tmp_path / "killed")
     assert "resum" in again.text
     assert figures(again) == figures(whole)

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -157,32 +156,6 @@ def whole_and_resumed(*words: object, folder: Path) -> tuple[Run, Run]:
     return whole, again
 
 
-def call_and_kill(
-    *words: object,
-    output: Path,
-    when: Callable[[list[str]], bool],
-    number: int,
-    hold: int | None = None,
-) -> Run:
-    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true.
-
-    With `hold`, the run pauses after step `hold` until the signal was sent, so that a busy machine changes nothing.
-    """
-    metrics = output / "metrics.jsonl"
-    with tempfile.TemporaryDirectory() as folder:
-        said, go = Path(folder) / "told", Path(folder) / "go"
-        argv = [COMMAND] if hold is None else [FAULTY, f"pause~{go}@line={hold}"]
-        process = start(*argv, *words, "--output", output, stdout=said, stderr=said)
-        deadline = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and when(metrics.read_text().splitlines()):
-                process.send_signal(number)
-                break
-            time.sleep(0.005)
-        go.touch()
-        return Run(process.wait(300), said.read_text(errors="replace"), output)
-
-
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
     """Hold a file lock, so that only one worker at a time creates `path`."""
@@ -197,10 +170,15 @@ def products_of_torch() -> None:
         cpu_matmul._library = None
 
 
-KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
+KILL = signal.SIGKILL
 
 
 LIMIT = 3 << 29  # bytes (1.5 GiB)
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    """Return all that is in a directory: the content of each file, and of each directory nothing."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def figures(run: Run) -> list[list[object]]:

@@ -14,7 +14,6 @@ EIO                          the call fails with an input/output error
 broken                       the file of a writer becomes one that is always full
 lose~pipe, lose~terminal     stdout and stderr have no reader any more
 nan                          the call's result is multiplied by NaN
-clock                        the system's clock jumps by days at every reading
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import importlib
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -67,6 +65,7 @@ ENGINE = "offload_trainer.engine.tiered:TieredEngine"
 # `BY_STEP` is that of the step NUMBER.
 MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
+    "measure": ("offload_trainer.machine.bench:bench_machine", lambda *_: True),
     "plan": ("offload_trainer.run.planning:resolve_and_plan", lambda *_: True),
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
     "build": (f"{ENGINE}.__init__", lambda *_: True),
@@ -175,16 +174,6 @@ def arm(actions: str, moment: str, number: int) -> None:
     setattr(owner, name, armed)
 
 
-def turn_clock() -> None:
-    dice, real, written = random.Random(7), time.time, time.strftime
-
-    def jumping() -> float:
-        return real() + dice.uniform(-20, 20) * 86400
-
-    time.time = jumping
-    time.strftime = lambda form, *rest: written(form, time.gmtime(jumping()))
-
-
 def start_ranks_with_the_fault() -> None:
     from offload_trainer.run import launcher
 
@@ -198,9 +187,7 @@ def start_ranks_with_the_fault() -> None:
 
 if __name__ == "__main__":
     faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if faults == ["clock"]:
-        turn_clock()
-    elif "--gpus" in sys.argv and "RANK" not in os.environ:
+    if "--gpus" in sys.argv and "RANK" not in os.environ:
         start_ranks_with_the_fault()
     for fault in faults[attempt : attempt + 1] and faults[attempt].split(";"):
         what, _, when = fault.partition("@")

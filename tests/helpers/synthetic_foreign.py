@@ -1,5 +1,6 @@
-"""Write checkpoints of other trainers in their layouts, from weights at hand.
+"""Write checkpoints of other trainers in their layouts, from a random state.
 
+model_and_state(folder)          a model with random weights, and a random state of it
 write_trainer(folder, state)     transformers' Trainer
 write_fsdp(folder, state)        the same with FSDP2, through accelerate
 """
@@ -12,17 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from engine_bench import model_directory
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from uneven_targets import random_weights
 
 STEP, STEPS = 2, 9
 State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 GROUP = {"lr": 1e-3, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 
 
-def random_state(masters: dict[str, torch.Tensor]) -> State:
-    """Return a state with these masters and random moments."""
+def model_and_state(folder: Path, name: str = "qwen3", **sizes: int) -> tuple[Path, State]:
+    """Write a small model with random weights; return its directory, and a state of them with random moments."""
+    directory = random_weights(model_directory(folder / "model", name, tied=False, **sizes))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = {kind: {name: torch.rand_like(p) for name, p in masters.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return {"master": masters, **moments}
+    return directory, {"master": masters, **moments}
 
 
 def write_trainer(folder: Path, state: State) -> None:

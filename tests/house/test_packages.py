@@ -1,13 +1,19 @@
-"""Tests of required and optional packages: version bounds have one source, and a missing package is reported."""
+"""Tests of packages: version bounds have one source, a missing one is reported, and docs/install.md installs them.
+
+A terminal is told before torch and transformers are loaded, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +25,7 @@ from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
-from offload_trainer.plan.machine import MachineProfile, read_machine
+from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
@@ -65,21 +71,20 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
-def run_without(names: set[str], *words: object) -> subprocess.CompletedProcess[str]:
+def run_without(names: set[str], *words: object, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """Run `offload-train WORDS` in a process that cannot import these packages."""
     code = REFUSING.format(names=names) + "sys.argv[0] = 'offload-train'\n"
     code += "from offload_trainer.__main__ import main; raise SystemExit(main())"
     argv = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=500)
+    return subprocess.run(argv, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment(), timeout=500)
 
 
 @pytest.mark.slow
 def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> None:
-    """Training, resuming, export and doctor work without any optional package."""
-    words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--save-every", 1, "--output", tmp_path / "out"]
-    for steps in (1, 2):
-        done = run_without(LIBRARIES, *words, "--steps", steps)
-        assert done.returncode == 0, done.stderr
+    """Training, export and doctor work without any optional package."""
+    words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--steps", 1, "--output", tmp_path / "out"]
+    done = run_without(LIBRARIES, *words)
+    assert done.returncode == 0, done.stderr
     exported = run_without(LIBRARIES, "export", tmp_path / "out", tmp_path / "weights", "--dtype", "bf16")
     assert exported.returncode == 0, exported.stderr
     looked = run_without(LIBRARIES, "doctor", "--json")
@@ -136,10 +141,23 @@ def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> No
     module = {"PyYAML": "yaml"}.get(package, package)
     done = run_without({module}, *TINY, "--steps", "1", "--output", tmp_path / "out")
     assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[-1] == f"offload-train: the package {package} is not installed: " + to_install(
-        package
-    )
-    assert "Traceback" not in done.stderr
+    assert done.stderr == f"offload-train: the package {package} is not installed: {to_install(package)}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["train"], ["plan"], ["sample", "runs/none"], ["export", "runs/none", "out"]])
+def test_a_terminal_is_told_before_torch_is_loaded(words: list[str]) -> None:
+    ours, theirs = pty.openpty()
+    assert run_without({"torch"}, *words, stderr=theirs).returncode
+    os.close(theirs)
+    told = b""
+    with suppress(OSError):  # raised at the end
+        while more := os.read(ours, 10_000):
+            told += more
+    os.close(ours)
+    first, *_, last = told.decode().splitlines()
+    assert first == "loading torch and transformers"
+    assert "torch is not installed" in last
 
 
 def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +176,75 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
     assert explain_import(ImportError("cannot import name", name="json")) is None
     assert not is_installed("no_such_module")
+
+
+# -- docs/install.md and the Dockerfile install the same torch for a card, and name every extra ------------------------
+
+
+PAGE = (ROOT / "docs/install.md").read_text()
+EXTRAS = PROJECT["optional-dependencies"]
+# The last stage, one instruction a line.
+FINAL = re.sub(r"\\\n", "", (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2])
+
+
+def of_card(card: str) -> str:
+    """Return the command for a card from the table of docs/install.md."""
+    (line,) = re.findall(rf"^\| [^|]*{card}[^|]* \| `(pip install [^`]+)`", PAGE, re.MULTILINE)
+    return line
+
+
+def test_the_page_and_the_messages_name_one_build_for_volta() -> None:
+    assert _CU126.replace("--force-reinstall ", "") == of_card("Volta")
+
+
+def test_all_is_every_extra_and_each_is_described() -> None:
+    (everything,) = EXTRAS["all"]
+    named = re.fullmatch(r"offload-trainer\[(.*)\]", everything)
+    assert named
+    assert sorted(named[1].split(",")) == sorted(set(EXTRAS) - {"all", "test"})
+    table = {name for row in re.findall(r"^\| (`[^|]+) \|", PAGE, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert set(EXTRAS) - {"test"} <= table
+
+
+def built(folder: Path, **arguments: str) -> tuple[int, list[str]]:
+    """Run the last stage's RUN instructions with commands that only record their words; return status and records."""
+    (folder / "release").mkdir(parents=True)
+    (folder / "release/offload_trainer-1-py3-none-any.whl").touch()
+    for name in ("pip", "apt-get", "rm"):
+        (folder / name).write_text(f'#!/bin/sh\nfor word; do printf "%s " "$word"; done >> {folder}/{name}.log\n')
+        (folder / name).chmod(0o755)
+    given = dict(re.findall(r"^ARG (\w+)=(.*)$", FINAL, re.MULTILINE))
+    assert set(arguments) <= set(given)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", **given, **arguments}
+    for command in re.findall(r"^RUN (?:--mount=\S+ +)?(.*)$", FINAL, re.MULTILINE):
+        command = command.replace("/release/", f"{folder}/release/")
+        done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.returncode, [done.stderr]
+    logs = [folder / f"{name}.log" for name in ("pip", "apt-get")]
+    return 0, [log.read_text() if log.exists() else "" for log in logs]
+
+
+@pytest.mark.parametrize(
+    ("card", "row"), [("turing", "Turing"), ("turing", "Ampere"), ("volta", "Volta"), ("cpu", "none")]
+)
+def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path) -> None:
+    status, (pip, debian) = built(tmp_path, CARD=card)
+    assert status == 0
+    words = of_card(row).removeprefix("pip ").replace("'", "").replace("install", "install --no-cache-dir")
+    assert pip.startswith(f"{words} install ")
+    assert pip.endswith("offload_trainer-1-py3-none-any.whl[tensorboard,hf] ")
+    assert ("g++" in debian.split()) == (card != "cpu")  # Triton compiles its launcher
+
+
+def test_deepspeed_brings_its_compiler(tmp_path: Path) -> None:
+    status, (pip, debian) = built(tmp_path, EXTRAS="tensorboard,deepspeed")
+    assert status == 0
+    assert pip.endswith("[tensorboard,deepspeed] ")
+    assert {"g++", "libaio-dev"} <= set(debian.split())
+
+
+def test_an_unknown_card_is_refused(tmp_path: Path) -> None:
+    status, (told,) = built(tmp_path, CARD="kepler")
+    assert status == 2
+    assert told.startswith("CARD=kepler: volta")

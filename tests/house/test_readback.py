@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import zlib
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from synthetic_checkpoints import save
 
-import offload_trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
@@ -96,34 +94,21 @@ def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: st
         _edit(checkpoint, lambda told: told["files"].update({name: {"bytes": len(data), "crc32": zlib.crc32(data)}}))
 
 
-MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "NUL": (lambda c: _edit(c, lambda m: m["files"].update({"a\0b": {"bytes": 1, "crc32": 1}})), "name of a file"),
-    "a directory in place of a file": (
-        lambda c: _edit(c, lambda m: m["files"].update({"model": {"bytes": 4096, "crc32": 1}})),
-        "model is not a file",
-    ),
-    "a directory in its own place": (
-        lambda c: ((c / "MANIFEST.json").unlink(), (c / "MANIFEST.json").mkdir()),
-        "it is a directory",
-    ),
-    "a circle of links": (
-        lambda c: ((c / "state.json").unlink(), (c / "state.json").symlink_to("state.json")),
-        "state.json cannot be read",
-    ),
-    "a pipe": (lambda c: ((c / "MANIFEST.json").unlink(), os.mkfifo(c / "MANIFEST.json")), "not a regular file"),
-    "a link": (
-        lambda c: ((c / "MANIFEST.json").rename(c / "other"), (c / "MANIFEST.json").symlink_to("other")),
-        "it is a link",
-    ),
-    "a run of nothing": (lambda c: _edit(c, lambda r: r.update(config=[]), name="run.json"), "config should be"),
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda c: ((c / "MANIFEST.json").unlink(), os.mkfifo(c / "MANIFEST.json")), "not a regular file"),
+        (lambda c: _edit(c, lambda m: m["files"].update({"model": {"bytes": 1, "crc32": 1}})), "model is not a file"),
+        (lambda c: _edit(c, lambda r: r.update(config=[]), name="run.json"), "config should be"),
+    ],
+    ids=str,
+)
+def test_damaged_checkpoints_are_refused_with_what_to_do(
+    change: Callable[[Path], object], wrong: str, tmp_path: Path
+) -> None:
+    """soak/damage.py has more kinds of damage, of these and of the files below."""
     save(tmp_path, 1)
     checkpoint = save(tmp_path, 2)
-    change, wrong = MANIFESTS[name]
     change(checkpoint)
     with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - either call may raise
         with reading(find_checkpoint(tmp_path)):
@@ -162,27 +147,16 @@ MACHINE = MachineProfile(
     output=DriveFacts("out", 10**9, "ext4"),
     rates=Rates(memory=Rate(1e9, "measured", "a triad")),
 )
-CACHES = {
-    "not JSON": ("{torn", "it is not JSON"),
-    "a rate of another version": ('{"machines": {"KEY": {"rates": {"warp": {"value": 1}}}}}', "warp is not known to"),
-    "a speed of nothing": (
-        '{"machines": {"KEY": {"rates": {"memory": {"value": 0, "origin": "measured", "source": ""}}}}}',
-        "rates.memory.value should be greater than",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_unreadable_rates_are_reported_once_and_timed_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_rates_are_reported_once_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    text, wrong = CACHES[name]
-    rate_cache.cache_file().write_text(text.replace("KEY", rate_cache.fingerprint(MACHINE)))
+    rates = {"rates": {"warp": {"value": 1}}}  # of another version
+    rate_cache.cache_file().write_text(json.dumps({"machines": {rate_cache.fingerprint(MACHINE): rates}}))
     found = rate_cache.with_cached_rates(MACHINE)
     assert found.rates == Rates()
     (note,) = found.notes
-    assert wrong in note
+    assert "warp is not known to" in note
     assert note.isprintable()
     rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # the machine was not timed, so nothing is stored
     rate_cache.keep_rates(MACHINE)
@@ -248,8 +222,6 @@ def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tm
     ("sidecar", "wrong"),
     [
         ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
-        ('{"dtype": "uint16", "tokens": 2, "crc32": ["a"]}', r"crc32\.0 should be"),
-        ('{"dtype": "uint16", "tokens": 2, "tokenizer": "a\\u0000"}', "tokenizer should be"),
         ("[]", "it should be"),
     ],
 )
@@ -260,40 +232,8 @@ def test_a_sidecar_of_other_types_is_refused(sidecar: str, wrong: str, tmp_path:
         TokenFile.open(tmp_path / "t.bin")
 
 
-def test_a_directory_as_a_token_file(tmp_path: Path) -> None:
-    (tmp_path / "t.bin").mkdir()
-    with pytest.raises(UserError, match="it is a directory; a token file is"):
-        TokenFile.open(tmp_path / "t.bin")
-
-
-@pytest.mark.parametrize(
-    "index",
-    ['{"weight_map": {"a": 1}}', "{}", '{"weight_map": {"a": "../b"}}', "[" * 10**6],
-)
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": "../b"}}'])
 def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
         checkpoint_files(tmp_path)
-
-
-# Modules that parse JSON otherwise, and the reason.
-ELSEWHERE = {
-    "data/documents.py": "users' own text, a line at a time",
-    "data/tokenizer.py": "what a tokenizer in memory says of itself",
-    "export/directory.py": "a record in memory, as it would be read back",
-    "model/loader.py": "a configuration in memory, as transformers writes it",
-    "hf.py": "whether the Trainer's own state was written to its end",
-    "storage/tensorfile.py": "a header that the safetensors library has checked",
-    "safe_files.py": "",
-}
-
-
-def test_all_json_of_ours_goes_through_the_one_reader() -> None:
-    package = Path(offload_trainer.__file__).parent
-    found = set()
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
-            if (named and "dump" not in node.attr) or (isinstance(node, ast.ImportFrom) and node.module == "json"):
-                found.add(path.relative_to(package).as_posix())
-    assert found == ELSEWHERE.keys()

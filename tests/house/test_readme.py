@@ -1,4 +1,4 @@
-"""Tests of the README and docs/: commands parse, plans run, and named files exist.
+"""Tests of the README and docs/: commands parse, plans run, named files exist, tables and quoted messages are right.
 
 Other tests run the README's quickstart (tests/tools/test_newcomer.py), and the Python of docs/library.md,
 docs/integrations.md and the README (tests/library). This module runs the commands that need no training and no drive.
@@ -7,17 +7,24 @@ It parses the others with today's keys; PARSED has the reasons.
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from offload_trainer.arguments import parse, take_command
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config
+from offload_trainer.units import format_count, format_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
@@ -35,17 +42,18 @@ PARSED = {
     "import": "a checkpoint that is not here; tests/run/test_import_trainer.py and its neighbours",
     "sample": "a run that is not here; the quickstart's goes on with a text",
     "chat": "a run that is not here; tests/run/test_chat_run.py",
-    "report": "runs that are not here; tests/run/test_compare.py",
+    "report": "runs that are not here; tests/run/test_report_page.py",
     "prepare": "a text that is not here; the quickstart's is prepared",
     "bench": "minutes of a drive; tests/plan/test_machine.py",
-    "tune": "minutes of a drive; tests/run/test_tune.py",
-    "doctor": "what it says is this machine's; tests/run/test_doctor.py",
+    "tune": "minutes of a drive; tests/run/test_commands.py",
+    "doctor": "what it says is this machine's; tests/run/test_commands.py",
 }
 TARGETS = {
     one or other
     for text in TEXTS.values()
     for one, other in re.findall(r"^ {4}make (\w+)|`make (\w+)`", text, re.MULTILINE)
 }
+TABLES = [*PAGES, "CHANGELOG.md", "tests/README.md"]
 LINKS = [(page, link) for page, text in TEXTS.items() for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
 
 
@@ -122,3 +130,118 @@ def test_make_targets(target: str) -> None:
 @pytest.mark.parametrize(("page", "link"), LINKS)
 def test_links(page: str, link: str) -> None:
     assert (ROOT / page).parent.joinpath(link).exists()
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_tables_are_tables(page: str) -> None:
+    """Each row begins and ends with a bar, and has as many cells as the header, behind which is a separator."""
+    table: list[int] = []  # cells of each row; a bar in code or behind a backslash is text
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in [*re.sub(r"`[^`\n]*`|\\\|", "", text).splitlines(), ""]:
+        row = line.strip()
+        if row.startswith("|"):
+            assert row.endswith("|"), row
+            table.append(row.count("|"))
+            assert len(table) != 2 or re.fullmatch(r"\|( *:?-{3,}:? *\|)+", row), f"no separator: {row}"
+            assert table[0] == table[-1], row
+            continue
+        assert not re.search(r"-{3,} *\| *:?-{3,}|\| [^|]* \| ", row), f"a row that does not begin with a bar: {row}"
+        assert len(table) != 1, f"a table without rows before: {row}"
+        table = []
+
+
+def literals() -> Iterator[str]:
+    """Yield each string in the package; `...` stands for a value of an f-string."""
+    for path in (ROOT / "offload_trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def quoted() -> list[str]:
+    """Return the messages that the pages quote.
+
+    They are in the first column of tables whose header begins with "message" or "symptom", and behind "says".
+    """
+    found: list[str] = []
+    for text in TEXTS.values():
+        in_table = False
+        found += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", text)]
+        for line in text.splitlines():
+            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
+            found += re.findall(r"^\| `(.+?)`", line) if in_table else []
+    return found
+
+
+def test_quoted_messages_are_printed() -> None:
+    """`...` in a message stands for any text of the same string."""
+    text = [literal.replace("\n", " ") for literal in literals()]
+    messages = quoted()
+    assert len(messages) > 20
+    for message in messages:
+        pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))))
+        assert any(map(pattern.search, text)), message
+
+
+def test_each_test_file_holds_a_promise() -> None:
+    """tests/README.md, the table of promises, names every test file and no other."""
+    named = set(re.findall(r"`([a-z]+/test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
+    assert named == {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_has_each_page(tmp_path: Path) -> None:
+    words = ["-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert "Choosing a placement" in (tmp_path / "site" / "tuning" / "index.html").read_text()
+    listed = re.findall(r"[\w/]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted(page.removeprefix("docs/") for page in PAGES if page != "README.md")
+
+
+# -- docs/scaling.md: its table has the seconds of `plan --parallel` ---------------------------------------------------
+
+ROWS = re.findall(r"^\| `(--machine [^`]+)` \| (.+) \|$", TEXTS["docs/scaling.md"], re.MULTILINE)
+assert len(ROWS) >= 8
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "cells"), ROWS, ids=[words for words, _ in ROWS])
+def test_a_row_of_the_table_is_what_the_plan_says(
+    words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    words = words.replace("--model Qwen/Qwen3-8B", f"--model {tmp_path} --scratch")
+    assert main(["plan", "--parallel", "--json", *shlex.split(words)]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    def told(name: str) -> str:
+        """Return the seconds of the fastest mode with that name, or why there is none."""
+        modes = [mode for mode in found["modes"] if mode["name"].startswith(name)]
+        if not modes:
+            return "refused"
+        if not modes[0]["fits"]:
+            return "does not fit"
+        ranks = f", {modes[0]['name'].split(' x ')[0]}" * name.startswith("tensor")
+        return format_seconds(modes[0]["step"]) + ranks
+
+    tokens = format_count(found["tokens_per_step"])
+    assert " | ".join([tokens, *map(told, ("tiered", "ZeRO-2", "ZeRO-3", "tensor"))]) == cells

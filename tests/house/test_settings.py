@@ -82,11 +82,6 @@ def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
         assert load_config([f"model.freeze={pattern}"]).model.freeze == (pattern,)
 
 
-def test_overrides_of_the_model() -> None:
-    config = load_config(["model.overrides.n_layer=2", "model.overrides.activation_function=relu"])
-    assert config.model.overrides == {"n_layer": 2, "activation_function": "relu"}
-
-
 def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("optimm:\n  lr: 1\nmodel:\n  dtypo: bf16\n")
@@ -218,15 +213,6 @@ def test_files_that_cannot_be_read_are_refused_without_blocking(tmp_path: Path) 
     for name, wrong in cases.items():
         (told,) = mistakes(str(tmp_path / name))
         assert wrong in told
-
-
-def test_dump_reads_back(tmp_path: Path) -> None:
-    config = load_config(
-        ["--lr", "3e-5", "--nvme", "/x", "model.overrides.n_layer=2", "model.activation_checkpointing=off"]
-    )
-    file = tmp_path / "a.yaml"
-    file.write_text(dump_config(config))
-    assert load_config([str(file)]) == config
 
 
 # Text that YAML reads as a number, boolean, date, null or syntax, and text that is hard to write.

@@ -13,7 +13,6 @@ from offload_trainer import cli
 from offload_trainer.arguments import COMMANDS, parse
 from offload_trainer.checkpoint import RunConfiguration
 from offload_trainer.config import PlacementSection
-from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import model_card
 from offload_trainer.machine.probe import probe_machine
@@ -115,19 +114,6 @@ def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
     assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
     assert card.count("| Seed |") == 1
     assert all(letter.isprintable() for letter in card.replace("\n", ""))
-
-
-def test_an_unavailable_hub_tokenizer_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def nothing(name: str, **_: object) -> str:
-        asked.append(name)
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
-    with pytest.raises(UserError, match="is no directory here, nor available from the hub"):
-        load_tokenizer("someone/something")
-    assert asked == ["someone/something"]
 
 
 def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

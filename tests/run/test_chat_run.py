@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,13 @@ import pytest
 import torch
 from commands import COMMAND, FAULTY, KILL, TINY, ask, call, run_script, whole_and_resumed
 from sample_chats import CHATS
-from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offload_trainer.data.loss_mask import Encoded
-from offload_trainer.data.packing import _PLAIN_TEMPLATE, RowMaker
-from offload_trainer.data.rows import Batch, DataState, RowReader
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
-from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
+from offload_trainer.data.packing import _PLAIN_TEMPLATE
+from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.export.directory import export
-from offload_trainer.model.loss import CausalLoss
 
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--lr", "1e-2"]
@@ -147,23 +141,6 @@ def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: P
 
 
 @pytest.mark.slow
-def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
-    printed = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}", "--accumulate", "3").stderr
-    assert (
-        "the first row:\n  given    'User: What follows one?\\nAssistant:'\n  learned  ' one and eno.<|endoftext|>'\n"
-        "  given    '\\n'\n  padding  "
-    ) in printed
-    padding = re.findall(r"padding  (\d+) x '<\|endoftext\|>'\n", printed)
-    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
-    text = "User: What follows one?\nAssistant: one and eno.<|endoftext|>\n"
-    assert padding == [str(32 - len(tokenizer(text).input_ids))]
-    # A fifth of the rows of 18 conversations is for validation.
-    assert (
-        "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in printed
-    )
-
-
-@pytest.mark.slow
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
     """The shown row marks each conversation, prints text of any script, and escapes control codes."""
     asked = ["Что?", "为什么", f"لماذا{STEERING}"]
@@ -184,58 +161,5 @@ def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path)
     (last,) = (line for line in lines if "لماذا" in line)
     assert r"\x1b[2J\x1b]0;title\x07\x9b\u202e" in last
     assert lines[-1].startswith("padding ")
+    assert "an epoch: 1 rows are 1 steps of 2 (--micro-batch x --accumulate x ranks); --steps 6 is 12 epochs" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))
-
-
-@pytest.mark.slow
-def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
-    template = tmp_path / "own.jinja"
-    lines = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
-    template.write_text(lines + "{% if add_generation_prompt %}[assistant]{% endif %}")
-    words = [*WORDS, "--data", chat, f"data.cache={tmp_path}", f"data.chat_template={template}"]
-    printed = ask("prepare", *words).stderr
-    asked, told = r"'[user] What follows one?<|endoftext|>\n[assistant]'", "' one and eno.<|endoftext|>'"
-    assert f"given    {asked}\n  learned  {told}\n" in printed
-    printed = ask("prepare", *words, "data.format=text").stderr
-    assert "no field 'text'; there are: messages" in printed
-    template.write_text(lines.replace("{{ eos_token }}", ""))
-    endless = ask("prepare", *words)
-    assert endless.returncode == 2
-    assert "line 1: message 2 is an answer to learn, and the chat template ends it with no token" in endless.stderr
-    missing = ask("prepare", *WORDS, "--data", chat, f"data.chat_template={tmp_path}/none.jinja")
-    assert missing.returncode == 2
-    assert "none.jinja cannot be read: No such file or directory" in missing.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) -> None:
-    """The loss of rows is transformers' mean over the trained tokens of each conversation alone, without padding."""
-    draw = random.Random(3)
-    talks = []
-    for size in (7, 16, 3, 11):
-        ids = [draw.randrange(1, 99) for _ in range(size)]
-        talks.append(Encoded(ids, [draw.random() < 0.5 or n == size - 1 for n in range(size)]))
-    model = reference(ARCHITECTURES[name]).eval()
-    sums, count = torch.zeros(()), 0
-    for ids, learned in talks:
-        logits = model(torch.tensor([ids])).logits[0, :-1].float()
-        places = torch.tensor(learned[1:])
-        sums += functional.cross_entropy(logits[places], torch.tensor(ids[1:])[places], reduction="sum")
-        count += int(places.sum())
-    batch = rows_of(talks, tmp_path)
-    loss = CausalLoss(model, chunk=8)(batch.inputs, batch.targets)
-    assert count == int((batch.targets != -100).sum())
-    assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
-
-
-def rows_of(talks: list[Encoded], folder: Path) -> Batch:
-    maker = RowMaker(16, pad=0)
-    with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=16) as writer:
-        for talk in talks:
-            row = maker.add(talk)
-            assert row is not None
-            writer.write(row)
-        writer.write([1 << 31])
-    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=16, rows=range(4), vocabulary=99)
-    return reader.rows_at(range(4))

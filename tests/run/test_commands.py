@@ -1,13 +1,22 @@
-"""Tests of commands around a run: listing and copying recipes."""
+"""Tests of commands around a run: `ls` and `cp` of recipes, `doctor`, and `tune` with given outcomes of its trials."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import TINY, ask
+from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
+from offload_trainer.engine import op_builder
+from offload_trainer.errors import TrainerError
+from offload_trainer.plan.engines import engine_of
+from offload_trainer.plan.machine import DriveFacts, read_machine
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.run.commands import doctor, tune
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config
 
@@ -64,3 +73,156 @@ def test_a_copy_overwrites_nothing(there: str, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["cp", "demo"]) == 2
     assert "demo.yaml: already exists" in capsys.readouterr().err
     assert (path.read_text() == "mine") if there == "a file" else not (tmp_path / "nowhere").exists()
+
+
+# -- doctor: each state of each check, with given facts of a machine ---------------------------------------------------
+
+
+@pytest.mark.slow
+def test_this_machine_passes_and_a_failure_ends_with_1(drive: Path, tmp_path: Path) -> None:
+    done = ask("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert {"threads", "torch", "memory", "GPU", f"drive {drive}"} <= set(checks)
+    assert all(check["fix"] for check in checks.values() if check["state"] != "ok")
+    done = ask("doctor", "--nvme", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "failure  directories" in done.stdout
+    assert "nowhere: no such directory" in done.stdout
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for words, state in (([], "ok"), (["placement.threads=1"], "warning")):
+        assert doctor._threads(load_config(words).placement).state == state
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({"filesystem": "ext4", "disk": "nvme0n1"}, "ok"),
+        ({"filesystem": "tmpfs"}, "failure"),
+        ({"filesystem": "nfs4", "network": True}, "warning"),
+        ({"filesystem": "ext4", "rotational": True}, "warning"),
+        ({"filesystem": "ext4", "direct": False}, "warning"),
+        ({"filesystem": "ext4", "throttle": "io.max 1:2"}, "warning"),
+    ],
+)
+def test_drives(facts: dict, state: str) -> None:
+    checks = list(doctor._drive(DriveFacts("/ssd", 10**12, **facts)))
+    assert checks[0].state == "ok"
+    assert checks[-1].state == state
+    assert state == "ok" or checks[-1].fix
+
+
+def test_little_room_for_the_output_is_no_failure() -> None:
+    """Little room for the output is a warning: small models need megabytes, and the plan checks what fits."""
+    assert doctor._output(DriveFacts("/out", 10**12, filesystem="ext4")).state == "ok"
+    check = doctor._output(DriveFacts("/out", 64 * 10**6, filesystem="ext4"))
+    assert (check.state, bool(check.fix)) == ("warning", True)
+
+
+def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
+
+    monkeypatch.setattr(op_builder, "load_cpu_adam", broken)
+    config = load_config(["--engine", "deepspeed"])
+    checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
+    found = next(check for check in checks if check.name == "kernel cpu_adam")
+    assert found.state == "failure"
+    assert "omp.h" in found.found
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "states"),
+    [
+        (["--engine", "deepspeed", "--nvme", "/ssd"], 8 << 20, ["warning"]),
+        (["--engine", "deepspeed", "--nvme", "/ssd"], None, []),
+        ([], 8 << 20, []),  # cudaHostRegister does not count against it
+    ],
+)
+def test_locked_memory_limits_only_async_io(words: list[str], limit: int | None, states: list[str]) -> None:
+    machine = replace(read_machine("v100-32gb"), memlock_bytes=limit)
+    config = load_config(words)
+    assert [check.state for check in doctor._memlock(config.placement, engine_of(config), machine)] == states
+
+
+# -- tune: its trials and the settings that it keeps, with given outcomes and one real trial ---------------------------
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) -> list[str]:
+    """Make trials return the time in `seconds` for their arguments (None: fail); return the arguments tried so far."""
+    tried: list[str] = []
+
+    def pretend(_: object, added: str, *, steps: int, say: object) -> tune.Trial:
+        tried.append(added)
+        taken = seconds[added]
+        trial = tune.Trial(added, [{"step": taken, "update": taken}] * steps)
+        return replace(trial, failed="killed by signal 9") if taken is None else trial
+
+    monkeypatch.setattr(tune, "run_trial", pretend)
+    return tried
+
+
+def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = outcomes(monkeypatch, {"": 2.0, "a": 1.5, "b": 1.8, "a c": None, "a d": 1.2})
+    trials = tune.tune([], [("a", "b"), ("c", "d")], phase="step", steps=4, say=lambda line: None)
+    assert tried == ["", "a", "b", "a c", "a d"]
+    assert trials[0].words == "a d"
+    assert len(trials) == 5
+    assert [trial.failed for trial in trials if trial.words == "a c"] == ["killed by signal 9"]
+
+
+def test_a_gain_within_the_noise_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(monkeypatch, {"": 2.0, "a": 1.97})
+    assert tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)[0].words == ""
+
+
+def test_nothing_to_tune_where_the_plan_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(monkeypatch, {"": None})
+    with pytest.raises(TrainerError, match="killed by signal 9"):
+        tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)
+
+
+def test_the_first_steps_do_not_count() -> None:
+    trial = tune.Trial("", [{"step": 9.0}, {"step": 9.0}, {"step": 1.0}, {"step": 3.0}, {"step": 2.0}])
+    assert trial.seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            ["--ram-fraction", "0", "tiered.overlap=off"],
+            {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"},
+        ),
+        (["--ram-fraction", "1"], set()),
+        (["--params", "cpu", "--ram-fraction", "1"], {"tiered.weight_buffers"}),
+        (["--engine", "deepspeed", "--optimizer", "cpu"], {"deepspeed.reduce_bucket_size"}),
+    ],
+)
+def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set[str], tmp_path: Path) -> None:
+    config = load_config(["--nvme", str(tmp_path), "--save-every", "0", *words])
+    here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
+    plan = make_plan(config, SHAPES["gpt2"], here)
+    tried = {word.partition("=")[0] for group in plan.tunable for word in group}
+    assert tried == keys
+    assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
+    for group in plan.tunable:
+        for added in group:
+            wish(*words, *added.split())  # each trial is a valid configuration
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """A plan with nothing to vary makes one real trial, and the file is a valid configuration."""
+    best = tmp_path / "best.yaml"
+    words = [*TINY, "--engine", "tiered", "--ram-fraction", "1", "--output", tmp_path / "run"]
+    done = ask("tune", "--json", "--write", best, "--trial-steps", "3", *words)
+    assert done.returncode == 0, done.stderr
+    (trial,) = json.loads(done.stdout)
+    assert len(trial["steps"]) == 3
+    assert trial["seconds"] > 0
+    assert load_config([str(best)]).placement.ram_fraction == 1
+    assert not (tmp_path / "run").exists()

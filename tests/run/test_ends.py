@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, call, faulty, run_script
+from commands import COMMAND, TINY, call, everything, faulty, run_script
 from safetensors.torch import load_file
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
@@ -62,20 +62,34 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
     assert not list(run.output.glob(".*.tmp"))
 
 
+# -- stops with a deadline ---------------------------------------------------------------------------------------------
+
+
+def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
+    """A deadline that is too short for a save leaves the last checkpoint; a long one is kept to. Both resume."""
+    always = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
+    whole = call(*always, output=tmp_path / "whole")
+    for within, saved, told in ((0.5, 2, "stopped at once, unsaved"), (600, 3, "everything saved")):
+        words = [*always, f"train.stop_within={within}"]
+        output = tmp_path / f"within-{within}"
+        run = faulty(f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+TERM@line=3", *words, output=output)
+        assert run.code == 128 + signal.SIGTERM, run.text
+        assert told in run.text
+        assert complete_checkpoints(output / "checkpoints")[-1].name == f"step-{saved:08d}"
+        assert "train.stop_within=0.5" in run.text or within == 600
+        again = call(*words, output=output)
+        assert f"step {saved}" in again.text
+        assert again.losses == whole.losses
+
+
 # -- runs without checkpoints ------------------------------------------------------------------------------------------
-
-
-def state(output: Path) -> dict[str, bytes | None]:
-    """Return the contents of files that a refused command must not change."""
-    names = ("metrics.jsonl", "config.yaml", "export.json", "export/model.safetensors", "export/README.md", "log.txt")
-    return {name: (output / name).read_bytes() if (output / name).exists() else None for name in names}
 
 
 def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
     """Repeating the command trains and overwrites nothing; a command with other settings is refused."""
     output = tmp_path / "out"
     call(*NEVER, output=output)
-    before = state(output)
+    before = everything(output)
     assert "done before: 5 steps; the weights are in" in call(*NEVER, output=output).text
     for words, told in (
         (["--steps", 7], "differs in train.steps"),
@@ -84,20 +98,16 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
     ):
         refused = call(*NEVER, *words, output=output, check=False)
         assert (refused.code, told in refused.text) == (2, True), refused.text
-    assert state(output) == before
+    assert everything(output) == before
     (output / "export").rename(tmp_path / "mine")
     assert "step 1" in call(*NEVER, output=output).text
     weights = "model.safetensors"
     assert (tmp_path / "mine" / weights).read_bytes() == (output / "export" / weights).read_bytes()
     (output / "export.json").unlink()  # The export is no longer known to be this run's.
-    before = state(output)
+    before = everything(output)
     refused = call(*NEVER, output=output, check=False)
     assert (refused.code, "is where this run would leave its weights" in refused.text) == (2, True), refused.text
-    assert state(output) == before
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert everything(output) == before
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
@@ -149,7 +159,8 @@ def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
     again = call(*NEVER, output=stopped.output)
     assert "resumed from" in again.text
     assert again.losses == whole.losses
-    assert state(again.output)["export/model.safetensors"] == state(whole.output)["export/model.safetensors"]
+    weights = "export/model.safetensors"
+    assert (again.output / weights).read_bytes() == (whole.output / weights).read_bytes()
 
 
 def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
@@ -161,9 +172,9 @@ def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
     assert (
         f"stopped after step 3; the weights are in {output / 'export'}, but no checkpoint could be made" in stopped.text
     )
-    kept = state(output)
+    kept = everything(output)
     refused = call(*NEVER, output=output, check=False)
     assert (refused.code, "ended after step 3 and left no checkpoint" in refused.text) == (2, True), refused.text
-    assert state(output) == kept
+    assert everything(output) == kept
     words = [word for word in NEVER if "overrides" not in str(word)]
     assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text

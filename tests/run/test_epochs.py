@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import KILL, TINY, Run, ask, call, call_and_kill
+from commands import KILL, TINY, Run, call, faulty
+
+pytestmark = pytest.mark.slow
 
 TEXT = "it was the best of times, it was the worst of times, and it was an age of small rows. " * 60
 WORDS = [*TINY, "--micro-batch", "3", "--accumulate", "2", "train.eval_every=0", "--save-every", "2"]
@@ -32,70 +34,46 @@ def position(run: Run) -> int:
     return json.loads((newest / "state.json").read_text())["data_position"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("epochs", ["0.5", "1.5"])
-def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_path: Path) -> None:
-    """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows."""
-    run = call(*WORDS, "--data", text, "--epochs", epochs, output=tmp_path / "epochs")
+def test_epochs_make_the_steps_that_visit_the_rows(text: Path, tmp_path: Path) -> None:
+    """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows.
+
+    Rows that it has visited count whatever its steps were when it goes on.
+    """
+    words = [*WORDS, "--data", text]
+    run = call(*words, "--epochs", "1.5", output=tmp_path / "epochs")
     rows, steps = rows_of(run), len(run.steps)
     assert rows % 6
-    assert 6 * (steps - 1) < float(epochs) * rows <= 6 * steps == position(run)
-    assert f"epochs: {epochs} of {rows} rows, 6 rows a step: {steps} steps" in run.text
+    assert 6 * (steps - 1) < 1.5 * rows <= 6 * steps == position(run)
+    assert f"epochs: 1.5 of {rows} rows, 6 rows a step: {steps} steps" in run.text
     kept = yaml.safe_load((run.output / "config.yaml").read_text())["train"]
     assert (kept["steps"], kept["epochs"]) == (steps, "auto")
-    same = call(*WORDS, "--data", text, "--steps", steps, output=tmp_path / "steps")
+    same = call(*words, "--steps", steps, output=tmp_path / "steps")
     assert [(step["loss"], step["lr"]) for step in run.steps] == [(step["loss"], step["lr"]) for step in same.steps]
+    more = call(*words, "--accumulate", "3", "--epochs", "2", output=run.output)
+    assert len(more.steps) == steps + math.ceil((2 * rows - 6 * steps) / 9)
+    assert 2 * rows <= position(more) < 2 * rows + 9
 
 
-@pytest.mark.slow
-def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_killed_run_ends_where_it_would_have_ended(pages: bool, text: Path, tmp_path: Path, drive: Path) -> None:
     words = [*WORDS, "--data", text, "--epochs", "1"]
+    on_drive = ["--nvme", drive, "--ram-fraction", "0", "tiered.state_copies=2", "--save-every", "0"]
+    words += on_drive if pages else []
     whole = call(*words, output=tmp_path / "whole")
-    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
-    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
-    assert killed.code == -9
-    again = call(*words, output=tmp_path / "killed")
+    killed = tmp_path / "killed"
+    saved = "" if pages else f"pause~{killed}/checkpoints/step-00000002/MANIFEST.json+"
+    assert faulty(f"{saved}kill@line=4", *words, output=killed).code == -KILL
+    again = call(*words, output=killed)
+    assert ("resuming from the page files" if pages else "resumed from") in again.text
     assert again.losses == whole.losses
-    assert "resumed from" in again.text
-    assert "done" in call(*words, output=tmp_path / "killed").text
+    assert "done" in call(*words, output=killed).text
 
 
-@pytest.mark.slow
-def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(text: Path, tmp_path: Path) -> None:
-    first = call(*WORDS, "--data", text, "--epochs", "0.5", output=tmp_path / "run")
-    rows, before = rows_of(first), len(first.steps)
-    more = [*WORDS, "--accumulate", "3", "--data", text, "--epochs", "2"]
-    second = call(*more, output=tmp_path / "run")
-    assert len(second.steps) == before + math.ceil((2 * rows - 6 * before) / 9)
-    assert 2 * rows <= position(second) < 2 * rows + 9
-
-
-@pytest.mark.slow
-def test_page_files_are_resumed_to_the_same_step(text: Path, tmp_path: Path, drive: Path) -> None:
-    words = [*WORDS, "--data", text, "--epochs", "1", "--nvme", drive, "--ram-fraction", "0", "tiered.state_copies=2"]
-    words += ["--save-every", "0"]
-    whole = call(*words, output=tmp_path / "whole")
-    call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 4, number=KILL, hold=4)
-    again = call(*words, output=tmp_path / "killed")
-    assert "resuming from the page files" in again.text
-    assert again.losses == whole.losses
-
-
-@pytest.mark.slow
 def test_an_epoch_of_a_mixture_is_the_mixtures(text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("another text with other words in it. " * 40)
     words = [*WORDS, "--data", text, other, "data.mixture=[1,3]", "--epochs", "1"]
     run = call(*words, output=tmp_path / "run")
-    printed = next(line for line in run.text.splitlines() if "mixture, in an epoch of" in line)
-    rows = int(printed.split("in an epoch of ")[1].split()[0])
+    rows = int(run.text.split("mixture, in an epoch of ")[1].split()[0])
     assert rows == rows_of(run)
     assert len(run.steps) == math.ceil(rows / 6)
-
-
-@pytest.mark.slow
-def test_a_warm_up_that_is_longer_is_refused_before_anything_is_written(text: Path, tmp_path: Path) -> None:
-    done = ask(*WORDS, "--data", text, "--epochs", "0.1", "optim.warmup_steps=200", "--output", tmp_path / "run")
-    assert done.returncode == 2
-    assert "optim.warmup_steps=200 is more than train.steps=" in done.stderr
-    assert not (tmp_path / "run").exists()

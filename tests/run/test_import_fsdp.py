@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from engine_bench import batches, model_directory
 from fsdp2_ranks import AFTER, BEFORE, LR, STEPS, fsdp2_checkpoint
 from imported_state import assert_same_state, continued, imported, state_of
 from safetensors.torch import load_file
-from synthetic_foreign import distributed, random_state
-from transformers import AutoModelForCausalLM
+from synthetic_foreign import distributed, model_and_state
+from test_safe import Bomb
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
@@ -52,17 +51,9 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A model directory, and a random state of it."""
-    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    named = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters()
-    return model, random_state({name: p.detach() for name, p in named})
-
-
-def test_names_within_a_wrapper(source: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_names_within_a_wrapper(tmp_path: Path) -> None:
     """A script may save a module that holds the model, under words of its own."""
-    model, state = source
+    model, state = model_and_state(tmp_path)
     wrapped = {kind: {f"inner.{name}": tensor for name, tensor in tensors.items()} for kind, tensors in state.items()}
     weights, optimizer = distributed(wrapped)
     dcp.save({"net": weights, "opt": optimizer}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
@@ -115,19 +106,9 @@ def test_chunks_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
             tensor(*offsets)
 
 
-class Bomb:
-    """An object whose pickle creates a file when loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
 @pytest.mark.slow
-def test_checkpoints_of_other_models_are_refused(source: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    model, state = source
+def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
+    model, state = model_and_state(tmp_path)
     weights, optimizer = distributed(state)
     bomb = Bomb(tmp_path / "exploded")
     given = ["--model", str(model)]

@@ -1,10 +1,13 @@
-"""Tests of importing checkpoints of transformers' Trainer: its state bit for bit, and its next losses."""
+"""Tests of importing checkpoints of transformers' Trainer: its state bit for bit, its next losses and loss scales."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,19 @@ import pytest
 import torch
 from commands import ask, call
 from engine_bench import VOCABULARY, model_directory
+from forked_child import in_a_fork, watched_memory
 from imported_state import LENGTH, Recording, assert_same_state, continued, imported, same_batch, same_rows, state_of
 from safetensors.torch import load_file
+from synthetic_foreign import STEP, State, model_and_state, write_fsdp, write_trainer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
-from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
+from offload_trainer.optim.loss_scale import LossScale
+from offload_trainer.optim.state_files import read_engine_state
+from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.run.commands.import_checkpoint import Imported
 from offload_trainer.settings import load_config
 from offload_trainer.trainer import learning_rate
 
@@ -112,49 +120,25 @@ def test_the_next_losses_are_the_trainers(source: tuple[Recording, Path, list], 
 
 
 @pytest.mark.slow
-def test_the_command_resumes_from_an_import(tmp_path: Path) -> None:
-    """`import` and then the training command: its losses are those of torch's AdamW going on from the same files."""
-    tokenizer = load_tokenizer("builtin")
-    trainer = trained(
-        tmp_path, "gpt2", frozen=[], tied=True, max_steps=2, save_steps=2, adam_beta1=0.9, adam_beta2=0.95
-    )
-    checkpoint = tmp_path / "out/checkpoint-2"
-    text = tmp_path / "text.txt"
-    text.write_text(("The quick brown fox jumps over the lazy dog. " * 40 + "\n") * 4)
-    ids = torch.tensor([id_ % VOCABULARY for id_ in tokenizer(text.read_text())["input_ids"]])
-    tokens = tmp_path / "tokens.bin"
-    ids.to(torch.int16).numpy().tofile(tokens)
-    run = tmp_path / "run"
-    asked = ask("import", checkpoint, run, "--dtype", "fp32", "optim.schedule=constant", "optim.warmup_steps=0")
+def test_the_command_resumes_from_an_import(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
+    """`import` says how to go on, and the training command resumes there."""
+    _, output, frozen = source
+    checkpoint, run = output / f"checkpoint-{HALF}", tmp_path / "run"
+    words = ["--dtype", "fp32", "optim.schedule=constant", "optim.warmup_steps=0", *freezing(frozen)]
+    asked = ask("import", checkpoint, run, *words)
     assert asked.returncode == 0, asked.stderr
-    assert f"{checkpoint} (transformers' Trainer), step 2" in asked.stdout
-    assert "learning rate of step 3: 0.01 in the source; 0.01 here" in asked.stdout
+    assert f"{checkpoint} (transformers' Trainer), step {HALF}" in asked.stdout
+    assert f"learning rate of step {HALF + 1}: 0.01 in the source; 0.01 here" in asked.stdout
     assert "go on with: offload-train --dtype fp32" in asked.stdout
     assert f"--output {run}" in asked.stdout
     assert "has no tokenizer: name one for the run with --tokenizer" in asked.stderr
-    words = ["--model", checkpoint, "--dtype", "fp32", "--data", tokens, "--tokenizer", "builtin", "--lr", LR]
-    words += ["optim.schedule=constant", "optim.warmup_steps=0", "data.shuffle=false"]
-    words += ["optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5", "placement.threads=1"]
-    words += ["--seq-len", LENGTH, "--micro-batch", 1, "--steps", 5, "optim.kernel=torch"]
+    tokens = tmp_path / "tokens.bin"
+    (torch.arange(9000) % VOCABULARY).to(torch.int16).numpy().tofile(tokens)
+    words += ["--model", checkpoint, "--data", tokens, "--tokenizer", "builtin", "--lr", LR, *SETTINGS]
+    words += ["--seq-len", LENGTH, "--micro-batch", 1, "--steps", 5, "placement.threads=1"]
     done = call(*words, output=run)
-    assert [step["step"] for step in done.steps] == [3, 4, 5]
-    assert "train.steps is 5; step-00000002 was saved with 2" in done.text
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    decays = trainer.get_decay_parameter_names(model)
-    named = dict(model.named_parameters())
-    groups = [{"params": [p for name, p in named.items() if (name in decays) == wanted]} for wanted in (True, False)]
-    adam = torch.optim.AdamW(groups)
-    adam.load_state_dict(torch.load(checkpoint / "optimizer.pt"))
-    expected = []
-    for step in range(3):
-        inputs = ids[step * LENGTH : (step + 1) * LENGTH + 1][None]
-        loss = model(input_ids=inputs, labels=inputs).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        adam.step()
-        adam.zero_grad()
-        expected.append(float(loss.detach()))
-    assert done.losses == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert [step["step"] for step in done.steps] == [4, 5]
+    assert f"train.steps is 5; step-{HALF:08d} was saved with {STEPS}" in done.text
 
 
 @pytest.mark.slow
@@ -176,17 +160,9 @@ def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
         assert "They differ: give this command and the run the source's optim.schedule" in done.rates
 
 
-def copy_of(checkpoint: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for path in checkpoint.iterdir():
-        if path.is_file():
-            (folder / path.name).write_bytes(path.read_bytes())
-    return folder
-
-
 def test_overflows_hold_the_schedule_up_there_and_here(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
     _, output, frozen = source
-    checkpoint = copy_of(output / f"checkpoint-{HALF}", tmp_path / "held up")
+    checkpoint = Path(shutil.copytree(output / f"checkpoint-{HALF}", tmp_path / "held up"))
     scheduler = torch.load(checkpoint / "scheduler.pt")
     torch.save(scheduler | {"last_epoch": HALF - 2}, checkpoint / "scheduler.pt")
     assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *freezing(frozen)).words
@@ -226,7 +202,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "fewer parameters": (
         lambda saved: saved["param_groups"][0]["params"].pop(),
-        r"groups of \[\d+, \d+\] parameters; the model has \d+ with weight decay and \d+ without",
+        r"groups of \[\d+, \d+\] parameters; the model has .* Freeze with model\.freeze",
     ),
     "a negative second moment": (
         lambda saved: saved["state"][0]["exp_avg_sq"].fill_(-1),
@@ -240,7 +216,7 @@ def test_other_optimizers_and_other_models_are_refused(
     case: str, source: tuple[Recording, Path, list], tmp_path: Path
 ) -> None:
     _, output, frozen = source
-    folder = copy_of(output / f"checkpoint-{STEPS}", tmp_path / "changed")
+    folder = Path(shutil.copytree(output / f"checkpoint-{STEPS}", tmp_path / "changed"))
     change, told = REFUSED[case]
     changed(folder, change)
     with pytest.raises(UserError, match=told):
@@ -256,7 +232,7 @@ class Other:
 @pytest.mark.slow
 def test_unreadable_checkpoints_are_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
     _, output, frozen = source
-    folder = copy_of(output / f"checkpoint-{STEPS}", tmp_path / "changed")
+    folder = Path(shutil.copytree(output / f"checkpoint-{STEPS}", tmp_path / "changed"))
     changed(folder, lambda saved: saved.update(extra=Other()))
     words = freezing(frozen)
     with pytest.raises(UserError, match=r"optimizer\.pt holds a test_import_trainer\.Other, and an import reads"):
@@ -275,8 +251,117 @@ def test_unreadable_checkpoints_are_refused(source: tuple[Recording, Path, list]
         imported(output / f"checkpoint-{STEPS}", tmp_path / "other", *words, "optim.name=muon")
 
 
-def test_freezing_that_does_not_fit_is_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
-    _, output, frozen = source
-    words = [] if frozen else ["model.freeze=['mlp']"]
-    with pytest.raises(UserError, match=r"groups of \[\d+, \d+\] parameters; .* Freeze with model\.freeze"):
-        imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
+# -- loss scales: a run in fp16 goes on with the scales that torch's scaler has ----------------------------------------
+
+WINDOW = 5
+# Whether each step overflows. The import comes after each number of steps in IMPORTED_AFTER.
+OVERFLOWS = [step in (2, 3, 19, 26) for step in range(40)]
+IMPORTED_AFTER = [0, 3, 9, 27]
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    return model_and_state(tmp_path_factory.mktemp("synthetic"))
+
+
+def scales_from(done: Imported, moment: int) -> list[float]:
+    """Return the scale of each step after `moment` in a run that resumes from the import."""
+    scale = LossScale.initial("fp16").resumed(read_engine_state(done.checkpoint, rule=ADAMW).loss_scale)
+    found = []
+    for overflow in OVERFLOWS[moment:]:
+        found.append(scale.value)
+        scale = scale.after_step(finite=not overflow)
+    return found
+
+
+def step_of_torch(scaler: Any, *, overflow: bool) -> float:
+    """Run one step of torch's scaler; return its scale in this step."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    adam = torch.optim.SGD([weight], lr=0.1)
+    scale: float = scaler.get_scale()
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    if overflow:
+        weight.grad.fill_(torch.inf)
+    scaler.step(adam)
+    scaler.update()
+    return scale
+
+
+@pytest.mark.parametrize("moment", IMPORTED_AFTER)
+def test_scales_are_torchs(moment: int, synthetic: tuple[Path, State], tmp_path: Path) -> None:
+    model, state = synthetic
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=WINDOW)
+    for overflow in OVERFLOWS[:moment]:
+        step_of_torch(scaler, overflow=overflow)
+    scaler.scale(torch.ones(1))  # makes the counters that an untouched scaler does not have
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    write_trainer(checkpoint, state)
+    torch.save(scaler.state_dict(), checkpoint / "scaler.pt")
+    expected = [step_of_torch(scaler, overflow=overflow) for overflow in OVERFLOWS[moment:]]
+    notes: list[str] = []
+    done = imported(checkpoint, tmp_path / "run", "--model", str(model), "--dtype", "fp16", notes=notes)
+    assert scales_from(done, moment) == expected
+    assert len(set(expected)) > 2
+    assert any(f"the loss scale goes on at {expected[0]:g}" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_what_differs_is_said_and_what_is_impossible_refused(synthetic: tuple[Path, State], tmp_path: Path) -> None:
+    model, state = synthetic
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    write_trainer(checkpoint, state)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def notes_of(name: str, dtype: str, **changes: float) -> str:
+        torch.save(scaler.state_dict() | changes if name != "disabled" else {}, checkpoint / "scaler.pt")
+        notes: list[str] = []
+        imported(checkpoint, tmp_path / f"run {name}", "--model", str(model), "--dtype", dtype, notes=notes)
+        return "\n".join(notes)
+
+    assert "there it changes by factors of 1.5 and 0.5, and here" in notes_of("1.5", "fp16", growth_factor=1.5)
+    assert "there it changes" not in notes_of("2", "fp16")
+    assert "has a loss scale of 1024, which only a run with --dtype fp16 uses" in notes_of("bf16", "bf16")
+    assert "has no loss scale: the run begins with 65536" in notes_of("disabled", "fp16")
+    with pytest.raises(UserError, match=r"scaler\.pt has no loss scale to go on with: scale should .* and is inf"):
+        notes_of("inf", "fp16", scale=float("inf"))
+    with pytest.raises(UserError, match=r"scaler\.pt has no loss scale to go on with: growth_interval"):
+        notes_of("interval", "fp16", growth_interval=0)
+
+
+# -- memory: some of the largest weights, not the model ----------------------------------------------------------------
+
+
+def grown(work: Callable[[], object], folder: Path) -> int:
+    """Return by how much anonymous memory grows in a fork that does this work."""
+
+    def weighed() -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in this process must not hide what the work takes
+        peak = watched_memory()
+        before = peak()
+        work()
+        (folder / "grown").write_text(str(peak() - before))
+
+    assert in_a_fork(weighed) == 0
+    return int((folder / "grown").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_trainer, write_fsdp])
+def test_an_import_holds_a_few_weights(write: Callable[[Path, State], None], tmp_path: Path) -> None:
+    """Anonymous memory grows by less than six of the largest weights and a constant, a quarter of the state."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
+    folder, held = model_and_state(tmp_path, "llama", **sizes)  # a state of 230 MB
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(source, held)
+    largest = max(tensor.nbytes for tensor in held["master"].values())
+    whole = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
+    limit = 6 * largest + (40 << 20)  # readers, models on the meta device and buffers of files
+    assert limit < whole / 3
+    assert grown(lambda: imported(source, tmp_path / "run", "--model", str(folder)), tmp_path) < limit
+    checkpoint = tmp_path / f"run/checkpoints/step-{STEP:08d}"
+    assert_same_state(state_of(checkpoint), held)

@@ -1,17 +1,31 @@
-"""Tests of the launcher: the rank whose end it reports, signals that it passes on, and ranks that outlive it."""
+"""Tests of the launcher: the rank whose end it reports, signals that it passes on, and ranks that outlive it.
+
+Ranks that differ are refused before anything is written, with the difference named.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from commands import run_script
+import torch
+from commands import FAULTY, TINY, call
+from forked_child import in_a_fork
+from forked_ranks import call_ranks
 
 from offload_trainer import ranks
+from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
-from offload_trainer.run import launcher
+from offload_trainer.run import checks, launcher
+from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.launcher import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
@@ -80,19 +94,8 @@ def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: py
     assert told({}) == 0
 
 
-# A launcher of two processes, which follow their arguments and report how they ended.
-LAUNCHED = """
-import os, signal, sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from offload_trainer.run import launcher
-
-# Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
-launcher._GRACE = 0.5 if sys.argv[2] == "saves" else 4
-sys.modules["offload_trainer.run.resume_point"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
-start = launcher._Ranks.start
-folder, fault = Path(sys.argv[1]), sys.argv[2]
-RANK = '''
+# One of two ranks of a launcher, which reports the signals that it gets; rank 0 may send them to the launcher.
+RANK = """
 import os, signal, sys, time
 from pathlib import Path
 
@@ -109,36 +112,24 @@ def stop(number, frame):
             os.kill(os.getpid(), signal.SIGSTOP)
         sys.exit(69)
 
+def wait_for(name):
+    while not all((folder / f"{name}-{rank}").exists() for rank in range(2)):
+        time.sleep(0.005)
+
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, stop)
 (folder / f"ready-{rank}").touch()
+wait_for("ready")
 if rank and fault in ("fails", "ignores"):
-    while not (folder / "ready-0").exists():
-        time.sleep(0.005)
     sys.exit(3)
+if not rank and fault in ("saves", "hangs"):
+    os.kill(os.getppid(), signal.SIGUSR1)
+    wait_for("told")
+    os.kill(os.getppid(), signal.SIGTERM)
 while True:
     time.sleep(0.01)
     if fault == "fails" and (folder / f"told-{rank}").exists():
         sys.exit(69)
-'''
-own = lambda: [sys.executable, "-c", RANK, *sys.argv[1:]]
-launcher._Ranks.start = lambda self, command, *, count: start(self, own(), count=count)
-
-def ask():
-    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    while not all((folder / f"told-{rank}").exists() for rank in range(2)):
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-if fault in ("saves", "hangs"):
-    if not os.fork():  # another process: the launcher has no thread while it starts its ranks
-        parent = os.getppid()
-        os.getpid = lambda: parent
-        ask()
-        os._exit(0)
-sys.exit(launcher.run_ranks([], count=2))
 """
 
 
@@ -153,49 +144,111 @@ sys.exit(launcher.run_ranks([], count=2))
     ],
 )
 def test_the_launcher_ends_ranks_and_passes_signals_on(
-    fault: str, code: int, expected_text: list[str], tmp_path: Path
+    fault: str, code: int, expected_text: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "launched.py"
-    script.write_text(LAUNCHED)
-    done = run_script(script, tmp_path, fault)
-    assert done.returncode == code, done.stderr
+    def work() -> int:
+        # Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
+        launcher._GRACE = 0.5 if fault == "saves" else 4
+        sys.modules["offload_trainer.run.resume_point"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
+        ranks = launcher._Ranks
+        start, argv = ranks.start, [sys.executable, "-c", RANK, str(tmp_path), fault]
+        ranks.start = lambda self, command, *, count: start(self, argv, count=count)
+        return launcher.run_ranks([], count=2)
+
+    assert in_a_fork(work) == code
     assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == expected_text
-    assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
+    told = capfd.readouterr().err
+    assert told == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
-LEFT = """
-import os, signal, threading, time
-from offload_trainer.run import launcher
-
-launcher._LOOK = 0.02
-heard, sleep = threading.Event(), time.sleep
-time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sleep(seconds)
-reader, writer = os.pipe()
-parent = os.fork()
-if not parent:
-    middle = os.getpid()
-    if os.fork():
-        os._exit(0)  # and the rank below has no launcher
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
-    os.environ[launcher.LAUNCHER] = str(middle)
-    signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\\n"), heard.set()))
-    launcher.end_without_launcher(lambda line: os.write(writer, f"{line}\\n".encode()))
-    time.sleep(600)
-    os._exit(0)
-os.close(writer)
-told = b""
-while more := os.read(reader, 4096):  # until SIGKILL closes the pipe
-    told += more
-print(told.decode())
-"""
-
-
-def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
+def test_a_rank_without_a_launcher_ends() -> None:
     """A rank without its launcher ends in order, or immediately if that takes too long."""
-    script = tmp_path / "left.py"
-    script.write_text(LEFT)
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-    assert "the launcher of the ranks (process" in done.stdout
-    assert "told to end" in done.stdout
+    reader, writer = os.pipe()
+    heard, sleep = threading.Event(), time.sleep
+
+    def work() -> int:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", launcher.LAUNCHER: str(os.getpid())}
+        if os.fork():
+            return 0  # and the rank below has no launcher
+        launcher._LOOK = 0.02
+        time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sleep(seconds)
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\n"), heard.set()))
+        launcher.end_without_launcher(lambda line: os.write(writer, f"{line}\n".encode()))
+        sleep(600)
+        return 1
+
+    assert in_a_fork(work) == 0
+    os.close(writer)
+    with open(reader) as file:
+        told = file.read()  # until SIGKILL closes the pipe
+    assert "the launcher of the ranks (process" in told
+    assert "told to end" in told
+
+
+# -- commands with several ranks that end early, or that differ --------------------------------------------------------
+
+
+FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eval_every=0", "--micro-batch", "1"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
+    """A full disk is reported by its rank alone, and no partial file gets its final name.
+
+    A rerun with another number of ranks has the bits of one rank.
+    """
+    alone = call(*FOUR, "--accumulate", 6, output=tmp_path / "alone")
+    ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "1:broken@put=2"])
+    assert [run.code for run in ended] == [1, 1, 1]
+    printed = [[line for line in run.text.splitlines() if line.startswith("offload-train")] for run in ended]
+    assert [len(lines) for lines in printed] == [0, 1, 0], printed
+    assert "exp_avg.safetensors: No space left on device" in printed[1][0]
+    assert "No space left on device" in (tmp_path / "out/log.txt").read_text().splitlines()[-1]
+    checkpoints = tmp_path / "out/checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    two = call_ranks(*FOUR, "--accumulate", 3, output=tmp_path / "out", count=2)
+    assert [run.code for run in two] == [0, 0], two
+    assert "resumed from" in two[0].text
+    assert "while training went on" in two[0].text
+    kept = ("step", "loss", "grad_norm")
+    ours, theirs = ([{key: step[key] for key in kept} for step in run.steps] for run in (two[0], alone))
+    assert ours[-4:] == theirs[-4:]
+    ours, theirs = (complete_checkpoints(run.output / "checkpoints")[-1] for run in (two[0], alone))
+    read_manifest(ours)
+    for path in theirs.glob("*.safetensors"):
+        assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.slow
+def test_ranks_of_different_commands_do_not_begin(tmp_path: Path) -> None:
+    ended = call_ranks(*FOUR, output=tmp_path / "out", count=2, last=["--lr", "0.25"])
+    assert [run.code for run in ended] == [2, 2]
+    assert "optim.lr: rank 1 has 0.25, rank 0 has" in ended[0].text.replace("rank 0 0", "rank 0 has 0")
+    assert not ended[1].text
+    assert not (tmp_path / "out").exists()
+
+
+def others(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Pretend that there are three ranks, of which this is the first and the last reports `changed` facts."""
+    monkeypatch.setattr(checks, "all_gather_json", lambda mine: [mine, mine, mine | changed])
+    monkeypatch.setattr(checks, "place_here", lambda: (0, 3))
+
+
+@pytest.mark.slow
+def test_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    others(monkeypatch, **{"torch": "2.1", "CPU instruction set (torch)": "Z80"})
+    with pytest.raises(UserError, match="every rank with the same command") as refused:
+        refuse_other_programs(load_config([]).model_dump(mode="json"))
+    assert f"torch: rank 2 has 2.1, rank 0 {torch.__version__}" in str(refused.value)
+    assert "CPU instruction set (torch): rank 2 has Z80, rank 0 " in str(refused.value)
+
+
+@pytest.mark.slow
+def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity, layout = {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}}
+    others(monkeypatch, text=77)
+    with pytest.raises(UserError, match="text: rank 2 has 77, rank 0 1234"):
+        refuse_other_data(identity, layout)
+    others(monkeypatch, **{"the model's weights": 3})
+    with pytest.raises(UserError, match="the model's weights: rank 2 has 3"):
+        refuse_other_data(identity, layout)

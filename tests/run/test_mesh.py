@@ -194,7 +194,18 @@ def test_a_relay_is_refused() -> None:
             made[1].mesh([0, 1], patience=300.0, within=300.0)
 
 
-SQUATTER = """
+def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", mesh.RUN: secrets.token_hex(8)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "_joined", None)
+    ranks.join()
+    assert ranks._joined is not None
+    assert [one.family for one in ranks._joined.listener._listening] == [socket.AF_UNIX]
+    ranks._joined.listener.close()
+
+
+OTHER_USER = """
 import os, socket, sys
 os.setuid(65534)
 unix = socket.socket(socket.AF_UNIX)
@@ -203,24 +214,33 @@ unix.listen()
 print("listens", flush=True)
 connection, _ = unix.accept()
 print(connection.recv(100), flush=True)
+with socket.socket(socket.AF_UNIX) as dials:
+    dials.settimeout(60)
+    dials.connect("\\0" + sys.argv[2])
+    try:
+        dials.sendall(bytes(8))
+        print(dials.recv(100), flush=True)
+    except ConnectionError:
+        print(b"", flush=True)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
-def test_nothing_is_sent_to_another_user_in_the_place_of_a_rank() -> None:
+def test_another_user_gets_nothing_in_the_place_of_a_rank_or_as_one_that_dials() -> None:
     run = secrets.token_hex(8)
-    words = [sys.executable, "-c", SQUATTER, _name(run, 0)[1:]]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as squatter:
-        assert squatter.stdout is not None
-        assert squatter.stdout.readline() == "listens\n"
+    words = [sys.executable, "-c", OTHER_USER, *(_name(run, rank)[1:] for rank in (0, 1))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "listens\n"
         with pytest.raises(TrainerError, match="another process listens in the place of rank 0"):
             Listener(run, 0, here=[0, 1])
         second = Listener(run, 1, here=[0, 1])
         with pytest.raises(TrainerError, match="user 65534 listens in the place of rank 0"):
             second.mesh([0, 1], patience=300.0, within=300.0)
+        assert other.stdout.readline() == "b''\n"
+        assert other.stdout.readline() == "b''\n"
+        assert not second._arrived
         second.close()
-        del second
-        assert squatter.stdout.readline() == "b''\n"
 
 
 def test_each_end_must_prove_that_it_knows_the_secret() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import TINY, ask, call
+from commands import TINY, ask, call, everything
 from safetensors.torch import save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
@@ -37,7 +35,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "everything frozen": ("--model gpt2-mini model.freeze=[.]", "leaves nothing to train"),
     "a pattern that is none": ("model.freeze=['(']", "model.freeze"),
     "rows longer than the context": ("--model shape --scratch --tokenizer builtin --seq-len 128", "64"),
-    "a width that heads do not divide": ("model.overrides.n_embd=100", ""),
     "no such data": ("--data nowhere.txt", "nowhere.txt"),
     "data that is empty": ("--data empty.txt", "empty.txt"),
     "a folder without text": ("--data empty", "empty"),
@@ -55,16 +52,24 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such drive": ("--nvme nowhere", "nowhere"),
     "a drive that is a file": ("--nvme little.txt", "little.txt"),
     "a run directory that is a file": ("--output little.txt", "little.txt"),
-    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force runs it anyway"),
+    "a model that does not fit": (
+        "--model gpt2-10b model.overrides.n_embd=16384 --nvme drive --ram-fraction 0 --save-every 0",
+        "/drive (--force runs it anyway)",
+    ),
+    "a warm-up longer than the epochs": (
+        "TINY --data long.txt --epochs 0.1 optim.warmup_steps=200",
+        "more than train.steps=",
+    ),
     "no such checkpoint": ("--resume nowhere", "nowhere"),
     "another seed where a run was": ("--seed 7 --output run TINY", "seed"),
-    "another shape where a run was": (
-        "--model shape --scratch --tokenizer builtin --seq-len 32 --micro-batch 2 --output run",
-        "run",
-    ),
     "another text where a run was": ("--data long.txt --output run TINY", "text"),
     "an export of nothing": ("export nowhere out --dtype bf16", "nowhere"),
     "an export over files": ("export run full --dtype bf16", "full"),
+    "a sample of nothing": ("sample nowhere", "nowhere: no such directory"),
+    "a command without its argument": ("sample", "arguments are required: SOURCE; `offload-train sample --help`"),
+    "a sample of no tokens": ("sample run --tokens 0", "--tokens: 0: it should be a whole number, at least 1"),
+    "a size that is none": ("export run out --max-shard-size much", "such as 500MB"),
+    "runs of nothing": ("runs nowhere", "nowhere: no such directory"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp demmo", "did you mean demo?"),
     "settings over a file": ("tune --write torn.yaml", "torn.yaml: already exists"),
@@ -109,29 +114,16 @@ def _models(folder: Path) -> None:
     save_file(weights, folder / "lacking" / "model.safetensors", {"format": "pt"})
 
 
-def _tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return every file with its size and modification time."""
-
-    def files() -> Iterator[tuple[str, tuple[int, int]]]:
-        for place, _, names in os.walk(folder):
-            yield place, (0, 0)
-            for name in names:
-                found = os.lstat(os.path.join(place, name))
-                yield os.path.join(place, name), (found.st_size, found.st_mtime_ns)
-
-    return dict(files())
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, expected = MISTAKES[name]
     command = [part for word in shlex.split(words) for part in (TINY if word == "TINY" else [word])]
     monkeypatch.chdir(places)
-    before = _tree(places)
+    before = everything(places)
     done = ask(*command)
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     printed = [line for line in done.stderr.splitlines() if line.startswith("offload-train: ")]
     assert len(printed) == 1, done.stderr
-    assert _tree(places) == before
+    assert everything(places) == before

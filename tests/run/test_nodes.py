@@ -1,4 +1,4 @@
-"""Tests of runs on several nodes, here processes numbered as torchrun does.
+"""Tests of runs on several nodes, here processes numbered as torchrun does, and of torchrun's restarts.
 
 They have the bits of one rank, also after a kill and a resume.
 """
@@ -6,6 +6,7 @@ They have the bits of one rank, also after a kill and a resume.
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import COMMAND, FAULTY, KILL, TINY, Run, call, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, figures, start
 from forked_ranks import held_port
 
 from offload_trainer import ranks
@@ -77,9 +78,8 @@ class Nodes:
 
 
 def assert_same(one: Run, other: Run) -> None:
-    """Check that losses, norms and rates of each step and the last checkpoint's tensors are equal."""
-    keys = ("step", "loss", "grad_norm", "lr")
-    assert [[step[key] for key in keys] for step in one.steps] == [[step[key] for key in keys] for step in other.steps]
+    """Check that figures of each step and the last checkpoint's tensors are equal."""
+    assert figures(one) == figures(other)
     left, right = (run.output / "checkpoints/step-00000006" for run in (one, other))
     for file in sorted(right.glob("*.safetensors")):
         assert (left / file.name).read_bytes() == file.read_bytes(), file.name
@@ -89,7 +89,15 @@ def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
 
 
-def resume_hint(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, port: str = "", **more: str) -> None:
+    """Set what torchrun tells a rank of one of two nodes."""
+    place = {"RANK": rank, "LOCAL_RANK": rank % (world // 2), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // 2}
+    place |= {ranks.SECRET: "what both nodes know", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in (place | more).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def assert_resumed(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
     nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
     assert nodes.wait() == [0, 0], nodes.text
@@ -118,8 +126,8 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     assert nodes.wait() == [LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same(by_one, alone)
-    resume_hint(words, output, folder=tmp_path / "again", alone=alone)
-    resume_hint(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+    assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
+    assert_resumed(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
 
 
 def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
@@ -138,9 +146,7 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, port = held_port()
     with bound:
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", ranks.SECRET: "s" * 16}
-        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
+        as_rank(monkeypatch, 0, 2, port=port)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
@@ -150,11 +156,8 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's failure to start reaches other nodes through the launcher's store."""
     _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
-    place |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", ranks.SECRET: "what both nodes know"}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
+    attempt = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    as_rank(monkeypatch, 1, 4, port=str(_server.port), **attempt)
     ranks.announce_failed_join("--lrr: unknown flag")
     with pytest.raises(PeerFailed):
         ranks.join()
@@ -207,9 +210,7 @@ def test_a_node_that_vanishes_ends_the_others() -> None:
 
 @pytest.mark.parametrize("secret", ["", "too short"])
 def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(ranks.SECRET, secret)
+    as_rank(monkeypatch, 1, 2, **{ranks.SECRET: secret})
     with pytest.raises(UserError, match=f"{ranks.SECRET} (is not set|has 9 characters), and at least 16 are needed"):
         ranks.join()
 
@@ -234,3 +235,60 @@ def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="must be on a filesystem that all nodes share"):
         checks._read_token(tmp_path / ".seen-0123")
+
+
+# -- torchrun's restarts: killed ranks resume the run, and a run that is told to stop ends -----------------------------
+
+
+ON_DRIVE = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "--save-every", 3, "train.eval_every=0"]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    """Return the run of one rank, left alone."""
+    (folder / "drive").mkdir()
+    return call(*ON_DRIVE, "--accumulate", 2, "--nvme", folder / "drive", output=folder / "alone")
+
+
+def torchrun(
+    *words: object, folder: Path, script: Sequence[object] = ("-m", "offload_trainer", "train")
+) -> tuple[int, str]:
+    """Run two ranks under torchrun; return its exit code and all that was printed, which is in the file `told`."""
+    drive = folder / "drive"
+    drive.mkdir(parents=True)
+    bound, port = held_port()
+    launch = ["-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 2, "--max-restarts", 3]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", port]
+    told = folder / "told"
+    with bound:
+        argv = [*launch, *script, *ON_DRIVE, "--accumulate", 1, "--nvme", drive, *words]
+        code = start(*argv, stdout=told, stderr=told, own=True, CUDA_VISIBLE_DEVICES="").wait(400)
+    assert not list(drive.glob("offload-trainer/run-*"))
+    return code, told.read_text(errors="replace")
+
+
+def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> None:
+    """A rank is killed three times: before a random step, before a random write of an update, and in a save."""
+    dice, output = random.Random(seed), tmp_path / "out"
+    faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
+    faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"
+    code, text = torchrun("--output", output, folder=tmp_path / "nodes", script=[FAULTY, faults])
+    assert code == 0, f"{faults}: {text[-6000:]}"
+    assert text.count("failed (exitcode: -9)") == 3, text[-6000:]
+    assert_same_run(Run(0, text, output), alone)
+
+
+def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_path: Path) -> None:
+    """torchrun ends with the run, which has saved its step; the same command resumes."""
+    first, output = tmp_path / "first", tmp_path / "out"
+    # Rank 0 tells torchrun, and waits until that has passed the signal on, to all processes of its session.
+    stop = "trap '' TERM\nkill -TERM $(awk '/^PPid/ {print $2}' /proc/$PPID/status)"
+    waits = f"until grep -q 'finishing this step' {first}/told\ndo sleep 0.05\ndone"
+    code, text = torchrun("--output", output, folder=first, script=[FAULTY, f"sh~{stop}\n{waits}@line=5"])
+    assert code == 1, text[-6000:]
+    assert text.count("stopped after step") == 1  # no rank was started again
+    assert "stopped after step 5, everything saved; the same command resumes from there" in text
+    assert (output / "checkpoints/step-00000005/MANIFEST.json").exists()
+    code, text = torchrun("--output", output, folder=tmp_path / "again")
+    assert code == 0, text[-6000:]
+    assert_same_run(Run(0, text, output), alone)

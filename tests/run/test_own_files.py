@@ -1,36 +1,34 @@
-"""Tests of user files in a run's or report's place, and of pipes and links where a file is expected."""
+"""Tests of what a start finds: user files in a run's or report's place, pipes, links, and another start."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import TINY, ask
+from commands import TINY, ask, everything
 from safetensors.torch import save_file
 
-from offload_trainer.data.documents import read_records
 from offload_trainer.data.prepare import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import crc32_of
 from offload_trainer.model.inference import empty_model
-from offload_trainer.run.commands.runs import runs_in
+from offload_trainer.run import directory, resume
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
-from offload_trainer.storage.atomic_io import copy_tree, open_to_append, sync_file
+from offload_trainer.run.planning import Planned
+from offload_trainer.settings import load_config
+from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
 from offload_trainer.telemetry.report import refuse_foreign, write_comparison
 from offload_trainer.telemetry.sinks import JsonLines
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
 
 # -- the user's own ----------------------------------------------------------------------------------------------------
 
@@ -68,11 +66,11 @@ def test_the_configuration_in_use_is_kept(tmp_path: Path) -> None:
     """The configuration file in use is not overwritten: training refuses, and so does `plan` for a named directory."""
     config = tmp_path / "config.yaml"
     config.write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
-    before = tree(tmp_path)
+    before = everything(tmp_path)
     for words in (["train"], ["plan"]):
         done = ask(*words, config, *TINY)
         assert (done.returncode, "holds config.yaml, which a run there would replace" in done.stderr) == (2, True)
-    assert tree(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -98,7 +96,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training over another run is refused, and so is a plan of that directory by name; other plans print a note."""
+    """Training over another run is refused; plans that do not name its directory print a note."""
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
@@ -106,9 +104,6 @@ def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     for command, code in ((["plan"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
         done = ask(*command, *TINY)
         assert (done.returncode, "belongs to another run" in done.stderr) == (code, True), done.stderr
-    large = ["--model", "gpt2-10b", "--optimizer", "cpu", "--params", "gpu", "--resume", "never"]
-    done = ask("plan", *large)
-    assert (done.returncode, "does not fit" in done.stderr) == (2, True), done.stderr
 
 
 # -- what is no file ---------------------------------------------------------------------------------------------------
@@ -133,9 +128,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a log of steps to go on": ("metrics.jsonl", JsonLines),
     "weights": ("model.safetensors", TensorFileReader),
     "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
-    "lines": ("a.jsonl", lambda path: list(read_records(path, wanted=()))),
-    "packed lines": ("a.jsonl.gz", lambda path: list(read_records(path, wanted=()))),
-    "a table": ("a.parquet", lambda path: list(read_records(path, wanted=()))),
     "a template": ("a.jinja", read_template),
     "a tokenizer": ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
     "a model to speak": ("config.json", lambda path: empty_model(path.parent)),
@@ -154,30 +146,6 @@ def test_a_pipe_does_not_block(what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"regular file|a pipe") as refused:
         read(tmp_path / "here" / name)
     assert name in str(refused.value)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("hang")
-def test_a_pipe_in_a_checkpoint(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "master.safetensors")
-    with pytest.raises(ValueError, match="not a regular file"):
-        crc32_of(tmp_path / "master.safetensors")
-    with pytest.raises(OSError, match="Invalid"):  # pipes cannot be synced
-        sync_file(tmp_path / "master.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("hang")
-def test_one_run_with_pipes_or_deep_files_does_not_hide_the_others(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("[" * 5000 if name == "b" else "train: {steps: 3}")
-        (tmp_path / name / "metrics.jsonl").touch()
-    (tmp_path / "a/metrics.jsonl").unlink()
-    os.mkfifo(tmp_path / "a/metrics.jsonl")
-    one, two, three = runs_in(tmp_path)
-    assert "metrics.jsonl cannot be read: it is not a regular file" in one["state"]
-    assert (two["steps"], three["steps"]) == (None, 3)
 
 
 @pytest.mark.slow
@@ -213,3 +181,61 @@ def test_a_generation_config_with_a_key_twice_is_named(tmp_path: Path) -> None:
     file.write_text('{"top_k": 1, "top_k": 2}')
     with pytest.raises(UserError, match=r"generation_config.json cannot be read: it holds top_k twice. It is a copy"):
         stop_at(file, (7,))
+
+
+# -- two simultaneous starts: which one gets the directory, and the state that each resumes from ----------------------
+
+
+def test_checking_a_free_directory_blocks_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check for another run holds the lock for an instant only, and blocks no start."""
+    with open(tmp_path / ".lock", "w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        with held(tmp_path, Log(loud=False)), pytest.raises(BlockingIOError):
+            fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_a_start_does_not_wait_long_for_a_living_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(directory.time, "sleep", waits.append)
+    with (
+        held(tmp_path, Log(loud=False)),
+        pytest.raises(UserError, match="another run is using this directory"),
+        held(tmp_path, Log(loud=False)),
+    ):
+        pass
+    assert 0 < len(waits) <= 20
+    assert max(waits) < 0.1
+
+
+def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None:
+    """--resume never is checked again after waiting for another run, so that their checkpoints do not mix."""
+    config = load_config(["--resume", "never", "--output", str(tmp_path)])
+    unused: Any = None
+    plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # a plan that fits
+    planned = Planned(config, plan, unused, unused)
+    setup: Any = SimpleNamespace(planned=planned, save=config.save, output=tmp_path, log=Log(loud=False))
+
+    def hold() -> Path | None:
+        with ExitStack() as stack:
+            return resume.hold(stack, setup, resume=None)[0]
+
+    assert hold() is None
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000002/MANIFEST.json").touch()
+    with pytest.raises(UserError, match=r"--resume never, but .* holds checkpoints"):
+        hold()
+
+
+def test_the_checkpoint_is_chosen_again_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends there while the older checkpoint is checked leaves a newer one, which is checked too."""
+    older, newer = tmp_path / "step-00000002", tmp_path / "step-00000004"
+    checked: list[Path | None] = []
+    monkeypatch.setattr(resume, "refuse", lambda planned: None)
+    monkeypatch.setattr(resume, "refuse_output", lambda planned: newer)
+    monkeypatch.setattr(resume, "verify", lambda setup, checkpoint: checked.append(checkpoint))
+    setup: Any = SimpleNamespace(planned=None, output=tmp_path, log=Log(loud=False))
+    for chosen in (older, newer):
+        with ExitStack() as stack:
+            assert resume.hold(stack, setup, resume=chosen)[0] == newer
+    assert checked == [newer]

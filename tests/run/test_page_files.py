@@ -118,11 +118,13 @@ def test_a_kill_at_any_moment_changes_no_bit(
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Repeated kills keep the same directory, and one during the start changes nothing in it.
 
+    Before them, one leaves no step, and its directory is removed by a start that is killed in turn.
     report.html shows the killed run as one that goes on, and the ended run as ended. A start removes the temporary
     files of a killed run.
     """
     words, output, page = ["--nvme", place, *ALL], tmp_path / "run", tmp_path / "run/report.html"
-    killed("record=2", *words, output=output)
+    for moment in ("step", "build", "record=2"):
+        killed(moment, *words, output=output)
     assert RELOAD in page.read_text()
     (lease,) = (place / "offload-trainer").iterdir()
     died = 2**22 + 1  # larger than any process id
@@ -139,21 +141,6 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
     assert gone_on(run) == 4
     assert left(run.output) == alone
     assert "refresh" not in page.read_text()
-
-
-@pytest.mark.slow
-def test_a_start_killed_after_one_that_left_no_step_can_be_repeated(
-    place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
-    """The second start has removed the directories of the first one when it is killed."""
-    words = ["--nvme", place, *ALL]
-    killed("step", *words, output=tmp_path / "run")
-    assert (tmp_path / "run/pages").read_text()
-    killed("build", *words, output=tmp_path / "run")
-    run = call(*words, output=tmp_path / "run")
-    assert gone_on(run) is None
-    assert left(run.output) == alone
-    assert not list((place / "offload-trainer").iterdir())
 
 
 @pytest.mark.slow
@@ -245,41 +232,53 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
 ) -> None:
     """A start that cannot use the page files is refused and keeps them; the same command resumes later.
 
-    A missing drive or list of directories is named.
+    A missing drive or list of directories is named, and so is damage. If the newest record is damaged, the older one
+    would count only if its pages had not been overwritten since. soak/damage.py and soak/kill_and_resume.py have more.
     """
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
-    killed("record=2", *words, output=output)
+    killed("page=150", *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
-    before = contents(lease)
+    newest = read_newest(read_description(lease))
+    assert newest is not None
+    assert newest.train is not None
+    step, whole = newest.train["step"], contents(lease)
     for more, why in REFUSED:
         said = refused(*words, *more, output=output)
-        assert re.search(f"of step 2, newer than any checkpoint, .*{why}", said), said
+        assert re.search(f"of step {step}, newer than any checkpoint, .*{why}", said), said
         assert "start without them with --resume never" in said
-        assert contents(lease) == before
+        assert contents(lease) == whole
     (place / "offload-trainer").rename(place / "away")
     assert "does not exist; is its drive mounted?" in refused(*words, output=output)
     (place / "away").rename(place / "offload-trainer")
     (output / "pages").rename(tmp_path / "pages")
     assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
+    state, record = whole["state"], whole["record"]
+    half = len(record) // 2
+    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
+    at = numbers.index(max(numbers)) * half + 60
+    older = f"of step {step - 1}, newer .*of another step .*One slot of their record is damaged, and the other"
+    for name, content, why, resumes in (
+        ("state", state[::-1], "state: page 0, .* of another step or run", True),
+        ("state", state[:-4096], "state is not there, or is shorter", False),
+        ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole", False),
+        ("record", record[:at] + b"~" + record[at + 1 :], older, None),
+        ("run.json", None, "run.json cannot be read: it is not there", True),
+    ):
+        (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
+        told = said_before(*words, output=output)
+        assert resumes is None or told == RERUN_HINT + f" from its page files, step {step}" * resumes
+        assert re.search(why, refused(*words, output=output)), (name, why)
+        assert contents(lease).get(name) == content
+        assert contents(lease) | {name: b""} == whole | {name: b""}
+        (lease / name).write_bytes(whole[name])
     run = call(*words, output=output)
-    assert gone_on(run) == 2
+    assert gone_on(run) == step
     assert left(run.output) == alone
 
 
 @pytest.mark.slow
-def test_resume_never_discards_page_files(place: Path, tmp_path: Path) -> None:
-    killed("record=2", "--nvme", place, *ALL, output=tmp_path / "run")
-    run = call("--nvme", place, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "run")
-    assert gone_on(run) is None
-    assert "removed what 1 run(s) left that died" in run.text
-    assert "a kill will leave no page files to resume from" in run.text
-    assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
-    assert not list((place / "offload-trainer").iterdir())
-
-
-@pytest.mark.slow
-def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A kill before or after the checkpoint is loaded changes no bit."""
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("line=6", *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
@@ -293,70 +292,16 @@ def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: P
     assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
     assert left(run.output)["steps"] == alone["steps"]
+    killed("record=2", "--nvme", place, *ALL, output=tmp_path / "other")
+    run = call("--nvme", place, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "other")
+    assert gone_on(run) is None
+    assert "removed what 1 run(s) left that died" in run.text
+    assert "a kill will leave no page files to resume from" in run.text
+    assert len(lines(run.output)) == STEPS
+    assert not list((place / "offload-trainer").iterdir())
 
 
-# -- damage; soak/damage.py and soak/kill_and_resume.py have hundreds more --------------------------------------------
-
-
-@pytest.mark.slow
-def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    words, output = ["--nvme", place, *ALL], tmp_path / "run"
-    killed("record=3", *words, output=output)
-    (lease,) = (place / "offload-trainer").iterdir()
-    whole = contents(lease)
-    state, record = whole["state"], whole["record"]
-    (place / "other").mkdir()
-    killed("record=3", "--nvme", place / "other", *ALL, "--lr", "2e-3", output=tmp_path / "other")
-    (other,) = (place / "other/offload-trainer").iterdir()
-    theirs = (other / "state").read_bytes()
-    assert len(theirs) == len(state)
-    for name, content, why in (
-        ("state", theirs, "state: page 0, .* of another step or run"),
-        ("state", state[:-4096], "state is not there, or is shorter"),
-        ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole: it holds zeros"),
-        ("run.json", None, "run.json cannot be read: it is not there"),
-    ):
-        (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
-        said = said_before(*words, output=output)
-        assert re.search(why, refused(*words, output=output)), (name, why)
-        assert said == (
-            f"{RERUN_HINT} from its page files, step 3" if "page 0" in why or name == "run.json" else RERUN_HINT
-        )
-        assert contents(lease) == {key: its for key, its in whole.items() if key != name} | (
-            {} if content is None else {name: content}
-        )
-        (lease / name).write_bytes(whole[name])
-    run = call(*words, output=output)
-    assert gone_on(run) == 3
-    assert left(run.output) == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overwritten", [False, True])
-def test_the_older_slot_counts_only_with_its_pages(
-    overwritten: bool, place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
-    """If the newest record is damaged, the older one is used only if its pages were not overwritten since."""
-    words, output = ["--nvme", place, *ALL], tmp_path / "run"
-    killed("page=150" if overwritten else "record=3", *words, output=output)
-    (lease,) = (place / "offload-trainer").iterdir()
-    newest = read_newest(read_description(lease))
-    assert newest is not None
-    assert newest.train is not None
-    record = (lease / "record").read_bytes()
-    half = len(record) // 2
-    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
-    at = numbers.index(max(numbers)) * half + 60
-    (lease / "record").write_bytes(record[:at] + b"~" + record[at + 1 :])
-    if overwritten:
-        said = refused(*words, output=output)
-        assert f"of step {newest.train['step'] - 1}, newer" in said
-        assert "of another step" in said
-        assert "One slot of their record is damaged, and the other one belongs to an older step" in said
-        (lease / "record").write_bytes(record)
-    run = call(*words, output=output)
-    assert gone_on(run) == newest.train["step"] - (not overwritten)
-    assert left(run.output) == alone
+# -- ends and settings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

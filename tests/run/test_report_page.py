@@ -1,22 +1,30 @@
-"""Tests of report.html: it follows a run, and no text is cut or overlaps another."""
+"""Tests of report.html, which follows a run, and of `offload-train report`: no text is cut or overlaps another."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from xml.etree.ElementTree import Element, fromstring
 
 import pytest
+from sample_plans import SHAPES
 from test_telemetry import a_step
 
+from offload_trainer import cli
+from offload_trainer.errors import UserError
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.planner import resolve_and_plan
+from offload_trainer.run.commands.runs import compared, comparison
+from offload_trainer.settings import dump_config, load_config
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, read_metrics
 from offload_trainer.telemetry.report import (
@@ -24,7 +32,6 @@ from offload_trainer.telemetry.report import (
     Series,
     predicted_row,
     report_page,
-    ticks,
     write_comparison,
 )
 from offload_trainer.telemetry.sinks import LiveReport, Screen, Telemetry
@@ -95,35 +102,13 @@ def test_no_text_is_cut_or_on_another() -> None:
         assert told in faults(page + broken)
 
 
-class Page(HTMLParser):
-    """The tags, cells and unbalanced tags of a page."""
+def elements(page: str) -> list[Element]:
+    """Return the elements of a page, whose tags must be balanced."""
+    return list(fromstring(re.sub("<!doctype html>|<meta[^>]*>", "", page)).iter())
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(text)
-        assert self.open == [], self.open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
+def rows_of(page: str) -> list[list[str]]:
+    return [["".join(cell.itertext()) for cell in row] for row in elements(page) if row.tag == "tr"]
 
 
 def small_page(rows: Sequence[StepRecord], **changes: Any) -> str:
@@ -137,15 +122,15 @@ def test_the_page_stands_alone_and_escapes() -> None:
     rows[5] = replace(rows[5], loss=None, skipped=True)
     evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)]
     text = small_page(rows, title="<b>$x & co", evaluations=evaluations, notes=["<script>alert(1)</script>"])
-    page = Page(text)
-    assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)
-    assert not [value for name, value in page.attributes if name in ("src", "href")]
+    assert not {"script", "link", "img", "iframe", "b"} & {element.tag for element in elements(text)}
+    attributes = [pair for element in elements(text) for pair in element.items()]
+    assert not [value for name, value in attributes if name in ("src", "href")]
     assert "http" not in text.lower()
     assert "prefers-color-scheme: dark" in text
     assert "&lt;b&gt;$x &amp; co" in text
-    assert "nan" not in [value for _, value in page.attributes]
+    assert "nan" not in [value for _, value in attributes]
     assert len(text) < 60_000
-    lines = [value or "" for name, value in page.attributes if name == "points"]
+    lines = [value for name, value in attributes if name == "points"]
     assert 700 <= len(lines[0].split()) <= 800
     assert len(lines[1].split()) == 2
     # The first point is left of and above the last, since the loss falls and SVG's y axis points down.
@@ -157,7 +142,7 @@ def test_the_page_stands_alone_and_escapes() -> None:
 @pytest.mark.parametrize("rows", [[], [a_step(1)], [a_step(1, loss=None, grad_norm=None)]])
 def test_a_run_that_hardly_began_has_a_page_of_its_values_alone(rows: list[StepRecord]) -> None:
     page = small_page(rows)
-    assert Page(page).attributes
+    assert elements(page)
     assert "NaN" not in page
     assert re.findall("<h2>(.*?)</h2>", page) == ["Loss"]
     assert "GPU memory" not in page
@@ -169,8 +154,8 @@ def test_predicted_and_measured_numbers_and_their_ratio() -> None:
     assert predicted_row("/mnt/<ssd>", 1e12, None, format_bytes) == [("/mnt/<ssd>", "-", "1 TB", "-", "-")]
     assert predicted_row("save", None, 5.0, format_seconds) == [("save", "-", "-", "5 s", "-")]
     assert predicted_row("gpu", 0, 0, format_bytes, 0) == []
-    page = Page(small_page([], predicted=predicted_row("/mnt/<ssd>", 1e12, None, format_bytes)))
-    assert ["/mnt/<ssd>", "-", "1 TB", "-", "-"] in page.rows
+    page = small_page([], predicted=predicted_row("/mnt/<ssd>", 1e12, None, format_bytes))
+    assert ["/mnt/<ssd>", "-", "1 TB", "-", "-"] in rows_of(page)
 
 
 def test_memory_is_drawn_by_tier() -> None:
@@ -194,12 +179,6 @@ def test_wear_is_the_counted_bytes() -> None:
     assert facts["steps that wear 1 TB of a drive&#x27;s endurance (TBW)"] == "500"
     for few in (4096, None):
         assert "written" not in small_page([a_step(1, nvme_written_bytes=few)])
-
-
-def test_ticks_are_round() -> None:
-    assert ticks(3.13, 4.02, about=5) == pytest.approx([3.2, 3.4, 3.6, 3.8, 4.0])
-    assert ticks(-0.1, 0.1, about=5) == pytest.approx([-0.1, -0.05, 0, 0.05, 0.1])
-    assert ticks(1.0, 1.0, about=5) == [1.0]
 
 
 # -- while a run goes on ---------------------------------------------------------------------------------------------
@@ -256,19 +235,6 @@ def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "refresh" not in ended
     assert "time left" not in facts_of(ended)
     outputs.close()
-
-
-def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    (tmp_path / "metrics.jsonl").write_text("".join(full_step(step).to_json() + "\n" for step in range(1, 3601)))
-    outputs, _ = telemetry(tmp_path, total=100_000, done=3590)
-    clock.now += 1
-    outputs.step(full_step(3591))
-    page = (tmp_path / "report.html").read_text()
-    outputs.close()
-    points = page.partition(' points="')[2].partition('"')[0].split()
-    assert 500 < len(points) <= 800
-    assert facts_of(page)["steps"] == "3591 of 100000"
 
 
 def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
@@ -343,3 +309,87 @@ def test_runs_have_different_lines_and_their_names_below(runs: int, tmp_path: Pa
     key = re.findall(r'<span style="color: (var\(--c\d\)); border-bottom: 2px \w+">(.*?)</span>', page)
     assert [name for _, name in key] == names
     assert all(colour in style for (colour, _), (style, _) in zip(key, drawn, strict=True))
+
+
+# -- `offload-train report RUN...`: the differences of runs and their effects ------------------------------------------
+
+
+def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
+    """Write the files of a gpt2-xl run."""
+    machine = read_machine("h200")
+    config, plan = resolve_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump_config(config))
+    (directory / "plan.json").write_text(json.dumps(plan.to_json()))
+    lines = [a_step(step, **row).to_json() for step in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def rows(*runs: Path) -> dict[str, tuple[str, ...]]:
+    head, *rest = comparison(compared(runs))
+    assert head == ("", *(run.name for run in runs))
+    return {row[0]: row[1:] for row in rest}
+
+
+def test_differing_settings_and_their_results(tmp_path: Path) -> None:
+    one = a_run(tmp_path / "one", "--lr", "1e-3")
+    evaluation = EvalRecord(step=6, validation_loss=3.5, perplexity=33.1, bits_per_byte=1.25)
+    (one / "evaluations.jsonl").write_text(evaluation.to_json() + "\n")
+    slow = {"seconds": 2.0, "tokens_per_second": 256.0, "phases": {"forward": 0.5, "update": 1.5}, "skipped": True}
+    two = a_run(tmp_path / "two", "--lr", "2e-3", "--accumulate", "4", steps=3, hidden=0.25, **slow)
+    told = rows(one, two)
+    assert told["optim.lr"] == ("0.001", "0.002")
+    assert told["placement"][0] == json.loads((one / "plan.json").read_text())["chosen"]["homes"]
+    assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # equal, but always shown
+    assert told["train.gradient_accumulation_steps"] == ("1", "4")
+    assert "optim.max_grad_norm" not in told  # equal
+    assert "save.output" not in told
+    assert told["tokens a step"] == ("4.1 k", "16.4 k")
+    assert told["training loss"] == ("3.9400", "3.9700")
+    assert told["validation loss"] == ("3.5000", "-")
+    assert told["a step"] == ("0.5 s", "2 s")
+    assert told["a step, backward"] == ("0.2 s", "-")
+    assert told["a step, update"] == ("0.1 s", "1.5 s")
+    assert told["tokens a second"] == ("1.02 k", "256")
+    assert told["a step, update hidden"] == ("-", "0.25 s")
+    assert told["steps skipped"] == ("-", "3")
+    plan = json.loads((one / "plan.json").read_text())
+    assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
+
+
+def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
+    told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
+    for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives, a step"):
+        assert name not in told
+    assert told["steps"] == ("1",)
+    assert not [cells for cells in told.values() if set(cells) == {"-"}]
+
+
+def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(a_run(tmp_path / name, "--lr", rate)) for name, rate in (("one", "1e-3"), ("another", "2e-3"))]
+    assert cli.main(["report", *runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    second = lines[0].index("another")
+    (rate,) = [line for line in lines if line.startswith("optim.lr ")]
+    assert rate[second:] == "0.002"
+    assert cli.main(["report", runs[0], "--json", *runs[1:]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["directory"] for one in found] == runs
+    assert [one["optim.lr"] for one in found] == [1e-3, 2e-3]
+    assert "GPU memory, peak" not in found[0]
+    assert cli.main(["report", *runs, "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert ["", "one", "another"] in rows_of(text)
+    assert ["optim.lr", "0.001", "0.002"] in rows_of(text)
+    assert text.count("<polyline") == 2
+    assert faults(text) == []
+
+
+def test_directories_without_a_run_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run: .*config\.yaml: No such file"):
+        compared([tmp_path])
+    broken = a_run(tmp_path / "broken")
+    (broken / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="was not written by a run"):
+        compared([broken])

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from commands import COMMAND, INTERRUPT, KILL, PLAIN, TINY, Run, ask, assert_same_run, call, call_and_kill, in_turn
+from commands import COMMAND, KILL, PLAIN, TINY, Run, ask, assert_same_run, call, faulty, in_turn
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
+from test_telemetry import CONTRACT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.checkpoint import read_manifest
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import MANIFEST
 from offload_trainer.settings import load_config
 from offload_trainer.trainer import learning_rate
 
@@ -105,30 +106,17 @@ def test_nvme_is_really_used_and_left_clean(finished) -> None:
 # -- interruption ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiered", pytest.param("zero-3 nvme weights", marks=STOCK_KERNELS)])
+@pytest.mark.parametrize(
+    "name", ["tiered", *(pytest.param(f"zero-{name}", marks=STOCK_KERNELS) for name in ("2 cpu", "3 nvme weights"))]
+)
 def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    killed = call_and_kill(
-        *words(name, drive), output=output, when=lambda lines: len(lines) >= 15, number=KILL, hold=19
-    )
-    assert killed.code == -9
-    assert 15 <= len(killed.steps) < 20
+    saved = output / "checkpoints/step-00000012/MANIFEST.json"
+    killed = faulty(f"pause~{saved}+kill@line=16", *words(name, drive), output=output)
+    assert (killed.code, len(killed.steps)) == (-KILL, 16), killed.text
     run = call(*words(name, drive), output=output)
     assert "resumed from" in run.text
     assert_same_run(run, finished(name))
-
-
-@pytest.mark.slow
-@pytest.mark.ops
-def test_a_signal_saves_everything_of_stock_deepspeed(finished, drive: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    args = words("zero-2 cpu", drive)
-    stopped = call_and_kill(*args, output=output, when=lambda lines: len(lines) >= 8, number=INTERRUPT, hold=19)
-    assert stopped.code == 130, stopped.text
-    assert "everything saved" in stopped.text
-    last = stopped.steps[-1]["step"]
-    assert (output / f"checkpoints/step-{last:08d}/MANIFEST.json").exists()
-    assert_same_run(call(*args, output=output), finished("zero-2 cpu"))
 
 
 @pytest.mark.slow
@@ -144,51 +132,33 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["signal", "file"])
-def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_on_demand(finished, drive: Path, tmp_path: Path) -> None:
     """A checkpoint on request does not disturb a run without checkpoints, and resumes bit for bit."""
     words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
     output = tmp_path / "out"
-
-    def when(lines: list[str]) -> bool:
-        if len(lines) < 5:
-            return False
-        if by == "file":
-            (output / "save").touch()
-        return True
-
-    run = call_and_kill(*words, output=output, when=when, number=signal.SIGUSR1 if by == "signal" else 0, hold=18)
+    run = faulty(f"sh~touch {output}/save@line=5", *words, output=output)
     assert run.code == 0, run.text
     assert run.losses == finished("tiered").losses
     assert not (output / "save").exists()
     (made,) = (output / "checkpoints").iterdir()
-    step = int(made.name.removeprefix("step-"))
-    assert 5 <= step < 20
+    assert made.name == "step-00000005"
     again = call(*words[:-1], 20, "--resume", made, output=tmp_path / "again")
-    assert again.losses == finished("tiered").losses[step:]
+    assert again.losses == finished("tiered").losses[5:]
 
 
-@pytest.mark.slow
-def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
-    """Losses agree with the same rows a step; each different setting that affects results gives one note."""
-    start = finished("tiered").output / "checkpoints/step-00000012"
-    words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
-    run = call(*words_now, output=tmp_path / "out")
-    assert "note: train.micro_batch_size is 1; step-00000012 was saved with 2" in run.text
-    assert "note: train.gradient_accumulation_steps is 2; step-00000012 was saved with 1" in run.text
-    assert run.text.count("was saved with") == 2
-    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in finished("tiered").steps[12:]]
-    for ours, other in zip(run.steps, finished("tiered").steps[12:], strict=True):
-        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
-    slower = call(*words("tiered", drive), "--lr", "5e-4", "--resume", start, output=tmp_path / "slower")
-    assert "note: optim.lr is 0.0005; step-00000012 was saved with 0.001" in slower.text
+def refusal(capsys: pytest.CaptureFixture[str], *words: object, output: Path) -> str:
+    """Return the message of a command in this process that is refused before it trains."""
+    assert main([*map(str, words), "--output", str(output)]) == 2
+    return capsys.readouterr().err
 
 
-def test_a_checkpoint_of_other_weights_is_refused(finished, drive: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_weights_is_refused(
+    finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start = finished("plain").output / "checkpoints/step-00000012"
-    frozen = call(*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]', output=tmp_path / "a", check=False)
-    assert frozen.code == 2
-    assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in frozen.text
+    frozen = [*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]']
+    text = refusal(capsys, *frozen, output=tmp_path / "a")
+    assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in text
     assert not (tmp_path / "a").exists()
 
 
@@ -206,53 +176,35 @@ def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_pat
     assert resumed.losses == whole.losses
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(finished, drive: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_and_those_without_manifest_do_not_exist(
+    finished, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older checkpoint is refused while newer ones exist, which a rerun would take, and is resumed without them."""
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
-    newest = output / "checkpoints/step-00000020"
-    data = bytearray((newest / "exp_avg.safetensors").read_bytes())
+    checkpoints = {step: output / f"checkpoints/step-{step:08d}" for step in (6, 12, 18, 20)}
+
+    def refused(*more: object) -> str:
+        return refusal(capsys, *words("plain", drive), *more, output=output)
+
+    moments = checkpoints[20] / "exp_avg.safetensors"
+    data = bytearray(moments.read_bytes())
     data[-5] ^= 1
-    (newest / "exp_avg.safetensors").write_bytes(data)
-    run = call(*words("plain", drive), "--steps", 25, output=output, check=False)
-    assert run.code == 2
-    assert "exp_avg.safetensors has CRC-32" in run.text
-    assert "step-00000018" in run.text
-    assert "Traceback" not in run.text
-    (newest / "exp_avg.safetensors").write_bytes(data[:-100])
+    moments.write_bytes(data)
+    text = refused("--steps", 25)
+    assert "exp_avg.safetensors has CRC-32" in text
+    assert "step-00000018" in text
+    moments.write_bytes(data[:-100])
     with pytest.raises(UserError, match=f"has {len(data) - 100} bytes, the manifest says {len(data)}"):
-        read_manifest(newest)
-
-
-@pytest.mark.slow
-def test_resume_from_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
-    """Resuming an older checkpoint in its directory is refused while newer ones exist, which a rerun would take."""
-    output = tmp_path / "out"
-    shutil.copytree(finished("plain").output, output)
-    older = output / "checkpoints/step-00000012"
-    refused = call(*words("plain", drive), "--resume", older, output=output, check=False)
-    assert refused.code == 2
-    assert "holds newer checkpoints (step-00000018, step-00000020)" in refused.text
-    for step in (18, 20):
-        shutil.rmtree(output / f"checkpoints/step-{step:08d}")
-    assert_same_run(call(*words("plain", drive), "--resume", older, output=output), finished("plain"))
-
-
-@pytest.mark.slow
-def test_no_run_starts_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(finished("plain").output, output)
-    for manifest in output.glob("checkpoints/*/MANIFEST.json"):
-        manifest.unlink()
-    refused = call(*words("plain", drive), output=output, check=False)
-    assert refused.code == 2
-    assert "step-00000020 has no MANIFEST.json, so it is damaged" in refused.text
-
-
-def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(finished("plain").output, output)
-    for step in (18, 20):
-        (output / f"checkpoints/step-{step:08d}/MANIFEST.json").unlink()
+        read_manifest(checkpoints[20])
+    text = refused("--resume", checkpoints[12])
+    assert "holds newer checkpoints (step-00000018, step-00000020)" in text
+    manifests = {step: (path / MANIFEST).read_bytes() for step, path in checkpoints.items()}
+    for path in checkpoints.values():
+        (path / MANIFEST).unlink()
+    assert "step-00000020 has no MANIFEST.json, so it is damaged" in refused()
+    for step in (6, 12):
+        (checkpoints[step] / MANIFEST).write_bytes(manifests[step])
     run = call(*words("plain", drive), output=output)
     assert "step-00000012, step 12" in run.text
     assert_same_run(run, finished("plain"))
@@ -378,22 +330,9 @@ def test_export_in_16_bit_describes_its_source(dtype: str, finished, tmp_path: P
 
 def test_run_directory_is_what_is_documented(finished) -> None:
     run = finished("plain")
-    names = {path.name for path in run.output.iterdir()}
-    for name in [
-        "config.yaml",
-        "plan.json",
-        "machine.json",
-        "environment.json",
-        "log.txt",
-        "metrics.jsonl",
-        "report.html",
-    ]:
-        assert name in names
-    keys = (
-        "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes "
-        "nvme_written_bytes host_rss_bytes device_peak_bytes skipped memory"
-    )
-    assert set(run.steps[0]) == set(keys.split())
+    names = "config.yaml plan.json machine.json environment.json log.txt metrics.jsonl report.html"
+    assert set(names.split()) <= {path.name for path in run.output.iterdir()}
+    assert set(run.steps[0]) == {*CONTRACT.split(), "memory"}
     plan = json.loads((run.output / "plan.json").read_text())
     assert {"fits", "chosen", "tiers", "items", "seconds", "rejected"} <= set(plan)
     optim = load_config([str(run.output / "config.yaml")]).optim
@@ -407,8 +346,8 @@ def test_run_directory_is_what_is_documented(finished) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
 def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dtype", "fp16", "--engine", "deepspeed", "--output", str(tmp_path / "out")]) == 2
-    assert "fp16 without a GPU" in capsys.readouterr().err
+    text = refusal(capsys, "--dtype", "fp16", "--engine", "deepspeed", output=tmp_path / "out")
+    assert "fp16 without a GPU" in text
     assert not (tmp_path / "out").exists()
 
 

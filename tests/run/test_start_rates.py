@@ -6,11 +6,10 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from commands import HELPERS, TINY, Run
+from commands import FAULTY, TINY, Run
 from forked_ranks import call_ranks
 from sample_plans import SHAPES
 
@@ -51,6 +50,7 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     messages: list[str] = []
     machine = machine_rates.rates_at_start(before, say=messages.append)
     assert [line.partition(" ")[0] for line in messages] == ["measured"]
+    assert step_time.RATE not in machine.rates.layers  # of Muon
     assert not list((drive / "offload-trainer").glob("run-*"))
     after = plan_run(before.config, again=replace(before, machine=machine))
     assert all(bound.seconds is not None for bound in after.plan.forecast.bounds)
@@ -59,7 +59,9 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     assert not machine_rates.is_due(planned(drive, tmp_path / "run", *MANY))  # the rates are cached
 
 
-def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_run_that_rates_do_not_change_starts_at_once(
+    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     due = planned(drive, tmp_path / "run", *MANY)
     short = planned(drive, tmp_path / "run", "--steps", "20")
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
@@ -73,14 +75,19 @@ def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path,
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
     assert machine_rates.is_due(moves)
+    # A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process.
+    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
+    in_bf16 = planned(drive, tmp_path / "run", "--dtype", "bf16")
+    for native in (True, False):
+        monkeypatch.setattr(cpu_units, "has_native_16bit", lambda _, native=native: native)
+        assert machine_rates.is_due_in_session(in_bf16) == native
 
 
 @pytest.mark.slow
-def test_the_products_of_muon_are_measured_for_muon_alone(cache: Path, drive: Path, tmp_path: Path) -> None:
-    for rule in ("adamw", "muon"):
-        before = planned(drive, tmp_path / "run", *MANY, f"optim.name={rule}")
-        measured = machine_rates.rates_at_start(before, say=lambda line: None)
-        assert (step_time.RATE in measured.rates.layers) == (rule == "muon")
+def test_the_products_of_muon_are_measured_for_muon(cache: Path, drive: Path, tmp_path: Path) -> None:
+    before = planned(drive, tmp_path / "run", *MANY, "optim.name=muon")
+    measured = machine_rates.rates_at_start(before, say=lambda line: None)
+    assert step_time.RATE in measured.rates.layers
     after = plan_run(before.config, again=replace(before, machine=measured))
     assert after.plan.forecast.step is not None
 
@@ -131,20 +138,6 @@ def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, m
 
 
 @pytest.mark.slow
-def test_a_session_does_not_measure_where_torch_computes_otherwise_than_a_run(
-    cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process."""
-    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
-    monkeypatch.setattr(cpu_units, "has_native_16bit", lambda dtype: dtype is torch.float32)
-    told: list[str] = []
-    session(drive, told, dtype="bf16")
-    assert not [line for line in told if line.startswith("measured")]
-    session(drive, told)
-    assert [line for line in told if line.startswith("measured")]
-
-
-@pytest.mark.slow
 def test_a_drive_that_fails_leaves_the_defaults(
     cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,56 +157,33 @@ def test_a_drive_that_fails_leaves_the_defaults(
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def two_start(folder: Path, fault: str, *words: object) -> tuple[list[Run], list[Any]]:
-    """Start two ranks that measure first; return how they ended, and the plan that each has told."""
-    folder.mkdir()
-    script = [HELPERS / "start_and_measure.py", folder, fault]
-    runs = call_ranks(*words, output=folder / "run", count=2, script=script)
-    return runs, [json.loads(path.read_text()) for path in sorted(folder.glob("plan-*.json"))]
-
-
-def short(drive: Path) -> tuple[object, ...]:
-    state = ("--nvme", drive, "--optimizer", "nvme", "--ram-fraction", 0, "optim.kernel=torch")
-    return (*TINY, *state, "--steps", 2, "--save-every", 0, "train.eval_every=0")
+def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:
+    state = ("--nvme", drive, "--optimizer", "nvme", "--ram-fraction", 0, "optim.kernel=torch", "--save-every", 0)
+    return call_ranks(*TINY, *state, *MANY, output=output, count=2, script=[FAULTY, fault])
 
 
 @pytest.mark.slow
-def test_two_ranks_measure_once_and_start_with_one_plan(cache: Path, drive: Path, tmp_path: Path) -> None:
-    """Rank 0 measures with the threads of both, and the next start takes the rates from the cache."""
-    runs, told = two_start(tmp_path / "first", "-", *short(drive))
-    assert [run.code for run in runs] == [0, 0], runs
-    assert (tmp_path / "first" / "measured").read_text() == "0 2\n"
-    assert told[0] == told[1]
-    assert told[0]["threads"] == 1
-    assert None not in told[0]["plan"]["seconds"].values()
+def test_two_ranks_measure_once(cache: Path, drive: Path, tmp_path: Path) -> None:
+    """Rank 0 measures before the plan is printed, and the next start takes the rates from the cache."""
+    runs = two_ranks(drive, tmp_path / "first", "0:TERM@step=1")
+    assert [run.code for run in runs] == [128 + signal.SIGTERM] * 2, runs
     lines = runs[0].text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("measured this machine in"))
     assert [line.partition(" ")[0] for line in lines[first : first + 2]] == ["measured", "plan:"]
     assert runs[0].text.count("plan: ") == 1
     assert not runs[1].text
-    _, kept = two_start(tmp_path / "second", "-", *short(drive))
-    assert not (tmp_path / "second" / "measured").exists()
-    assert kept[0] == kept[1]
-    assert kept[0]["machine"]["rates"] == told[0]["machine"]["rates"]
+    (again, _) = two_ranks(drive, tmp_path / "second", "0:TERM@step=1")
+    assert "measured this machine" not in again.text
+    for name in ("first", "second"):
+        assert None not in json.loads((tmp_path / name / "plan.json").read_text())["seconds"].values()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "codes", "line"),
-    [
-        ("kernel", [2, 2], "offload-train: the kernel cannot be had"),
-        ("kill", [-signal.SIGKILL, LOST], ""),
-    ],
-)
-def test_a_rank_that_fails_while_it_measures_ends_the_other(
-    fault: str, codes: list[int], line: str, cache: Path, drive: Path, tmp_path: Path
-) -> None:
-    runs, told = two_start(tmp_path / "two", fault, *short(drive))
-    assert [run.code for run in runs] == codes, runs
-    assert not told
-    assert runs[0].text.count(line) == 1 or not line
+def test_a_rank_that_dies_while_it_measures_ends_the_other(cache: Path, drive: Path, tmp_path: Path) -> None:
+    runs = two_ranks(drive, tmp_path / "out", "0:kill@measure")
+    assert [run.code for run in runs] == [-signal.SIGKILL, LOST], runs
     assert not runs[1].text
-    assert not (tmp_path / "two" / "run").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_measuring_takes_the_processors_and_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the training loop: signals that arrive while ranks exchange requests, and sums over ranks."""
+"""Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
 
 from __future__ import annotations
 
@@ -93,3 +93,27 @@ def test_a_directory_in_the_place_of_the_request_file_is_said(tmp_path: Path) ->
     assert trainer._agree(job, StopRequest()) == (0, False, False)
     (note,) = notes
     assert "is ignored as a request for a checkpoint, because it cannot be removed: Is a directory" in note
+
+
+def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
+    left = trainer.TimeToSave(step=None, save=4.0)
+    left.begin("step", validates=True)
+    assert left.seconds is None  # nobody knows the seconds of a first step
+    now[0] = 10.0
+    left.begin("validation")
+    now[0] = 13.0
+    left.begin("save")
+    assert left.seconds == 4.0
+    now[0] = 15.0
+    assert left.seconds == 2.0
+    left.begin("step", validates=True)
+    now[0] = 16.0
+    assert left.seconds == 9 + 3 + 4
+    left.save = 6.0
+    now[0] = 26.0  # the step takes longer than the one before
+    assert left.seconds == 0 + 3 + 6
+    left.begin("save")
+    left.begin("step", validates=False)
+    assert left.seconds == 11 + 6  # the longest of the latest steps

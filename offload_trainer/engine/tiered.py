@@ -197,6 +197,9 @@ class TieredEngine:
     def synchronize(self) -> None:
         self.offloaded.synchronize()
 
+    def abandon_step(self) -> None:
+        self.offloaded.abandon()
+
     def _of_all(self, values: list[Any]) -> list[Any]:
         """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order."""
         if self._node.world == 1:

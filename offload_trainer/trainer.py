@@ -173,12 +173,14 @@ def _keep(job: Job, state: TrainState) -> None:
     Without a checkpoint of it the run goes on from an older one. That is so if the update was under way, and after the
     last step, whose validation is due.
     """
-    if job.engine.world > 1 or job.cannot_save or state.step in (0, job.checkpoints.saved, job.train.steps):
+    if job.engine.world > 1 or job.cannot_save or state.step in (0, job.train.steps):
         return
     try:
-        job.engine.abandon_step()
-        job.checkpoints.save(job.engine, state)
         job.checkpoints.synchronize()
+        if job.checkpoints.saved != state.step:
+            job.engine.abandon_step()
+            job.checkpoints.save(job.engine, state)
+            job.checkpoints.synchronize()
     except Exception as error:
         job.say(f"note: no checkpoint of step {state.step} can be made: {' '.join(str(error).split())[:300]}")
 

@@ -66,9 +66,7 @@ def open_parts(
     say(why)
     sums = gradient_kernel(kernel)
     if isinstance(kernel, NativeKernel) and not isinstance(sums, NativeGradients):
-        say(
-            "Adding gradients in host memory: torch's slower operations, since the compiled ones differ here."
-        )
+        say("Adding gradients in host memory: torch's slower operations, since the compiled ones differ here.")
     return EngineParts(
         units=units,
         homes=homes,

@@ -65,7 +65,7 @@ class Engine(Protocol):
     def abandon_step(self) -> None:
         """Return to the state after the last step, whichever part of the next has run.
 
-        Raises the error of an update that failed, whose state is partly of either step.
+        Raises TrainerError if its update has begun, since the state may then be partly of either step.
         """
 
     def eval_loss(self, batch: Batch) -> float:

@@ -4,10 +4,10 @@
 
 - An operation that mixes tensors of the GPU and of the host raises torch's error, except for copies, single numbers and
   indices. `tensor.device` is `cuda:0` for those of the GPU, and `numpy()` refuses them.
-- Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a queue.
-  The compute stream has no queue, since the CPU computes immediately, and whatever it waits for runs at that point. All
-  other work runs at random times, in the order of its queue, and never before what it waits for. So a missing wait
-  shows as a wrong number, and `log` lists the work in the order in which it ran.
+- Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a
+  queue. The compute stream has no queue, since the CPU computes immediately, and whatever it waits for runs at that
+  point. All other work runs at random times, in the order of its queue, and never before what it waits for. So a
+  missing wait shows as a wrong number, and `log` lists the work in the order in which it ran.
 - Memory that only queued work still refers to has been freed too early, unless `record_stream` named the stream: CUDA's
   allocator would have handed it to the next tensor. `freed` lists such work.
 - A queued copy overwrites what a kernel may still read unless it is behind an event of the compute stream: `bare` lists
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,8 +88,13 @@ class EmulatedGpu:
 
     bytes = 24 << 30
 
-    def __init__(self, *, seed: int = 0, haste: float = 0.1) -> None:
-        """Create the streams; `haste` is the probability that a queue advances at each call."""
+    def __init__(self, *, seed: int, haste: float, seconds: float) -> None:
+        """Create the streams.
+
+        `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait for
+        takes at least so long, in which the training thread frees its tensors.
+        """
+        self.seconds = seconds
         self.tags = Tags()
         self.log: list[str] = []
         self.lock = threading.RLock()
@@ -99,7 +105,7 @@ class EmulatedGpu:
         self.freed: list[str] = []
         self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
         self.host_waits = 0
-        self._thread = threading.current_thread()
+        self.thread = threading.current_thread()
         self._recorded: set[tuple[int, str]] = set()  # storages and names of streams passed to `record_stream`
         self._queued: Counter[int] = Counter()  # storages that queued work refers to
         self._random, self._haste = random.Random(seed), haste
@@ -138,12 +144,12 @@ class EmulatedGpu:
     def note_device(self) -> None:
         """Record a calling thread that has not set a device, since CUDA would use device 0 for it."""
         thread = threading.current_thread()
-        if thread is not self._thread and getattr(self.current, "device", None) is None:
+        if thread is not self.thread and getattr(self.current, "device", None) is None:
             self.elsewhere.add(thread.name)
 
     def note_host_wait(self) -> None:
         """Count a wait of the training thread for the device."""
-        self.host_waits += threading.current_thread() is self._thread
+        self.host_waits += threading.current_thread() is self.thread
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._recorded.add((tensor.untyped_storage()._cdata, stream.name))
@@ -181,7 +187,8 @@ class EmulatedGpu:
         work = stream.queue.popleft()
         for tensor in work.tensors:
             address = tensor.untyped_storage()._cdata
-            alone = torch._C._storage_Use_Count(address) <= self._queued[address]
+            # Besides tensors, Python's object for a storage counts once it exists.
+            alone = torch._C._storage_Use_Count(address) <= self._queued[address] + 1
             if alone and (address, stream.name) not in self._recorded:
                 where = "GPU" if self.tags.get(tensor) else "host"
                 self.freed.append(f"{stream.name} {work.kind}: {where} memory, {list(tensor.shape)} {tensor.dtype}")
@@ -249,7 +256,10 @@ class Event:
 
     def synchronize(self) -> None:
         self.gpu.note_device()
-        self.gpu.note_host_wait()
+        if self.stream is not None and not self.done:
+            self.gpu.note_host_wait()
+            if self.gpu.seconds and threading.current_thread() is not self.gpu.thread:
+                time.sleep(self.gpu.seconds)
         self.gpu.run_until(self)
 
     def elapsed_time(self, end: Event) -> float:
@@ -416,11 +426,13 @@ def _has_tensor(args: Any, kwargs: Any) -> bool:
 
 
 @contextmanager
-def emulated_gpu(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> Iterator[EmulatedGpu]:
+def emulated_gpu(
+    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0
+) -> Iterator[EmulatedGpu]:
     """Replace torch's CUDA device, its streams, events and copies with the emulation inside the block."""
     if torch.cuda.is_available():
         pytest.skip("the emulation's queues are for the CPU's memory")
-    gpu = EmulatedGpu(seed=seed, haste=haste)
+    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds)
 
     methods = _Methods(gpu)
     run, backward = threading.Thread.run, torch.autograd._engine_run_backward

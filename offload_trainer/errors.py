@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from offload_trainer.packages import explain_import
 
@@ -30,6 +33,45 @@ class UserError(TrainerError):
 
 class NonFiniteGradient(TrainerError):
     """NaN or infinity in the step's gradients; weights and optimizer state are unchanged."""
+
+
+class GpuFull(TrainerError):
+    """The GPU has too little free memory. With one rank the run goes on with a plan that leaves more of it free."""
+
+    def __init__(self, error: BaseException, *, unvalidated: int = 0) -> None:
+        """Take torch's error, and the step after which a validation ran out of memory (0: it was something else)."""
+        text = " ".join(str(error).split())
+        self.unvalidated, self.missing = unvalidated, 0  # bytes; 0: not known
+        sizes = re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text)
+        if sizes:
+            asked, free = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
+            self.missing = max(0, asked - free)
+            text = f"{sizes[1]} {sizes[2]} were asked for, {sizes[3]} {sizes[4]} were free"
+        super().__init__(f"the GPU ran out of memory: {text[:500]}")
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def fills_gpu(error: BaseException | None) -> bool:
+    """Return whether this error of torch, or one that caused it, says that a GPU has too little free memory."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, GpuFull) or ("CUDA" in text and ("out of memory" in text or "ALLOC_FAILED" in text)):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def gpu_full_told() -> Iterator[None]:
+    """Raise GpuFull in place of an error inside the block that a full GPU has caused."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GpuFull) or not fills_gpu(error):
+            raise
+        raise GpuFull(error) from error
 
 
 class PeerFailed(TrainerError):

@@ -21,7 +21,7 @@ from offload_trainer.checkpoint import Checkpoints, TrainState
 from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, on_rank_zero
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
@@ -110,6 +110,7 @@ class Job:
     peak_flops: float | None  # FLOP/s of matrix products measured on this machine, all ranks; None: not measured
     swaps: list[Path]  # the run's private directories on drives
     commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
+    unvalidated: int = 0  # complete step whose validation is due, since the GPU was full; 0: none
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
@@ -138,13 +139,23 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
             _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
-            last = state.step + 1 == job.train.steps
-            validates = _due(state.step + 1, job.train.eval_every) or last
-            job.to_save.begin("step", validates=validates)
-            state = _step(job, state, batches)
-            if validates:
-                job.to_save.begin("validation")
-                _evaluate(job, state.step)
+            try:
+                if state.step and state.step == job.unvalidated:
+                    _evaluate(job, state.step)
+                last = state.step + 1 == job.train.steps
+                validates = _due(state.step + 1, job.train.eval_every) or last
+                job.to_save.begin("step", validates=validates)
+                state, job.unvalidated = _step(job, state, batches), 0
+                if validates:
+                    job.unvalidated = state.step
+                    job.to_save.begin("validation")
+                    _evaluate(job, state.step)
+                    job.unvalidated = 0
+            except Exception as error:
+                if not fills_gpu(error):
+                    raise
+                _keep(job, state)
+                raise GpuFull(error, unvalidated=job.unvalidated) from error
             job.to_save.begin("save")
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
@@ -154,6 +165,24 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
     return state
+
+
+def _keep(job: Job, state: TrainState) -> None:
+    """Save the last complete step when the GPU is full, for a plan that leaves more of it free.
+
+    Without a checkpoint of it the run goes on from an older one. That is so if the update was under way, and after the
+    last step, whose validation is due.
+    """
+    if job.engine.world > 1 or job.cannot_save or state.step in (0, job.train.steps):
+        return
+    try:
+        job.checkpoints.synchronize()
+        if job.checkpoints.saved != state.step:
+            job.engine.abandon_step()
+            job.checkpoints.save(job.engine, state)
+            job.checkpoints.synchronize()
+    except Exception as error:
+        job.say(f"note: no checkpoint of step {state.step} can be made: {' '.join(str(error).split())[:300]}")
 
 
 def too_late(job: Job) -> str | None:

@@ -14,8 +14,10 @@ from offload_trainer.offloading.allocation import Drives, EngineParts
 from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.gradient_kernel import NativeGradients, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
@@ -62,6 +64,9 @@ def open_parts(
     homes = layouts.homes(placement, sizes, node=node.number)
     kernel, why = choose_kernel(work.kernel)
     say(why)
+    sums = gradient_kernel(kernel)
+    if isinstance(kernel, NativeKernel) and not isinstance(sums, NativeGradients):
+        say("Adding gradients in host memory: torch's slower operations, since the compiled ones differ here.")
     return EngineParts(
         units=units,
         homes=homes,
@@ -75,6 +80,7 @@ def open_parts(
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
+        gradient_kernel=sums,
     )
 
 

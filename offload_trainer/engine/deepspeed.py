@@ -181,6 +181,9 @@ class DeepSpeedEngine:
         """Return immediately, because a step has finished when `train_step` returns."""
 
     @torch.no_grad()
+    def abandon_step(self) -> None:
+        raise TrainerError("DeepSpeed keeps no state of the last step while the next one runs")
+
     def eval_loss(self, batch: Batch) -> float:
         self._engine.eval()
         return float(self._engine(*batch.arguments(_device(), training=False)))

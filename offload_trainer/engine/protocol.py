@@ -62,6 +62,12 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Block until all asynchronous work of earlier steps has finished, and raise its errors."""
 
+    def abandon_step(self) -> None:
+        """Return to the state after the last step, whichever part of the next has run.
+
+        Raises TrainerError if its update has begun, since the state may then be partly of either step.
+        """
+
     def eval_loss(self, batch: Batch) -> float:
         """Return the mean loss over this rank's targets, without dropout or gradients."""
 

@@ -18,6 +18,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.protocol import StepResult
+from offload_trainer.errors import TrainerError
 from offload_trainer.model.attention import DividedAttention, SharedRows, share_rows
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
@@ -95,6 +96,7 @@ class TieredEngine:
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
+        self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
 
     def _share_rows(self) -> DividedAttention:
@@ -121,12 +123,13 @@ class TieredEngine:
         update_progress = self.offloaded.update_progress
         hidden = update_progress.hidden - self._hidden
         self._hidden = update_progress.hidden
+        mean = torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
             self.offloaded.begin()
-        mean = float(torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean())
+        loss, self._updating = float(mean), False
         return StepResult(
-            loss=mean,
+            loss=loss,
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
@@ -197,6 +200,11 @@ class TieredEngine:
     def synchronize(self) -> None:
         self.offloaded.synchronize()
 
+    def abandon_step(self) -> None:
+        if self._updating:
+            raise TrainerError("the update of the next step had begun")
+        self.offloaded.abandon()
+
     def _of_all(self, values: list[Any]) -> list[Any]:
         """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order."""
         if self._node.world == 1:
@@ -218,6 +226,7 @@ class TieredEngine:
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
         if finite:
+            self._updating = True
             self.offloaded.step(rules, scale=factor / self._scale.value)
         self.offloaded.clear()
         self._scale = self._scale.after_step(finite=finite)

@@ -21,7 +21,7 @@ from pydantic import with_config
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.step_time import correction
-from offload_trainer.safe_files import LENIENT, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
+from offload_trainer.safe_files import LENIENT, Count, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
@@ -70,6 +70,7 @@ class _Kept:
     machines: dict[str, Any] = field(default_factory=dict)
     drives: dict[str, Any] = field(default_factory=dict)
     links: dict[str, Any] = field(default_factory=dict)
+    kept_free: dict[str, Any] = field(default_factory=dict)  # bytes, by the GPU's name
 
 
 @with_config(LENIENT)
@@ -148,8 +149,14 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
     rates = replace(here.rates, corrections=corrections)
     links = known(stored.links, _links_key(machine), Links) or machine.links
+    kept_free = known(stored.kept_free, machine.gpu or "", Count) or 0
     return replace(
-        machine, rates=rates, links=links, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes))
+        machine,
+        rates=rates,
+        links=links,
+        drives=tuple(drives),
+        kept_free=kept_free,
+        notes=(*machine.notes, *dict.fromkeys(notes)),
     )
 
 
@@ -179,6 +186,12 @@ def keep_rates(machine: MachineProfile) -> None:
         for drive in machine.drives:
             if drive.rates is not None:
                 stored["drives"][_drive_key(drive)] = asdict(drive.rates)
+
+
+def keep_free(machine: MachineProfile, *, more: int) -> None:
+    """Store that plans for this GPU leave `more` bytes of it free, beside those that this profile says."""
+    with _changed() as stored:
+        stored["kept_free"][machine.gpu] = machine.kept_free + more
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:

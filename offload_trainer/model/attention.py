@@ -26,7 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_flash_attention,
+    cudnn_sdp_enabled,
+    flash_sdp_enabled,
+)
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,8 +52,16 @@ def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """Return whether no fast GPU kernel of torch accepts these tensors with grouped heads."""
     if not query.is_cuda:
         return False
-    asked = SDPAParams(query, key, value, None, dropout, True, True)
-    return not (can_use_flash_attention(asked) or can_use_cudnn_attention(asked))
+    # torch's answer takes as long as a kernel's launch, and is the same for every block.
+    tensors = tuple((one.shape, one.stride(), one.dtype, one.requires_grad) for one in (query, key, value))
+    asked = tensors, dropout, flash_sdp_enabled(), cudnn_sdp_enabled()
+    if asked not in _WHOLE:
+        params = SDPAParams(query, key, value, None, dropout, True, True)
+        _WHOLE[asked] = not (can_use_flash_attention(params) or can_use_cudnn_attention(params))
+    return _WHOLE[asked]
+
+
+_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
 
 
 def _attention(

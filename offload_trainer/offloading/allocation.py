@@ -22,7 +22,7 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.gradient_kernel import gradient_kernel
+from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
@@ -68,6 +68,7 @@ class EngineParts:
     device: Device
     drives: Drives
     kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
+    gradient_kernel: GradientKernel  # adds gradients to sums in host memory
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
-    device, drives, kernel = parts.device, parts.drives, gradient_kernel(parts.kernels[0])
+    device, drives, kernel = parts.device, parts.drives, parts.gradient_kernel
     sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers

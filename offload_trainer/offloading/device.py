@@ -83,15 +83,12 @@ class CpuDevice:
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
         """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
-        future = Future()
-        self._copies.put(ending(future, lambda: copy_alone(values, into)))
-        return future
+        return self._copies.submit(lambda: copy_alone(values, into))
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy `values` (on the device) to host memory concurrently, and keep them alive until it is done."""
-        held, future = [values], Future()
-        self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # freed before the future completes
-        return future
+        held = [values]
+        return self._copies.submit(lambda: copy_alone(held.pop(), into))  # freed before the future completes
 
     def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
         """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
@@ -151,7 +148,9 @@ class CudaDevice:
 
     def _worker(self, name: str) -> Workers:
         """Start a thread that uses this device. A new thread uses device 0 and could create a CUDA context there."""
-        return Workers(1, name, prepare=lambda: torch.cuda.set_device(self.place))
+        thread = Workers(1, name)
+        thread.submit(lambda: torch.cuda.set_device(self.place)).wait()
+        return thread
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype, device=self.place)
@@ -235,9 +234,7 @@ class CudaDevice:
         return event
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
-        event, future = self._copy(values, into, after=after, stream=self._to_device), Future()
-        self._uploaded.put(ending(future, event.synchronize))
-        return future
+        return self._uploaded.submit(self._copy(values, into, after=after, stream=self._to_device).synchronize)
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
         after = after or self.mark()
@@ -252,10 +249,9 @@ class CudaDevice:
         stream: torch.cuda.Stream,
         waiter: Workers,
     ) -> Future:
-        event, future = self._copy(values, into, after=after, stream=stream), Future()
+        event = self._copy(values, into, after=after, stream=stream)
         values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
-        waiter.put(ending(future, event.synchronize))
-        return future
+        return waiter.submit(event.synchronize)
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
@@ -276,11 +272,10 @@ class CudaDevice:
             yield
 
     def reached(self) -> Future:
-        event, future = torch.cuda.Event(blocking=True), Future()  # a waiting thread sleeps
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         with torch.cuda.device(self.place):
             event.record(torch.cuda.current_stream(self.place))
-        self._passed.put(ending(future, event.synchronize))
-        return future
+        return self._passed.submit(event.synchronize)
 
     def close(self) -> None:
         waiters = self._uploaded, self._downloaded, self._kept, self._returned, self._passed
@@ -351,14 +346,13 @@ def cores_beside(device: Device) -> int:
 
 def limit_cores(thread: Workers, cores: int) -> None:
     """Let torch and the compiled kernels use `cores` cores on this thread, and leave all other threads as they are."""
-    threads, taken = torch.get_num_threads(), Future()
+    threads = torch.get_num_threads()
 
     def take() -> None:
         torch.get_num_threads()  # makes torch initialise this thread first; otherwise it would overwrite the next line
         torch.set_num_threads(cores)
 
-    thread.put(ending(taken, take))
-    taken.wait()
+    thread.submit(take).wait()
     torch.set_num_threads(threads)  # also sets the default for new threads
 
 

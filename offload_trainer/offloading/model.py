@@ -12,7 +12,7 @@ a bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +404,16 @@ class OffloadedModel:
         """Drop the gradient sums at any time, after waiting for gradients in flight."""
         self.gradients.finish()
         self._cleared += 1
+        self.gradients.clear()
+
+    def abandon(self) -> None:
+        """Return to the state after the last step from any point of a forward or backward that failed."""
+        self.synchronize()
+        if self.updater.skip():
+            self.stream.forget()
+        self.updater.pipeline.drop_prefetched()
+        with suppress(Exception):  # copies of gradients may have failed, too
+            self.gradients.finish()
         self.gradients.clear()
 
     def begin(self) -> None:

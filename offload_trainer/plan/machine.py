@@ -168,6 +168,7 @@ class MachineProfile:
     no_state_on_gpu: Line | None = None  # why no optimizer state can be placed on the GPU; None: it can
     built_for: tuple[Line, ...] | None = None  # torch.cuda.get_arch_list() of the installed torch
     packages: tuple[Line, ...] | None = None  # the optional packages that are installed; None: unknown
+    kept_free: Count = 0  # bytes of each GPU that no plan fills, beyond the usual reserve: runs ran out of memory
     gpus: Several = 1  # GPUs per node that a plan with --nodes assumes without --gpus
     nodes: Several = 1  # number of machines like this one that the links connect
     rates: Rates = field(default_factory=Rates)

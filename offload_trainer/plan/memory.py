@@ -35,8 +35,9 @@ CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; es
 
 
 def gpu_reserve(machine: MachineProfile) -> int:
-    """Return the bytes of each GPU that stay free: 1 %, at least 500 MB; 0 without a GPU."""
-    return max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes)) if machine.gpu is not None else 0
+    """Return the bytes of each GPU that stay free: 1 %, at least 500 MB, and what runs lacked; 0 without a GPU."""
+    usual = max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes))
+    return usual + machine.kept_free if machine.gpu is not None else 0
 
 
 def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
@@ -44,6 +45,8 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     if machine.gpu is None:
         return []
     why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces and lazily loaded kernels"
+    if machine.kept_free:
+        why += f"; and {format_bytes(machine.kept_free)}, since runs on this GPU ran out of memory"
     return [tiers_of(machine).gpu.item("reserve", gpu_reserve(machine) * here, why)]
 
 

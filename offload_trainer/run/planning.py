@@ -32,9 +32,12 @@ from offload_trainer.plan.planner import (
 )
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
+from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.settings import with_words
+from offload_trainer.units import format_bytes
 
+_MORE_FREE = 0.02  # share of a GPU that stays free in addition after it was full
 _MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 
 
@@ -69,7 +72,14 @@ class Planned:
         return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}
 
 
-def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, again: Planned | None = None) -> Planned:
+def plan_run(
+    config: TrainConfig,
+    *,
+    nodes: int = 1,
+    longest: bool = False,
+    again: Planned | None = None,
+    like: TrainConfig | None = None,
+) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
     Args:
@@ -77,10 +87,11 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
         nodes: number of machines.
         longest: also find the longest row (in tokens) that fits.
         again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
+        like: the settings of a run that this one goes on from without a checkpoint.
     """
     from offload_trainer.run.resume_point import config_to_resume
 
-    before = config_to_resume(config.save)
+    before = config_to_resume(config.save) or (like.model_dump(mode="json") if like else {})
     config = _with_template_date(_with_resumed_copies(config, nodes=nodes), before)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     _, world = ranks_of_environment()
@@ -94,6 +105,27 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     if not found.plan.fits:
         found = with_what_fits(found, config, models, here=True, resumes=bool(before))
     return with_longest_row(found, config, models) if longest else found
+
+
+def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[Planned, list[str]]:
+    """Plan a run again that filled the GPU; return the plan and, in words, each item on the GPU that is now smaller.
+
+    What its plan left free was not enough either, so the new plan needs `more` bytes less than that one.
+    """
+    room = before.plan.tiers[GPU_NAME]
+    spare = max(0, room["have"] - room["need"])
+    machine = replace(before.machine, kept_free=before.machine.kept_free + spare + more)
+    found = plan_run(config, again=replace(before, machine=machine), like=before.config)
+    had, has = (
+        {item.name: item.bytes for item in plan.items if item.tier == GPU_NAME} for plan in (before.plan, found.plan)
+    )
+    smaller = {name: (size, has.get(name, 0)) for name, size in had.items() if has.get(name, 0) < size}
+    return found, [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, (old, new) in smaller.items()]
+
+
+def more_free(machine: MachineProfile, *, missing: int) -> int:
+    """Return the bytes by which plans for a GPU that lacked `missing` bytes (0: not known) need less of it."""
+    return max(missing, int(_MORE_FREE * machine.gpu_bytes))
 
 
 def shared_plan(own: Planned) -> Planned:

@@ -8,6 +8,7 @@ command line imports this module, and with it torch, only after it has a valid c
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,8 +24,17 @@ from offload_trainer import trainer
 from offload_trainer.checkpoint import TrainState, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
-from offload_trainer.errors import Interrupted, PeerFailed, UserError
+from offload_trainer.errors import (
+    RERUN_HINT,
+    GpuFull,
+    Interrupted,
+    PeerFailed,
+    TrainerError,
+    UserError,
+    gpu_full_told,
+)
 from offload_trainer.export.directory import write_final
+from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.ranks import end_if_node_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
@@ -41,13 +51,14 @@ from offload_trainer.run.checks import (
 )
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
-from offload_trainer.run.planning import Planned, plan_run, shared_plan
+from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
 from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
+from offload_trainer.units import format_bytes
 
 
 def train_run(
@@ -77,7 +88,57 @@ def train_run(
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     setup, checkpoint = _set_up(config, planned, log)
-    _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
+    unvalidated = 0
+    while full := _ended_full(setup, nodes, checkpoint, unvalidated, instead=instead, build=build):
+        setup, checkpoint = _with_room(config, setup, full)
+        unvalidated = full.unvalidated
+
+
+def _ended_full(
+    setup: Setup,
+    nodes: Sequence[range],
+    checkpoint: Path | None,
+    unvalidated: int,
+    *,
+    instead: Callable[[Job], None] | None,
+    build: Build,
+) -> GpuFull | None:
+    """Carry out a run; return the error if it ended because the GPU is full and another plan may go on."""
+    try:
+        with gpu_full_told():
+            _carry_out(setup, nodes, checkpoint, unvalidated, instead=instead, build=build)
+    except GpuFull as full:
+        if instead is not None:
+            raise
+        full.__cause__ = full.__context__ = None  # their frames hold tensors
+        return full.with_traceback(None)
+    return None
+
+
+def _with_room(config: TrainConfig, before: Setup, full: GpuFull) -> tuple[Setup, Path | None]:
+    """Return the setup of a plan that needs less of the GPU, and the checkpoint to go on from, if any.
+
+    Raises TrainerError if none fits, and for several ranks or DeepSpeed, whose next start plans so.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    machine = before.planned.machine
+    more = more_free(machine, missing=full.missing)
+    keep_free(machine, more=more)
+    text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
+    if before.plan.world > 1 or before.plan.engine != "tiered":
+        raise TrainerError(f"{text}; {RERUN_HINT}")
+    if complete_checkpoints(before.output / "checkpoints"):  # at the first start there may have been none to resume
+        config = config.with_keys("save", resume="auto")
+    planned, moved = plan_with_room(config, before.planned, more=more)
+    try:
+        refuse(planned)
+    except UserError as error:
+        raise TrainerError(f"{text}, but then {error}") from error
+    if not moved:
+        raise TrainerError(f"{text}, and --force keeps all that is on it; {RERUN_HINT} without it")
+    before.log.say(f"{text}; on the GPU: {', '.join(moved)}")
+    return replace(before, planned=planned), refuse_output(planned)
 
 
 def use_deterministic_algorithms() -> None:
@@ -187,9 +248,10 @@ def prepare_run(config: TrainConfig) -> list[Path]:
 
 def _carry_out(
     setup: Setup,
-    *,
     nodes: Sequence[range],
     checkpoint: Path | None,
+    unvalidated: int,
+    *,
     instead: Callable[[Job], None] | None,
     build: Build,
 ) -> None:
@@ -218,6 +280,7 @@ def _carry_out(
         if instead is not None:
             instead(job)
             return
+        job.unvalidated = unvalidated
         resume.keep(setup, job)
         _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
         resume.drop(setup)

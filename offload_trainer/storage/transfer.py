@@ -190,23 +190,26 @@ def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class Workers:
     """Threads that take jobs from one queue in order."""
 
-    def __init__(self, count: int, name: str, *, prepare: Callable[[], object] | None = None) -> None:
-        """Start `count` daemon threads. Each calls `prepare` before its first job."""
-        self._prepare = prepare
+    def __init__(self, count: int, name: str) -> None:
+        """Start `count` daemon threads."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
 
     def _work(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
         while (job := self._jobs.get()) is not None:
             job()
             del job  # release the job's references, such as its buffers, before waiting for the next one
 
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def submit(self, work: Callable[[], object]) -> Future:
+        """Queue `work`; return a future that ends with it, or with the exception that it raises."""
+        future = Future()
+        self.put(ending(future, work))
+        return future
 
     def close(self, *, patience: float | None = None) -> None:
         """Finish the queued jobs and end the threads. Waits at most `patience` seconds for each thread if set."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_bench import engine
 from late_cuda_streams import FakeCuda, queued
 from late_transfers import LateDevice, LateTransfers
@@ -40,7 +41,13 @@ class QueuedKernel:
 
     def update_page(self, page: PageUpdate) -> None:
         assert self._cuda.stream_now() is not self._cuda.compute
-        self._cuda.put(self._cuda.stream_now(), "update", partial(self._kernel.update_page, page))
+        names, tensors = page.fields.keys(), (*page.fields.values(), page.grad, page.out)
+
+        def update(*aliases: torch.Tensor) -> None:
+            *fields, grad, out = aliases
+            self._kernel.update_page(replace(page, fields=dict(zip(names, fields, strict=True)), grad=grad, out=out))
+
+        self._cuda.queue("update", update, *tensors)
 
 
 @contextmanager

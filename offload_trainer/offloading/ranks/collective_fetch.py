@@ -180,8 +180,7 @@ class SharedReads:
                 self._store.read(unit, first, whole[first:end]).wait()
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
             self._barrier()
-            self._copied = Future()
-            self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
+            self._copied = self._copies.submit(lambda: copy_alone(whole, buffer))
             self._copied.then(filled.finish_part)
         except BaseException as error:
             self._error = error

@@ -32,7 +32,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
-from offload_trainer.storage.transfer import Future, Workers, ending
+from offload_trainer.storage.transfer import Workers
 
 T = TypeVar("T")
 Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
@@ -51,14 +51,12 @@ class FetchMatching:
 
     def barrier(self) -> None:
         """Wait until every rank has reached this barrier; raise the first error of any round."""
-        future = Future()
 
         def until_all_meet() -> None:
             while set(self._round(_BARRIER)) != {_BARRIER}:
                 pass
 
-        self._thread.put(ending(future, until_all_meet))
-        future.wait()
+        self._thread.submit(until_all_meet).wait()
 
     def ask(self, what: int, then: Callable[[bool, BaseException | None], None]) -> None:
         """Announce the action `what` (0 or more), and call `then(together, error)` on the thread.

@@ -49,7 +49,7 @@ from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
-from offload_trainer.storage.transfer import Future, Workers, done, ending, together
+from offload_trainer.storage.transfer import Workers, done, together
 
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
 
@@ -354,9 +354,7 @@ class Updater:
         speculative = self._end_speculation()
         if speculative is None or self._thread is None:
             return False
-        undone = Future()
-        self._thread.put(ending(undone, partial(self._undo, speculative)))
-        undone.wait()
+        self._thread.submit(partial(self._undo, speculative)).wait()
         return True
 
     def _end_speculation(self) -> SpeculativeStep | None:

@@ -1,0 +1,479 @@
+"""An emulated GPU in host memory: tensors with `device=cuda` are tagged, and what CUDA would refuse fails here too.
+
+    with emulated_gpu(monkeypatch) as gpu:  engine(..., device=gpu.device(staging_bytes=..., stagings=2))
+
+- An operation that mixes tensors of the GPU and of the host raises torch's error, except for copies, single numbers and
+  indices. `tensor.device` is `cuda:0` for those of the GPU, and `numpy()` refuses them.
+- Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a
+  queue. The compute stream has no queue, since the CPU computes immediately, and whatever it waits for runs at that
+  point. All other work runs at random times, in the order of its queue, and never before what it waits for. So a
+  missing wait shows as a wrong number, and `log` lists the work in the order in which it ran.
+- Memory that only queued work still refers to has been freed too early, unless `record_stream` named the stream: CUDA's
+  allocator would have handed it to the next tensor. `freed` lists such work.
+- A queued copy overwrites what a kernel may still read unless it is behind an event of the compute stream: `bare` lists
+  the copies that are not.
+- `host_waits` counts the training thread's waits: synchronised events and streams, and values that the host reads.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload_trainer.offloading.device import CudaDevice
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+_GPU, _EITHER = "gpu", "either"  # tags; a tensor without one is the host's
+
+_aten = torch.ops.aten
+_COPIES = {
+    _aten.copy_.default,
+    _aten._to_copy.default,
+    _aten.set_.source_Tensor,
+    _aten.set_.source_Storage_storage_offset,
+}
+_INDEXED = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
+_READ_BY_HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default}
+_T, _device = torch.Tensor, torch.Tensor.device.__get__
+
+
+class Tags:
+    """The device of each storage, by the address of torch's record of it, which a weak reference keeps from being
+    used again."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._lock = threading.RLock()
+
+    def get(self, tensor: torch.Tensor) -> str | None:
+        found = self._of.get(tensor.untyped_storage()._cdata)
+        return found and found[1]
+
+    def put(self, tensor: torch.Tensor, tag: str | None) -> None:
+        storage = tensor.untyped_storage()
+        with self._lock:
+            if tag is None:
+                self._of.pop(storage._cdata, None)
+                return
+            self._of[storage._cdata] = StorageWeakRef(storage), tag
+            if len(self._of) % 4096 == 0:
+                self._of = {key: pair for key, pair in self._of.items() if not pair[0].expired()}
+
+
+@dataclass
+class Work:
+    """Work in a queue of a stream."""
+
+    kind: str
+    run: Any  # a function, or for a wait or a record the event
+    tensors: Sequence[torch.Tensor] = ()  # aliases of what it reads and writes
+
+
+class EmulatedGpu:
+    """All emulated streams, the tags of all tensors, and what was done wrong."""
+
+    bytes = 24 << 30
+
+    def __init__(self, *, seed: int, haste: float, seconds: float) -> None:
+        """Create the streams.
+
+        `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait for
+        takes at least so long, in which the training thread frees its tensors.
+        """
+        self.seconds = seconds
+        self.tags = Tags()
+        self.log: list[str] = []
+        self.lock = threading.RLock()
+        self.current = threading.local()
+        self.streams: list[Stream] = []
+        self.compute = Stream(self, "compute")
+        self.bare: list[str] = []
+        self.freed: list[str] = []
+        self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
+        self.host_waits = 0
+        self.thread = threading.current_thread()
+        self._recorded: set[tuple[int, str]] = set()  # storages and names of streams passed to `record_stream`
+        self._queued: Counter[int] = Counter()  # storages that queued work refers to
+        self._random, self._haste = random.Random(seed), haste
+        self.allocations = 0
+        self.fails: Callable[[int], bool] = lambda number: False  # whether this allocation finds the GPU full
+
+    def allocate(self, tensor: torch.Tensor) -> None:
+        """Tag a new tensor of the GPU, or raise torch's error if the GPU is said to be full."""
+        self.allocations += 1
+        if self.fails(self.allocations):
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {tensor.nbytes / 2**20:.2f} MiB. GPU 0 has a total capacity of "
+                f"{self.bytes / 2**30:.2f} GiB of which 0 bytes is free. Including non-PyTorch memory, this process has"
+            )
+        self.tags.put(tensor, _GPU)
+
+    def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
+        return CudaDevice(GPU, staging_bytes=staging_bytes, stagings=stagings)
+
+    def stream_now(self) -> Stream:
+        return getattr(self.current, "stream", self.compute)
+
+    @contextmanager
+    def setting(self, name: str, value: Any) -> Iterator[None]:
+        """Set this thread's current stream or device inside the block."""
+        before = getattr(self.current, name, None)
+        setattr(self.current, name, value)
+        try:
+            yield
+        finally:
+            if before is None:
+                delattr(self.current, name)
+            else:
+                setattr(self.current, name, before)
+
+    def note_device(self) -> None:
+        """Record a calling thread that has not set a device, since CUDA would use device 0 for it."""
+        thread = threading.current_thread()
+        if thread is not self.thread and getattr(self.current, "device", None) is None:
+            self.elsewhere.add(thread.name)
+
+    def note_host_wait(self) -> None:
+        """Count a wait of the training thread for the device."""
+        self.host_waits += threading.current_thread() is self.thread
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self._recorded.add((tensor.untyped_storage()._cdata, stream.name))
+
+    def recorded(self, tensor: torch.Tensor) -> bool:
+        return any(address == tensor.untyped_storage()._cdata for address, _ in self._recorded)
+
+    def queue(self, kind: str, run: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Queue a call of `run` with aliases of these tensors in the current stream."""
+        with torch._C.DisableTorchFunction():
+            self.put(self.stream_now(), Work(kind, run, [tensor.detach() for tensor in tensors]))
+
+    def put(self, stream: Stream, work: Work) -> None:
+        self.note_device()
+        with self.lock:
+            if stream is self.compute:
+                self.carry_out(stream, work)
+                return
+            stream.queue.append(work)
+            self._queued.update(tensor.untyped_storage()._cdata for tensor in work.tensors)
+            # The mark is per thread: work that another thread queues between a wait and its copy does not undo the
+            # wait.
+            if work.kind == "copy" and getattr(self.current, "behind_compute", None) is not stream:
+                self.bare.append(stream.name)
+            waits = work.kind == "wait" and work.run.stream is self.compute
+            self.current.behind_compute = stream if waits else None
+            for one in self.streams:
+                while one.queue and self._random.random() < self._haste and self._may_move(one):
+                    self._next(one)
+
+    def _may_move(self, stream: Stream) -> bool:
+        return stream.queue[0].kind != "wait" or stream.queue[0].run.done
+
+    def _next(self, stream: Stream) -> None:
+        work = stream.queue.popleft()
+        for tensor in work.tensors:
+            address = tensor.untyped_storage()._cdata
+            # Besides tensors, Python's object for a storage counts once it exists.
+            alone = torch._C._storage_Use_Count(address) <= self._queued[address] + 1
+            if alone and (address, stream.name) not in self._recorded:
+                where = "GPU" if self.tags.get(tensor) else "host"
+                self.freed.append(f"{stream.name} {work.kind}: {where} memory, {list(tensor.shape)} {tensor.dtype}")
+        self.carry_out(stream, work)
+        self._queued.subtract(tensor.untyped_storage()._cdata for tensor in work.tensors)
+
+    def carry_out(self, stream: Stream, work: Work) -> None:
+        if work.kind == "wait":
+            self.run_until(work.run)
+        elif work.kind == "record":
+            work.run.done = True
+        else:
+            self.log.append(f"{stream.name} {work.kind}")
+            with _unseen(), self.setting("stream", self.compute):  # its own copies run now
+                work.run(*work.tensors)
+
+    def run_until(self, event: Event) -> None:
+        """Run the queued work that precedes the event, and nothing more."""
+        with self.lock:
+            while event.stream is not None and not event.done:
+                self._next(event.stream)
+
+
+class Stream:
+    """A stand-in for torch.cuda.Stream."""
+
+    def __init__(self, gpu: EmulatedGpu, name: str = "") -> None:
+        self.gpu, self.queue = gpu, deque[Work]()
+        self.name = name or f"stream {len(gpu.streams)}"
+        gpu.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.gpu.put(self, Work("wait", event))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.note_host_wait()
+        self.gpu.run_until(self.record_event())
+
+
+class Event:
+    """A stand-in for torch.cuda.Event."""
+
+    def __init__(self, gpu: EmulatedGpu, **_: Any) -> None:
+        self.gpu, self.done = gpu, False
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream, self.done = stream or self.gpu.stream_now(), False
+        self.gpu.put(self.stream, Work("record", self))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.gpu.stream_now()).wait_event(self)
+
+    def query(self) -> bool:
+        self.gpu.note_device()
+        return self.done or self.stream is None
+
+    def synchronize(self) -> None:
+        self.gpu.note_device()
+        if self.stream is not None and not self.done:
+            self.gpu.note_host_wait()
+            if self.gpu.seconds and threading.current_thread() is not self.gpu.thread:
+                time.sleep(self.gpu.seconds)
+        self.gpu.run_until(self)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.done or self.stream is None
+        assert end.done or end.stream is None
+        return 0.0
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide torch's operations inside the block from the modes below."""
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+class _Factories(TorchFunctionMode):
+    """Create tensors with `device=cuda` in host memory, and tag them."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = kwargs.get("device")
+        if on_gpu := place is not None and torch.device(place).type == "cuda":
+            kwargs = kwargs | {"device": CPU}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and (place is not None or not _has_tensor(args, kwargs)):
+            if on_gpu:
+                self._gpu.allocate(result)
+            else:
+                self._gpu.tags.put(result, None)
+        return result
+
+
+def _plainly(method: Any) -> Callable[..., Any]:
+    """Return the method without the modes that replace torch's functions."""
+
+    def call(*args: Any, **words: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **words)
+
+    return call
+
+
+class _Methods:
+    """Replacements of `torch.Tensor`'s methods that depend on the device."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu = gpu
+        # A mode would look the replacement up by its name.
+        self._copy, self._numpy, self._to, self._clone = map(_plainly, (_T.copy_, _T.numpy, _T.to, _T.clone))
+
+    def on_gpu(self, tensor: torch.Tensor) -> bool:
+        return self._gpu.tags.get(tensor) == _GPU
+
+    def replaced(self) -> dict[str, Any]:
+        return {
+            "device": property(lambda tensor: GPU if self.on_gpu(tensor) else _device(tensor)),
+            "is_cuda": property(self.on_gpu),
+            "is_cpu": property(lambda tensor: not self.on_gpu(tensor) and _device(tensor).type == "cpu"),
+            "get_device": lambda tensor: 0 if self.on_gpu(tensor) else -1,
+            "record_stream": lambda tensor, stream: self._gpu.record_stream(tensor, stream),
+            "copy_": lambda *args, **words: self._copied(*args, **words),
+            "numpy": lambda tensor, **words: self._as_numpy(tensor, **words),
+            "pin_memory": lambda tensor, *_: self._clone(tensor),
+            "cuda": lambda tensor, *_, non_blocking=False: self._moved(tensor, GPU, non_blocking),
+            "cpu": lambda tensor, *_: self._moved(tensor, CPU, False),
+            "to": lambda *args, **words: self._converted(*args, **words),
+        }
+
+    def _copied(self, into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        gpu, stream = self._gpu, self._gpu.stream_now()
+        both = self.on_gpu(into) and self.on_gpu(values)
+        if stream is not gpu.compute and (non_blocking or both):
+            gpu.queue("copy", self._copy, into, values)
+            return into
+        if self.on_gpu(into) != self.on_gpu(values) and not non_blocking:
+            gpu.note_host_wait()
+        return self._copy(into, values)
+
+    def _as_numpy(self, tensor: torch.Tensor, **words: Any) -> Any:
+        if self.on_gpu(tensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+        return self._numpy(tensor, **words)
+
+    def _converted(self, tensor: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
+        other = args[0] if args and isinstance(args[0], torch.Tensor) else words.pop("other", None)
+        if other is not None:
+            args = (other.device, other.dtype, *args[1:])
+        place = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
+        if place is None:
+            return self._to(tensor, *args, **words)
+        if torch.device(place).type not in ("cuda", "cpu"):
+            return self._to(tensor, *args, **words)
+        args = tuple(CPU if one is place else one for one in args)
+        words |= {"device": CPU} if words.get("device") is not None else {}
+        non_blocking = words.get("non_blocking", False) or any(one is True for one in args)
+        before = self.on_gpu(tensor)
+        return self._moved(self._to(tensor, *args, **words), torch.device(place), non_blocking, before=before)
+
+    def _moved(
+        self, tensor: torch.Tensor, place: torch.device, non_blocking: bool, *, before: bool | None = None
+    ) -> torch.Tensor:
+        """Return `tensor` on `place`: the same if it was there before, else a copy."""
+        tag = _GPU if place.type == "cuda" else None
+        if (self.on_gpu(tensor) if before is None else before) == (tag == _GPU):
+            return tensor
+        if not non_blocking:
+            self._gpu.note_host_wait()
+        moved = self._clone(tensor)
+        self._gpu.tags.put(moved, None)
+        if tag == _GPU:
+            self._gpu.allocate(moved)
+        return moved
+
+
+class _Operations(TorchDispatchMode):
+    """Refuse operations on tensors of both devices, and tag what they return."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        super().__init__()
+        self._gpu, self._tags = gpu, gpu.tags
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tags = [self._tags.get(tensor) for tensor in given]
+            tag = _GPU if _GPU in tags else _EITHER if not tags or _EITHER in tags else None
+            if tag == _GPU and func not in _COPIES:
+                self._check(func, given, tags)
+            if func in _READ_BY_HOST and tag == _GPU:
+                self._gpu.note_host_wait()
+            result = func(*args, **kwargs)
+            if func not in _COPIES or func is _aten._to_copy.default:
+                theirs = {tensor.untyped_storage()._cdata for tensor in given}
+                for tensor in tree_leaves(result):
+                    if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage()._cdata in theirs:
+                        continue
+                    if tag == _GPU:
+                        self._gpu.allocate(tensor)
+                    else:
+                        self._tags.put(tensor, tag)
+            return result
+
+    def _check(self, func: Any, given: list[torch.Tensor], tags: list[str | None]) -> None:
+        """Raise if a tensor of the host takes part in an operation on the GPU."""
+        indexed = func in _INDEXED
+        for number, (tensor, tag) in enumerate(zip(given, tags, strict=True)):
+            if tag == _EITHER:
+                self._tags.put(tensor, _GPU)
+            elif tag is None and tensor.dim() and not (indexed and number and tensor.dtype is torch.long):
+                shapes = [(list(one.shape), its or "host") for one, its in zip(given, tags, strict=True)]
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                    f"({func}: {shapes})"
+                )
+
+
+def _has_tensor(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+
+
+@contextmanager
+def emulated_gpu(
+    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0
+) -> Iterator[EmulatedGpu]:
+    """Replace torch's CUDA device, its streams, events and copies with the emulation inside the block."""
+    if torch.cuda.is_available():
+        pytest.skip("the emulation's queues are for the CPU's memory")
+    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds)
+
+    methods = _Methods(gpu)
+    run, backward = threading.Thread.run, torch.autograd._engine_run_backward
+
+    def run_in_modes(thread: threading.Thread) -> None:
+        with _Factories(gpu), _Operations(gpu):
+            run(thread)
+
+    def backward_in_modes(*args: Any, **words: Any) -> Any:
+        with _Factories(gpu):  # torch leaves a mode while the mode handles a call, and hooks run inside this one
+            return backward(*args, **words)
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    replaced = {
+        "Stream": lambda *_, **__: Stream(gpu),
+        "Event": lambda **words: Event(gpu, **words),
+        "current_stream": lambda *_: gpu.stream_now(),
+        "stream": lambda one: gpu.setting("stream", one),
+        "device": lambda one: gpu.setting("device", one),
+        "device_of": lambda _: gpu.setting("device", GPU),
+        "set_device": lambda one: setattr(gpu.current, "device", one),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "cudart": lambda: runtime,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "synchronize": lambda *_: [one.synchronize() for one in gpu.streams] and None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (gpu.bytes, gpu.bytes),
+        "get_device_name": lambda *_: "Emulated GPU",
+        "get_device_capability": lambda *_: (8, 9),
+        "get_arch_list": lambda: ["sm_89"],
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    }
+    with patch.context() as inner:
+        for name, value in replaced.items():
+            inner.setattr(torch.cuda, name, value)
+        inner.setattr(threading.Thread, "run", run_in_modes)
+        for name, value in methods.replaced().items():
+            inner.setattr(_T, name, value)
+        inner.setattr(torch.autograd, "_engine_run_backward", backward_in_modes)
+        with _Factories(gpu), _Operations(gpu):
+            yield gpu

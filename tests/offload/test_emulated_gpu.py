@@ -1,0 +1,96 @@
+"""Tests of the emulated GPU: the engine trains on it as plain torch does, and it catches what CUDA would not forgive."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import EmulatedGpu, emulated_gpu
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+
+from offload_trainer.data import rows
+
+RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
+DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
+CHECKPOINTED = "model.activation_checkpointing=on"
+CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
+    "resident": (["--params", "gpu"], 3),
+    "in RAM": (RAM, 1),
+    "on the drive": (DRIVE, 3),
+    "inputs in RAM": ([*RAM, CHECKPOINTED, "model.offload_activations=cpu"], 2),
+    "inputs on the drive": ([*RAM, CHECKPOINTED, "model.offload_activations=nvme"], 2),
+    "block by block": ([*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first"], 3),
+    "during the forward": ([*RAM, "tiered.overlap=forward"], 1),
+    "during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
+    "by the module": ([*RAM, "tiered.fetch_granularity=module"], 1),
+    "fp16": ([*RAM, "--dtype", "fp16"], 1),
+}
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+
+def trained(
+    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Return the steps and masters of four steps without clipping on the emulated GPU."""
+    device = gpu.device(staging_bytes=1 << 20, stagings=2)
+    given = [*words, "--accumulate", str(accumulate), "optim.max_grad_norm=0"]
+    with engine(model, *given, drives=[drive], device=device) as ours:
+        return train(ours, batches(4 * accumulate), accumulate=accumulate), masters(ours)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and weights have plain torch's bits. Sums over micro-batches are measured in another order on a GPU."""
+    (words, accumulate), model = CASES[case], model_directory(tmp_path / "gpt2", "gpt2")
+    dtype = words[words.index("--dtype") :][:2] if "--dtype" in words else []
+    given = ["--accumulate", str(accumulate), "optim.max_grad_norm=0", *dtype]
+    with engine(model, "--engine", "plain", *given) as reference:
+        expected, weights = train(reference, batches(4 * accumulate), accumulate=accumulate), masters(reference)
+    with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
+        steps, found = trained(gpu, model, drive, words, accumulate=accumulate)
+    assert [loss for loss, _ in steps] == [loss for loss, _ in expected]
+    assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+    assert_same(found, weights)
+    assert (gpu.freed, gpu.bare, gpu.elsewhere) == ([], [], set())
+
+
+def _rows_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rows, "_copied", lambda tensor, place: tensor)
+
+
+def _memory_freed_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EmulatedGpu, "record_stream", lambda *_: None)
+
+
+@pytest.mark.parametrize("plant", [_rows_on_the_host, _memory_freed_too_early])
+def test_a_planted_fault_is_caught(plant: Any, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    model, mixed = model_directory(tmp_path / "gpt2", "gpt2"), plant is _rows_on_the_host
+    with emulated_gpu(monkeypatch, haste=0.0, seconds=0.003) as gpu:
+        with (
+            pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu") if mixed else nullcontext()
+        ):
+            trained(gpu, model, drive, RAM)
+    assert bool(gpu.freed) != mixed
+
+
+def test_devices_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated_gpu(monkeypatch) as gpu:
+        weights, here = torch.zeros(5, 3, device="cuda"), torch.ones(3)
+        assert [str(one.device) for one in (weights, here, weights[0] * 2, here.to(weights.device))] == [
+            "cuda:0", "cpu", "cuda:0", "cuda:0",
+        ]  # fmt: skip
+        assert (weights + torch.tensor(1.0)).is_cuda  # a single number of the host may take part
+        assert weights[torch.tensor([1, 2])].is_cuda  # and so may indices
+        before = gpu.host_waits
+        assert weights.cpu().numpy().sum() == 0
+        assert float(weights.sum()) == 0
+        assert gpu.host_waits == before + 2
+        for wrong in (lambda: weights + here, lambda: weights.add_(here), lambda: here.mul_(weights)):
+            with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+                wrong()
+        with pytest.raises(TypeError, match="can't convert cuda:0"):
+            weights.numpy()

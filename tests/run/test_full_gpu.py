@@ -1,0 +1,114 @@
+"""Tests of a GPU that runs out of memory, on the emulated one: the run goes on with the bits of one left alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_gpu import emulated_gpu
+from engine_bench import model_directory
+from late_engines import QueuedKernel
+
+from offload_trainer.errors import GpuFull, TrainerError, fills_gpu, gpu_full_told
+from offload_trainer.machine.rate_cache import cache_file
+from offload_trainer.run.train import train_run
+from offload_trainer.settings import load_config
+
+GPU_BYTES = 1_030_000_000  # plans take 1,000 MB for CUDA and as a reserve
+STEPS = 4
+SAVED = ["--save-every", "3", "train.eval_every=2"]
+
+
+def run(
+    folder: Path, *words: str, fails: Callable[[int], bool] = lambda number: False, share: float = 0.002, seed: int = 0
+) -> int:
+    """Train in `folder`/run on an emulated GPU that is full at some allocations; return their number.
+
+    `share`: how much more of the GPU stays free then; 2 MB, a third of this model's state.
+    """
+    folder.mkdir(exist_ok=True)
+    model, text = model_directory(folder / "model", "gpt2", vocab_size=4096, n_layer=2), folder / "text.txt"
+    text.write_text("".join(f"line {number} of a text\n" for number in range(1500)))
+    given = ["--model", str(model), "--scratch", "--data", str(text), "--output", str(folder / "run"), *words]
+    given += ["--steps", str(STEPS), "--seq-len", "16", "--micro-batch", "2", "train.eval_rows=4"]
+    given += ["data.tokenizer=builtin", "tiered.page_size=8192"]
+    with pytest.MonkeyPatch.context() as patch, emulated_gpu(patch, seed=seed, haste=0.3) as gpu:
+        for name, value in {"OMP_NUM_THREADS": 1, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
+        gpu.bytes, gpu.fails = GPU_BYTES, fails
+        patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
+        patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
+        patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
+        train_run(load_config(given))
+        return gpu.allocations
+
+
+def results(folder: Path) -> tuple[list[object], list[object], dict[str, bytes]]:
+    """Return each step's numbers, the validations, and the files of the last checkpoint, without what is of a time."""
+    output = folder / "run"
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    numbers = [[step[key] for key in ("step", "tokens", "loss", "grad_norm", "lr")] for step in steps]
+    validations = [
+        json.loads(line)["validation_loss"] for line in (output / "evaluations.jsonl").read_text().splitlines()
+    ]
+    saved = output / "checkpoints" / f"step-{STEPS:08d}"
+    files = {
+        path.name: path.read_bytes()
+        for path in saved.iterdir()
+        if path.is_file() and path.name not in ("MANIFEST.json", "run.json")
+    }
+    return numbers, validations, files
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Return the folder of a run that nothing disturbs, and the number of its allocations on the GPU."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run(folder, *SAVED)
+
+
+@pytest.mark.parametrize("tries", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_the_same_bits(
+    tries: int, alone: tuple[Path, int], tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The GPU is full at a random allocation of the start, a forward, a backward, an update or a validation."""
+    folder, allocations = alone
+    expected, draw = results(folder), random.Random(seed)
+    for number in range(tries):
+        at, here = draw.randrange(1, allocations + 1), tmp_path / str(number)
+        run(here, *SAVED, fails=lambda count, at=at: count == at, seed=number)
+        assert results(here) == expected, at
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the GPU ran out of memory")]
+        assert len(told) == 1
+        assert "state on the GPU 5." in told[0]
+        assert json.loads((here / "cache" / cache_file().name).read_text())["kept_free"] == {"Emulated GPU": 2_060_000}
+
+
+def test_a_gpu_that_stays_full_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"asked for.*but then this does not fit: gpu needs .* and has 1.03 GB"):
+        run(tmp_path, *SAVED, fails=lambda number: number > 300, share=0.02)
+
+
+def test_errors_of_a_full_gpu_are_recognised() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 512.00 MiB "
+        "is free. Including non-PyTorch memory, this process has 15.26 GiB memory in use."
+    )
+    with pytest.raises(GpuFull, match=r"2.50 GiB were asked for, 512.00 MiB were free") as told, gpu_full_told():
+        raise torch.OutOfMemoryError(text)
+    assert told.value.missing == 2 << 30
+    alone = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    outer = TrainerError("the update failed")
+    outer.__cause__ = alone
+    assert fills_gpu(alone)
+    assert fills_gpu(outer)
+    assert not GpuFull(alone).missing
+    for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):
+        assert not fills_gpu(other)
+        with pytest.raises(type(other)), gpu_full_told():
+            raise other

@@ -195,7 +195,7 @@ def test_the_first_steps_do_not_count() -> None:
     [
         (
             ["--ram-fraction", "0", "tiered.overlap=off"],
-            {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"},
+            {"tiered.page_size", "tiered.page_buffers"},
         ),
         (["--ram-fraction", "1"], set()),
         (["--params", "cpu", "--ram-fraction", "1"], {"tiered.weight_buffers"}),

@@ -103,6 +103,15 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "SMALL", 0)
 
 
+@pytest.fixture
+def counted_once() -> Iterator[None]:
+    """Count the activations of each tiny model once, since that takes longer than its steps."""
+    from engine_bench import cached_counts
+
+    with cached_counts():
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return one directory for all pytest-xdist workers, for files that only one of them should create

@@ -26,9 +26,10 @@ from offload_trainer.model import shape as model_shape
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes.blocks import with_divided_blocks, with_tiles
+from offload_trainer.model.probes import blocks
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.run.planning import as_wished
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease
@@ -47,6 +48,9 @@ if ON_GPU:  # A GPU needs deterministic algorithms to give the same bits twice.
 # differently, so the reference there is the tiered engine with all state in RAM.
 REFERENCE = ("--ram-fraction", "1") if ON_GPU else ("--engine", "plain")
 
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_DENSE = {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5, **_HEADS}
+_EXPERTS = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_experts_per_tok": 2, **_HEADS}
 # These shapes have odd weight sizes, blocks of several pages, and units outside the blocks that are large enough to be
 # offloaded.
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -54,24 +58,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "gpt2", "n_layer": 5, "n_embd": 72, "n_head": 4, "n_positions": 64,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
-    "qwen3": {
-        "model_type": "qwen3", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 64,
-    },
-    "llama": {
-        "model_type": "llama", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    },
-    "mixtral": {
-        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-    },
-    "phimoe": {
-        "model_type": "phimoe", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, **_DENSE},
+    "llama": {"model_type": "llama", **_DENSE},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, **_EXPERTS},
+    "phimoe": {"model_type": "phimoe", "num_local_experts": 4, **_EXPERTS},
     "opt": {  # its biases are multiples of 16: torch's fused update rounds the elements behind one differently
         "model_type": "opt", "hidden_size": 80, "ffn_dim": 112, "num_hidden_layers": 5, "num_attention_heads": 4,
         "word_embed_proj_dim": 80, "max_position_embeddings": 64, "dropout": 0.0, "layerdrop": 0.3,
@@ -110,17 +100,26 @@ class Reentrant(ModelSource):
 _counted: dict[Any, Any] = {}
 
 
-def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
-    """Cache activation counts per model shape, since counting takes longer than the engines' steps."""
+def counted_once(model: PreTrainedModel, names: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     attention = model.config._attn_implementation
-    key = (type(model), model.config.to_json_string(), attention, trained, tuple(blocks), dtype, *which.items())
+    key = (type(model), model.config.to_json_string(), attention, trained, tuple(names), dtype, str(which))
     if key not in _counted:
-        _counted[key] = count_activations(model, blocks, dtype=dtype, **which)
+        _counted[key] = count_activations(model, names, dtype=dtype, **which)
     return _counted[key]
+
+
+@contextmanager
+def cached_counts() -> Iterator[None]:
+    """Cache activation counts per model shape, since counting takes longer than the steps of small models."""
+    with (
+        mock.patch.object(model_shape, "count_activations", counted_once),
+        mock.patch.object(blocks, "count_activations", counted_once),
+    ):
+        yield
 
 
 @contextmanager
@@ -137,12 +136,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
-    with mock.patch.object(model_shape, "count_activations", _counted_once):
-        source = resolve_model(config.model, seed=config.train.seed)
-    if isinstance(config.model.mlp_chunk, int):
-        source = with_tiles(source)
-    if config.tiered.fetch_granularity == "module":
-        source = with_divided_blocks(source)
+    with cached_counts():
+        source = as_wished(resolve_model(config.model, seed=config.train.seed), config)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if alone:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.plan.machine import DriveFacts, DriveRates, Latency, Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import load_config
 
@@ -37,6 +37,24 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
         drives=(replace(here.drives[0], rates=rates),),
         rates=Rates(matmul={"bf16": rate(matmul)}, memory=rate(50e9), update={"native": rate(update)}),
     )
+
+
+def cluster(
+    *,
+    gpu: int = 80 * GB,
+    copies: tuple[float, float, float] = (1e18, 1e18, 1e18),
+    matmul: float = 1e24,
+    memory: float = 1e18,
+    update: float = 1e18,
+    **links: Rate | Latency,
+) -> MachineProfile:
+    """Return a machine with linked GPUs; by default nothing takes time except what the ranks exchange.
+
+    `copies` are the rates to the device, from it, and both ways.
+    """
+    ways = dict(zip(("to_device", "from_device", "both_ways"), map(rate, copies), strict=True))
+    rates = Rates(matmul={"bf16": rate(matmul)}, memory=rate(memory), update={"native": rate(update)}, **ways)
+    return replace(machine(gpu=gpu, ram=500 * GB), rates=rates, links=Links(**links))
 
 
 def wish(*words: str) -> TrainConfig:

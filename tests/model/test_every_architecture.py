@@ -4,15 +4,14 @@ them.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
+import tiny_models
 import torch
-from engine_bench import batches
 from sample_plans import machine, wish
-from transformers import AutoModelForCausalLM
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -21,9 +20,7 @@ from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.probes import blocks
 from offload_trainer.plan.planner import checkpointed_blocks, make_plan
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import every_architecture
-import tiny_models
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 SELECTED = {
     "Camembert": "a head before its body, with a bias that is tied",
@@ -34,7 +31,6 @@ SELECTED = {
     "JetMoe": "no gradient checkpointing",
     "Llama4Text": "a body whose name transformers does not tell",
     "Mamba2": "no attention",
-    "Mixtral": "experts",
     "OPT": "a head that calls a part of the body",
     "ProphetNet": "a head that reads other states than the last",
     "Rwkv": "weights that transformers divides in place outside training",
@@ -71,12 +67,14 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
     assert ("attention: eager" in notes) == (name in ("GptOss", "ProphetNet", "XLNet"))
     assert ("logits of all tokens" in notes) == (name == "ProphetNet")
     assert ("gradient checkpointing: off" in notes) == (name in ("JetMoe", "XLNet"))
-    assert result.router == ("right" if name in ("GptOss", "JetMoe", "Mixtral") else "")
+    assert result.router == ("right" if name in ("GptOss", "JetMoe") else "")
     assert result.drawn == "equal"
 
 
 def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing router loss, or an eps that is 10 % too large, is reported as wrong."""
+    """A missing router loss, or an eps that is 10 % too large, is reported as wrong; without them all is right."""
+    result = examine("Mixtral", tmp_path / "right")
+    assert (result.outcome, result.router) == ("right", "right")
     with monkeypatch.context() as patch:
         patch.setattr("offload_trainer.model.loss.adds_router_loss", lambda _: False)
         result = examine("Mixtral", tmp_path / "router")
@@ -94,40 +92,12 @@ def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None,
     return resolve_model(ModelSection(name=str(folder), random_init=True, dtype="fp32", **section or {}), seed=0)
 
 
-@pytest.mark.parametrize("chunk", [7, 1000])
-@pytest.mark.parametrize("checkpointing", ["on", "off"])
-def test_the_routers_loss_is_that_of_transformers(chunk: int, checkpointing: str, tmp_path: Path) -> None:
-    """Its value and every gradient match; the router is trained by nothing else."""
-    section = {"loss_chunk": chunk, "activation_checkpointing": checkpointing}
-    source = source_of("Qwen3Moe", tmp_path, section=section, output_router_logits=True, router_aux_loss_coef=0.5)
-    ours = source.build(dtype=torch.float32)
-    weights = dict(source.weights())
-    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
-    with torch.no_grad():
-        for one in (ours.model, model):
-            for name, parameter in one.named_parameters():
-                parameter.copy_(weights[name])
-    tokens = batches(1)[0].inputs[:, :16].remainder(200)
-    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-    ours.train()
-    loss = ours(tokens, targets)
-    loss.backward()
-    expected = model.train()(input_ids=tokens, labels=tokens, use_cache=False)
-    expected.loss.backward()
-    assert float(expected.aux_loss.detach()) > 0.5
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
-    theirs = dict(model.named_parameters())
-    for name, parameter in ours.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
 def test_the_plan_names_what_a_model_lacks(tmp_path: Path) -> None:
     shape = source_of("Gemma2", tmp_path / "a").shape
     plan = make_plan(wish(), shape, machine())
     assert any(
         n.startswith("attention: eager, since Gemma2ForCausalLM has no SDPA in transformers") for n in plan.notes
     )
-    assert shape.on_gpu is not None
     assert shape.on_gpu.kinds[0].kept.pair > 0
     asked = source_of("Gemma2", tmp_path / "a", section={"attention": "eager"}).shape
     assert not asked.notes

@@ -4,26 +4,24 @@ registers them in. The models are tiny ones of transformers' causal architecture
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest import mock
 
+import every_architecture
 import pytest
+import tiny_models
 import torch
-from small_architectures import ARCHITECTURES, reference
+from every_architecture import CHECKS, RAM, VECTORS, Result, Subject, in_a_child, ours
+from small_architectures import ARCHITECTURES
+from transformers import LlamaConfig
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
-from offload_trainer.model.shape import block_names
+from offload_trainer.model.init_weights import meta_model
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
 from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import every_architecture
-import tiny_models
-from every_architecture import CHECKS, RAM, VECTORS, Result, Subject, in_a_child, ours
 
 SELECTED = {
     "Bart": "a decoder, whose embeddings have a norm",
@@ -57,7 +55,7 @@ def check_whole_blocks(subject: Subject) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_blocks(counted_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHECKS, "fetches", check_whole_blocks)
 
 
@@ -91,32 +89,13 @@ def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatc
 # -- the order alone ---------------------------------------------------------------------------------------------------
 
 
-def shown(name: str, *, layers: int, frozen: tuple[str, ...] = ()) -> Order:
-    config = type(ARCHITECTURES[name])(**ARCHITECTURES[name].to_diff_dict() | {"num_hidden_layers": layers})
-    model = reference(config).to("meta")
-    for weight, parameter in model.named_parameters():
-        parameter.requires_grad_(not weight.startswith(frozen))
-    order = count_activations(model, block_names(model), dtype=torch.float32).order
-    assert order is not None
-    return order
-
-
 def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
     """Only three blocks of each kind are run; the order of the others is inferred."""
     blocks = [f"model.layers.{number}" for number in range(7)]
-    order = shown("llama, untied", layers=7)
+    config = LlamaConfig(**ARCHITECTURES["llama, untied"].to_diff_dict() | {"num_hidden_layers": 7})
+    order = count_activations(meta_model(config), blocks, dtype=torch.float32).order
     assert order.forward == ("model.embed_tokens", *blocks, "model.norm", "lm_head")
     assert order.backward == ("lm_head", "model.norm", *blocks[::-1])
-
-
-@pytest.mark.slow
-def test_frozen_first_units_are_not_fetched_in_the_backward() -> None:
-    first = ("model.embed_tokens.", *(f"model.layers.{number}." for number in range(5)))
-    order = shown("llama, untied", layers=7, frozen=first)
-    assert order.forward == shown("llama, untied", layers=7).forward
-    assert order.backward == ("lm_head", "model.norm", "model.layers.6", "model.layers.5")
-    behind = shown("llama, untied", layers=7, frozen=("model.layers.6.",))
-    assert behind.backward == shown("llama, untied", layers=7).backward
 
 
 def shape_of(**more: object) -> ModelShape:

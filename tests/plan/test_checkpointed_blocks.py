@@ -26,7 +26,6 @@ def with_count(count: int | str, machine: MachineProfile) -> Plan:
 
 
 def step(plan: Plan) -> float:
-    assert plan.forecast.step is not None
     return plan.forecast.step
 
 

@@ -7,23 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine, rate, wish
+from sample_plans import SHAPES, cluster, rate, wish
 
 from offload_trainer.cli import main
-from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.machine import Latency, MachineProfile, read_machine
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, STEP_BARRIERS
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.settings import load_config
-
-
-def cluster(**links: Rate | Latency) -> MachineProfile:
-    """Return machines whose products, copies and updates take no time, so that only the ranks' exchange does."""
-    ways = {way: rate(1e18) for way in ("to_device", "from_device", "both_ways")}
-    rates = Rates(matmul={"bf16": rate(1e24)}, memory=rate(1e18), update={"native": rate(1e18)}, **ways)
-    return replace(machine(gpu=80 * GB, ram=500 * GB), rates=rates, links=Links(**links))
 
 
 def planned(here: MachineProfile, *words: str, nodes: int, gpus: int = 2, engine: str = "tiered") -> Plan:
@@ -134,6 +127,8 @@ def test_the_machines_of_a_file_or_of_the_command_line_are_planned(
             (["--machine", "8xh100-80gb", f"--nodes={one}"], "one whole number from 1 to 1024")
             for one in ("0", "1,2", "", "2000")
         ),
+        (["--parallel", "--machine", "8xh100-80gb", "--nodes=0"], "one whole number from 1 to 1024"),
+        (["--parallel", "--machine", "8xh100-80gb", "--gpus=1"], "there is only one rank: add --gpus N"),
         (["--nodes", "2"], "belongs to --machine"),
     ],
 )

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from sample_plans import SHAPES
 
 from offload_trainer.cli import main
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
-from offload_trainer.model.presets import preset_shape
 from offload_trainer.optim import cuda_adam
 from offload_trainer.plan.engines import engine_of
-from offload_trainer.plan.machine import MachineProfile, Rate, Rates, card_mistakes, read_machine, runs
+from offload_trainer.plan.machine import MachineProfile, Rate, card_mistakes, read_machine, runs
 from offload_trainer.plan.memory import CUDA_CONTEXT
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.run import process_setup
 from offload_trainer.run.commands import doctor
@@ -71,8 +72,7 @@ def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refused: bool) -> None:
-    machine, shape = card(capability, None), preset_shape("gpt2", item_bytes=2)
-    assert shape
+    machine, shape = card(capability, None), SHAPES["gpt2"]
     make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, machine)
     config = load_config(["--model", "gpt2", "--dtype", "bf16"])
     checks = [check.state for check in doctor._gpu(config.model, machine)]
@@ -87,12 +87,11 @@ def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refuse
 
 @pytest.mark.slow
 def test_auto_dtype_depends_on_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = preset_shape("gpt2", item_bytes=2)
     for words, capability, dtype in (
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
     ):  # fmt: skip
         config = load_config(["--model", "gpt2", *words])
-        settled, plan = resolve_and_plan(config, shape, replace(card((8, 0), None), capability=capability))
+        settled, plan = resolve_and_plan(config, SHAPES["gpt2"], replace(card((8, 0), None), capability=capability))
         assert settled.model.dtype == dtype
         assert ("has no bf16 units: training in fp16" in "".join(plan.notes)) == (dtype == "fp16")
     assert main(["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]) == 0
@@ -146,13 +145,13 @@ def test_free_bytes_are_those_before_the_context_that_asking_makes(
 ) -> None:
     """Plans count the CUDA context, and use every other free byte except the reserve."""
     faked(monkeypatch)
-    shape, config = preset_shape("gpt2", item_bytes=2), load_config(["--model", "gpt2", "--dtype", "fp16"])
-    free = 30 << 30
+    config, free = load_config(["--model", "gpt2", "--dtype", "fp16"]), 30 << 30
     for used in (400 * 10**6, 700 * 10**6):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda used=used: (free, free + used))
         machine = replace(probe.probe_machine(PlacementSection(), output=str(tmp_path)), built_for=None)
         assert machine.gpu_bytes == min(free + used, free + CUDA_CONTEXT)
-        items = {item.name: item.bytes for item in make_plan(config, shape, machine).items if item.tier == "gpu"}
+        plan = make_plan(config, SHAPES["gpt2"], machine)
+        items = {item.name: item.bytes for item in plan.items if item.tier == "gpu"}
         assert items["CUDA context"] == CUDA_CONTEXT
         assert items["reserve"] == max(500 * 10**6, machine.gpu_bytes // 100)
         assert machine.gpu_bytes - items["CUDA context"] <= free
@@ -164,7 +163,7 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
     and rounding.
     """
     machine = replace(read_machine("v100-32gb"), gpu_bytes=gpu, ram_bytes=10**12)
-    shape = preset_shape("gpt2-10b" if gpu > 10**11 else "gpt2-xl", item_bytes=2)
+    shape = SHAPES["gpt2-10b" if gpu > 10**11 else "gpt2-xl"]
     plan = make_plan(load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--engine", "tiered"]), shape, machine)
     reserve = max(500 * 10**6, gpu // 100)
     assert plan.fits
@@ -173,11 +172,8 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
     used = sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name != "reserve")
     assert used <= gpu - reserve
     assert next(item.bytes for item in plan.items if item.name == "reserve") == reserve
-    assert not [
-        item
-        for item in make_plan(load_config(["--model", "gpt2"]), shape, replace(machine, gpu=None)).items
-        if item.name == "reserve"
-    ]
+    on_cpu = make_plan(load_config(["--model", "gpt2"]), shape, replace(machine, gpu=None))
+    assert "reserve" not in [item.name for item in on_cpu.items]
 
 
 def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
@@ -285,45 +281,33 @@ def timed(**speeds: float) -> MachineProfile:
     ],
 )
 def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) -> None:
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape
     config = load_config(["--model", "gpt2", "--dtype", "fp16"])
-    plan = make_plan(config, shape, timed(**speeds))
-    forward = next(b for b in plan.forecast.bounds if (b.phase, b.kind) == ("forward", "compute"))
+    plan = make_plan(config, SHAPES["gpt2"], timed(**speeds))
     if expected is None:
-        assert forward.seconds is None
+        assert forward_seconds(plan) is None
         assert any("no time can be forecast: run `offload-train bench`" in note for note in plan.notes)
         return
-    whole = make_plan(config, shape, timed(fp16=expected)).forecast
-    assert forward.seconds == next(b for b in whole.bounds if (b.phase, b.kind) == ("forward", "compute")).seconds
+    assert forward_seconds(plan) == forward_seconds(make_plan(config, SHAPES["gpt2"], timed(fp16=expected)))
+    told = "matrix products in fp16 were not timed on NVIDIA X and are assumed to be as fast as bf16: run "
     noted = [note for note in plan.notes if "not timed" in note]
-    assert noted == (
-        []
-        if "fp16" in speeds
-        else [
-            "matrix products in fp16 were not timed on NVIDIA X and are assumed to be as fast as bf16: run "
-            "`offload-train bench`"
-        ]
-    )
+    assert noted == ([] if "fp16" in speeds else [f"{told}`offload-train bench`"])
+
+
+def forward_seconds(plan: Plan) -> float | None:
+    """Return the seconds in which a plan computes the forward."""
+    return next(one.seconds for one in plan.forecast.bounds if (one.phase, one.kind) == ("forward", "compute"))
 
 
 def test_a_cpu_multiplies_in_fp32() -> None:
     """A CPU without 16-bit units computes products in fp32 and rounds them."""
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape
-    cpu = replace(card((8, 0)), gpu=None, rates=Rates(matmul={"fp32": Rate(1e12, "measured", "here")}))
-    plan = make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, cpu)
-    assert next(b for b in plan.forecast.bounds if b.phase == "forward").seconds
+    cpu = replace(timed(fp32=1e12), gpu=None)
+    assert forward_seconds(make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), SHAPES["gpt2"], cpu))
 
 
 @pytest.mark.parametrize("engine", ["tiered", "deepspeed"])
 def test_a_process_with_cuda_takes_two_gigabytes(engine: str) -> None:
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape
     config = load_config(["--model", "gpt2", "--engine", engine])
-    held = [
-        sum(item.bytes for item in make_plan(config, shape, machine).items if item.name in ("process", "libraries"))
-        for machine in (card((8, 0)), replace(card((8, 0)), gpu=None))
-    ]
+    plans = (make_plan(config, SHAPES["gpt2"], replace(card((8, 0)), gpu=gpu)) for gpu in ("NVIDIA X", None))
+    held = [sum(item.bytes for item in plan.items if item.name in ("process", "libraries")) for plan in plans]
     assert held[0] - held[1] == 1_600_000_000
     assert 2e9 <= held[0] < 2.5e9

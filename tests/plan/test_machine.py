@@ -1,13 +1,16 @@
-"""Tests of machine profiles: hardware is probed, timed, stored, and described in files."""
+"""Tests of machine profiles: hardware and the links between ranks are probed, timed, stored, and described in files."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +19,13 @@ from update_ranges import form
 from offload_trainer.cli import main
 from offload_trainer.config import PlacementSection
 from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import (
+    Latency,
+    Links,
     MachineProfile,
     Rate,
     Rates,
@@ -30,7 +35,7 @@ from offload_trainer.plan.machine import (
     read_machine,
     update_key,
 )
-from offload_trainer.run import process_setup
+from offload_trainer.run import machine_rates, process_setup
 from offload_trainer.run.commands.plan import described
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.safe_files import parsed
@@ -134,7 +139,8 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
     assert more.rates.matmul["fp32"] == timed.rates.matmul["fp32"]
 
 
-def test_each_form_of_moments_is_timed_in_pages() -> None:
+def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the cache of all tests has compiled kernels
     made = dict(available_updates(say=lambda line: None))
     assert {"native", "native.bf16", "native.8bit", "torch"} <= set(made)
     pages = make_buffers(70_000, page=32_768, format=form("8bit"))
@@ -273,18 +279,6 @@ def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
             described(other, words)
 
 
-@pytest.mark.slow
-def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*FLAGSHIP, "--machine", "v100-32gb"]
-    assert main(words) == 0
-    own = json.loads(capsys.readouterr().out)
-    assert main([*words, "--nvme", "/my/path"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["tiers"]["/my/path"] == own["tiers"]["/mnt/nvme"]
-    assert plan["seconds"] == own["seconds"]
-    assert "--nvme /my/path stands for /mnt/nvme of that machine" in plan["notes"]
-
-
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])
 def test_ranks_plan_with_what_was_timed_for_as_many(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,3 +310,58 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     assert ("bf16" in rate_cache.with_cached_rates(machine).rates.matmul) == (not words)
     assert prepared() == (3 if words else 64)
     assert "bf16" not in rate_cache.with_cached_rates(machine).rates.matmul
+
+
+# -- links between ranks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
+    known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
+    messages: list[str] = []
+    found = bench.bench_links(known, ranks=2, say=messages.append)
+    assert messages == ["bench: links between 2 ranks"]
+    assert (found.ranks, found.message) == (2, known.message)
+    timed = (found.to_device_at_once, found.from_device_at_once, found.all_gather, found.all_to_all)
+    for one in timed:
+        assert one.origin == "measured"
+        assert "2 ranks" in one.source
+    here = probe_machine(PlacementSection(), output=str(tmp_path))
+    rate_cache.keep_rates(replace(here, links=found))
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")
+    assert rate_cache.with_cached_rates(here).links == found
+    rate_cache.keep_rates(here)  # timed again without ranks
+    assert rate_cache.with_cached_rates(here).links == found
+    assert rate_cache.with_cached_rates(replace(here, gpu="another")).links == Links()
+    again = parsed(json.dumps(replace(here, links=found).to_json()), MachineProfile)
+    assert again.links == found
+    assert "all gather" in describe_rates(again)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits for it in vain."""
+    monkeypatch.setattr(bench, "get_context", lambda _: SimpleNamespace(Process=without_a_second))
+    with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
+        bench.bench_links(Links(), ranks=2, say=lambda line: None)
+
+
+def without_a_second(*, target: Any, args: tuple[int, int, str, Path], daemon: bool) -> Any:
+    rank, *_, answer = args
+    given = (answer,) if rank else args
+    return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)
+
+
+def second(answer: Path) -> None:
+    answer.write_text("OSError: no second rank")
+    sys.exit(1)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "probe_machine", lambda *_, **__: read_machine("v100-32gb"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    how = {"output": str(tmp_path), "dtype": "fp32", "page": 1, "drive_bytes": None, "say": lambda line: None}
+    with pytest.raises(UserError, match="--gpus 4: there are 2"):
+        machine_rates.bench_here(PlacementSection(), ranks=4, **how)

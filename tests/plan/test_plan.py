@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
@@ -23,22 +24,26 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.deepspeed.memory import zero_sizes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
-from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered import spec
 from offload_trainer.plan.tiered.layout import (
     ALIGN,
     DEVICE,
+    ELSEWHERE,
     RAM,
+    Page,
+    Unit,
     aligned,
     homes_of,
+    on_node,
     pages_of,
     range_of_rank,
     rank_of,
     units_of,
 )
-from offload_trainer.plan.tiered.spec import TierSizes, shares_that_fit
-from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES
+from offload_trainer.plan.tiered.spec import route_of, routes_of, shares_that_fit
+from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.commands.plan import _models, plan_elsewhere
 from offload_trainer.run.planning import planned, with_what_fits
@@ -68,7 +73,6 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
     assert not refused.fits
-    assert refused.fits_with is not None
     assert refused.fits_with[: len(expected)] == expected
     with pytest.raises(UserError) as error:
         refused.refuse(force=False)
@@ -147,7 +151,6 @@ def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:
 def test_auto_fills_the_gpu_then_ram_then_drives(gpu: int, ram: int) -> None:
     plan = make_plan(wish(), SHAPES["gpt2-xl"], machine(gpu=gpu * GB, ram=ram * GB))
     assert plan.fits
-    assert isinstance(plan.sizes, TierSizes)
     assert 0 < plan.sizes.gpu_fraction < 1
     # A unit's gradients move to the GPU with the last of its state, so one unit's may not have fitted.
     assert gpu * GB - 0.4 * GB < plan.tiers["gpu"]["need"] <= gpu * GB
@@ -164,7 +167,6 @@ def test_configured_shares_are_kept() -> None:
 
     def shares(*words: str) -> tuple[float, float]:
         sizes = make_plan(wish(*words), shape, here).sizes
-        assert isinstance(sizes, TierSizes)
         return sizes.gpu_fraction, sizes.ram_fraction
 
     on_gpu, in_ram = shares()
@@ -212,20 +214,26 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
         assert held[rank, RAM] == pytest.approx(each / 2, abs=ALIGN * len(units))
 
 
+def held(*words: str, world: int, nodes: int = 1) -> Counter[str]:
+    """Return the bytes of a plan's items by tier and name, and those that each phase reads and writes on the drive."""
+    config = wish("--engine", "tiered", *words)
+    plan = make_plan(config, SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=world, nodes=nodes)
+    assert plan.tiers["gpu"]["have"] == world // nodes * 32 * GB
+    assert plan.to_json()["chosen"].get("nodes", 1) == nodes
+    found = Counter[str]()
+    for item in plan.items:
+        found[f"{item.tier} {item.name}"] += item.bytes
+    for moved in plan.traffic:
+        if moved.place == "/ssd":
+            found.update({f"{moved.phase} read": moved.read, f"{moved.phase} written": moved.written})
+    return found
+
+
 def test_shared_state_is_in_ram_once() -> None:
     """Four ranks have one rank's state, sums and weights in RAM, four processes, and buffers to exchange gradients."""
-
-    def items(world: int) -> dict[str, int]:
-        words = ("--engine", "tiered", "--params", "cpu", "placement.gradients=cpu", "--accumulate", str(4 // world))
-        shares = ("--gpu-fraction", "0", "--ram-fraction", "0.5")
-        plan = make_plan(wish(*words, *shares), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=world)
-        found = {"drives": sum(moved.read + moved.written for moved in plan.traffic if moved.place == "/ssd")}
-        for item in plan.items:
-            found[f"{item.tier} {item.name}"] = found.get(f"{item.tier} {item.name}", 0) + item.bytes
-        return found
-
-    one, four = items(1), items(4)
-    for name in ("ram state in RAM", "/ssd state", "ram gradients", "ram weights", "drives"):
+    words = ("--params", "cpu", "placement.gradients=cpu", "--gpu-fraction", "0", "--ram-fraction", "0.5")
+    one, four = (held(*words, "--accumulate", str(4 // world), world=world) for world in (1, 4))
+    for name in ("ram state in RAM", "/ssd state", "ram gradients", "ram weights", "update read", "update written"):
         assert four[name] == pytest.approx(one[name], rel=1e-2), name
     for name in ("ram process", "gpu weights in use", "gpu CUDA context"):
         assert four[name] == 4 * one[name], name
@@ -241,44 +249,25 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
     away += ("tiered.micro_batch_order=depth_first",)
     inputs = ("model.activation_checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
-
-    def moved(world: int, *more: str) -> dict[str, int]:
-        words = ("--engine", "tiered", *away, *more)
-        plan = make_plan(wish(*words), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=world)
-        found = {}
-        for one in plan.traffic:
-            if one.place == "/ssd":
-                found |= {f"{one.phase} read": one.read, f"{one.phase} written": one.written}
-        return found | {item.name: item.bytes for item in plan.items if item.tier in ("/ssd", "ram")}
-
-    one, several = moved(1), moved(world)
+    one, several = held(*away, world=1), held(*away, world=world)
     largest = max(unit.elements for unit in units_of(SHAPES["gpt2-medium"]))
-    assert several["weights read"] == 2 * 2 * largest
-    assert "weights read" not in one
-    of_node = [name for name in one if name.endswith((" read", " written")) or name in ("weights", "gradient buffers")]
+    assert several["ram weights read"] == 2 * 2 * largest
+    assert "ram weights read" not in one
+    of_node = [name for name in one if name.endswith((" read", " written"))] + ["/ssd weights", "ram gradient buffers"]
     assert len(of_node) == 8
     assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
-    kept, each = (moved(ranks, *inputs)["forward written"] for ranks in (world, 1))
+    kept, each = (held(*away, *inputs, world=ranks)["forward written"] for ranks in (world, 1))
     assert kept == world * each > 0
 
 
 def test_a_node_stores_all_weights_and_its_ranks_share_of_the_rest() -> None:
     """Four nodes of 2 ranks, compared with one node of 2, hold a quarter of the state each, up to a page's size."""
-
-    def plan(nodes: int) -> Plan:
-        words = ("--engine", "tiered", "--params", "cpu", "--ram-fraction", "0.5", "--accumulate", str(8 // nodes))
-        return make_plan(wish(*words), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=2 * nodes, nodes=nodes)
-
-    one, four = plan(1), plan(4)
-    held = [{f"{item.tier} {item.name}": item.bytes for item in found.items} for found in (one, four)]
-    for name in ("ram state in RAM", "/ssd state", "ram gradients"):
-        assert held[1][name] == pytest.approx(held[0][name] / 4, rel=0.01), name
+    words = ("--params", "cpu", "--ram-fraction", "0.5")
+    one, four = (held(*words, "--accumulate", str(8 // n), world=2 * n, nodes=n) for n in (1, 4))
+    for name in ("ram state in RAM", "/ssd state", "ram gradients", "update read", "update written"):
+        assert four[name] == pytest.approx(one[name] / 4, rel=0.01), name
     for name in ("ram weights", "ram process", "ram gradient exchange", "gpu weights in use", "gpu CUDA context"):
-        assert held[1][name] == held[0][name], name
-    assert four.tiers["gpu"]["have"] == 2 * 32 * GB
-    moved = [sum(one.read + one.written for one in found.traffic if one.place == "/ssd") for found in (one, four)]
-    assert moved[1] == pytest.approx(moved[0] / 4, rel=0.01)
-    assert four.to_json()["chosen"]["nodes"] == 4
+        assert four[name] == one[name], name
 
 
 def test_tiers_sum_to_the_state() -> None:
@@ -377,7 +366,6 @@ def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:
     trained = sum(unit.trained for unit in units_of(shape))
     for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
         plan = make_plan(wish(*words, *extra), shape, machine(gpu=24 * GB))
-        assert isinstance(plan.sizes, TierSizes)
         assert plan.sizes.gradients == "gpu"
         assert "gradients gpu" in plan.homes
         held = [(item.tier, item.bytes) for item in plan.items if item.name == "gradients"]
@@ -456,5 +444,85 @@ def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
         machine(gpu=GB, ram=GB),
         make_plan(wish(), SHAPES["gpt2"], machine()).sizes,
     )
-    assert isinstance(sizes, TierSizes)
     assert shares_that_fit(section, sizes, here, trained=0, each=0.0, needs=lambda *_: 100 * GB) == sizes
+
+
+# -- layouts that candidates share: each is computed once, and equals what a candidate would compute alone -------------
+
+
+def uneven() -> ModelShape:
+    """Return a model with sizes that do not divide, and blocks of which one has a frozen weight."""
+    weights = [Weight("wte", (3001, 300), unit="wte", uses=2)]
+    for layer in range(4):
+        unit = f"h.{layer}"
+        weights += [
+            Weight(f"{unit}.ln", (300,), unit=unit, block=True),
+            Weight(f"{unit}.q", (300, 301), unit=unit, block=True, trainable=layer != 2),
+            Weight(f"{unit}.f", (1201, 300), unit=unit, block=True),
+        ]
+    return ModelShape(tuple(weights), layers=4, hidden=300, vocabulary=3001, context=64)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
+    """Groups count all pages by rank, placements and size, and each page has the route of the first in its group."""
+    units = units_of(uneven())
+    shares = {"shares": [(DEVICE, 0.0 if ranks > 1 else 0.2), (RAM, 0.4)], "speeds": [2.0, 1.0]}
+    pages = pages_of(units, page=9 * ALIGN, ranks=ranks, **shares)
+    homes = homes_of(units, pages, params="nvme", gradients="nvme", speeds=[2.0, 1.0], ranks=ranks)
+    homes = on_node(homes, range(max(1, ranks // 2)))
+    owners = homes.owners or (0,) * len(homes.pages)
+    kinds = [
+        (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
+        for page, rank in zip(homes.pages, owners, strict=True)
+    ]
+    alike = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.page_groups}
+    assert {kind: one.count for kind, one in alike.items()} == Counter(kinds)
+    assert len(homes.page_groups) < len(homes.pages)
+    assert [one.number for one in homes.page_groups] == sorted(one.number for one in homes.page_groups)
+    assert any(one.page.home == ELSEWHERE for one in homes.page_groups) == (ranks > 1)
+    ways = {number: route_of(number, page, homes, is_gpu=True) for number, page in enumerate(homes.pages)}
+    for route in routes_of(homes, is_gpu=True):
+        first = alike[kinds[route.number]]
+        assert homes.pages[first.number] == first.page
+        theirs = ways[first.number]
+        assert (theirs.through_host, theirs.through_device) == (route.through_host, route.through_device)
+
+
+def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All candidates, update schedules and micro-batches share the layouts."""
+    divided: list[str] = []
+    laid_out: list[ModelShape] = []
+
+    def divide(units: object, **how: object) -> tuple[Page, ...]:
+        divided.append(str(how))
+        return pages_of(units, **how)  # type: ignore[arg-type]
+
+    def lay_out(shape: ModelShape, **how: bool) -> object:
+        laid_out.append(shape)
+        return units_of(shape, **how)
+
+    monkeypatch.setattr(spec, "pages_of", divide)
+    monkeypatch.setattr(spec, "units_of", lay_out)
+    spec._layouts.cache_clear()
+    config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
+    _, plan = resolve_and_plan(config, SHAPES["gpt2-medium"], timed())
+    assert plan.fits
+    assert plan.rejected
+    assert len(plan.ways) == 3
+    assert len(laid_out) == 1
+    assert len(divided) == len(set(divided)) > 1
+
+
+def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
+    """The fetches equal those of the written-out repetition, for random units, orders and buffers."""
+    draw = random.Random(seed)
+    for _ in range(300):
+        count = draw.randint(1, 8)
+        units = [
+            Unit(index, str(index), block, (), trained=0, elements=ALIGN * (3 if block else draw.randint(1, 4)))
+            for index, block in enumerate(draw.choices((True, False), k=count))
+        ]
+        order = draw.choices(range(count), k=draw.randint(1, 14))
+        away, times, blocks = draw.sample(units, draw.randint(0, count)), draw.randint(1, 9), draw.randint(1, 4)
+        assert fetches(away, order, blocks=blocks, times=times) == fetches(away, order * times, blocks=blocks)

@@ -1,8 +1,5 @@
 """Tests of the learning rate against hand-computed numbers and torch's schedulers."""
 
-import math
-from itertools import pairwise
-
 import pytest
 import torch
 from transformers import get_scheduler
@@ -22,24 +19,15 @@ def rates(steps: int, **settings) -> list[float]:
     ("settings", "expected"),
     [
         # Four warm-up steps add a quarter each, then six steps fall to 0.1.
-        (
-            {"schedule": "linear", "warmup_steps": 4},
-            [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
-        ),
+        ({"schedule": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1]),
         # cos of 30, 60, 90, 120, 150 degrees: 0.8660, 0.5, 0, -0.5, -0.8660; 0.1 + 0.45 * (1 + cos).
-        (
-            {"schedule": "cosine", "warmup_steps": 4},
-            [0.25, 0.5, 0.75, 1.0, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1],
-        ),
+        ({"schedule": "cosine", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1]),
         ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
-        (
-            {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3},
-            [0.325, 0.55, 0.775, 1, 1, 1, 1, 0.7, 0.4, 0.1],
-        ),
+        ({"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3}, [0.325, 0.55, 0.775, 1, 1, 1, 1, 0.7, 0.4, 0.1]),
         # The decay is longer than the steps after the warm-up, so it takes all of them, still from the peak.
         (
             {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9},
-            [0.325, 0.55, 0.775, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
+            [0.325, 0.55, 0.775, 1, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
         ),
         ({"schedule": "wsd", "warmup_steps": 0, "decay_steps": 0}, [1] * 10),
         ({"schedule": "linear", "warmup_steps": 0}, [1 - 0.1 * step for step in range(10)]),
@@ -56,26 +44,7 @@ def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
     assert warm[159] == 1 > warm[160] == pytest.approx(1 - 0.9 / 40)
     assert rates(24, schedule="linear")[0] == 1  # 0.48 rounds to no warm-up
     assert rates(26, schedule="linear")[:2] == pytest.approx([1, 1 - 0.9 / 25])  # 0.52 rounds to one step, at the peak
-    assert rates(2, schedule="wsd") == [
-        1,
-        pytest.approx(0.1),
-    ]  # a fifth of 2 is less than a step, but one step decays all the same
-
-
-@pytest.mark.parametrize("schedule", SHAPES)
-@pytest.mark.parametrize("warmup", [0, 1, 7, "auto"])
-@pytest.mark.parametrize("steps", [8, 1001])
-def test_rises_to_the_peak_falls_to_the_end_without_a_jump(schedule, warmup, steps):
-    found = rates(steps, lr=3e-4, schedule=schedule, warmup_steps=warmup)
-    peak = found.index(max(found))
-    assert max(found) == 3e-4
-    assert all(a < b for a, b in pairwise(found[: peak + 1]))
-    assert all(a >= b for a, b in pairwise(found[peak:]))
-    assert found[-1] == (3e-4 if schedule == "constant" else 3e-4 * 0.1)  # exactly
-    # The largest fall of a step: a cosine is pi/2 as steep as the line over the same span.
-    span = max(1, round(0.2 * steps)) if schedule == "wsd" else steps - 1 - peak
-    span = min(span, steps - 1 - peak)
-    assert max((a - b for a, b in pairwise(found[peak:])), default=0) <= 2.7e-4 * math.pi / 2 / span * (1 + 1e-9)
+    assert rates(2, schedule="wsd") == [1, pytest.approx(0.1)]  # a fifth of 2 is no step, but one decays all the same
 
 
 @pytest.mark.parametrize("schedule", SHAPES)
@@ -100,24 +69,17 @@ def of_transformers(kind: str, *, warmup: int, steps: int, late: int = 0, **more
     return found
 
 
-SCHEDULES = {
+LINEAR = {"num_decay_steps": 20, "decay_type": "linear"}
+SCHEDULES = {  # name in transformers, ours, and transformers' other words
     "linear": ("linear", {"schedule": "linear"}, {}),
     "cosine": ("cosine", {"schedule": "cosine"}, {}),
     "constant": ("constant_with_warmup", {"schedule": "constant"}, {}),
-    "cosine to a tenth": (
-        "cosine_with_min_lr",
-        {"schedule": "cosine", "final_lr_ratio": 0.1},
-        {"min_lr_rate": 0.1},
-    ),
-    "wsd": (
-        "warmup_stable_decay",
-        {"schedule": "wsd", "decay_steps": 20},
-        {"num_decay_steps": 20, "decay_type": "linear"},
-    ),
+    "cosine to a tenth": ("cosine_with_min_lr", {"schedule": "cosine", "final_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
+    "wsd": ("warmup_stable_decay", {"schedule": "wsd", "decay_steps": 20}, LINEAR),
     "wsd to a fifth": (
         "warmup_stable_decay",
         {"schedule": "wsd", "decay_steps": 20, "final_lr_ratio": 0.2},
-        {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.2},
+        LINEAR | {"min_lr_ratio": 0.2},
     ),
 }
 

@@ -1,5 +1,5 @@
 """Tests of dividing blocks into modules that are fetched separately: how a block is divided, and when a plan chooses
-it.
+it; and that a unit too large for the device is refused, and named with its size.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import Unit, divided, is_divided, undivided, units_of
-from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.commands.plan import compare_modes, plan_elsewhere
 from offload_trainer.settings import load_config
+from offload_trainer.units import format_bytes
 
 WIDE = 2048
 
@@ -117,7 +118,6 @@ def planned(gpu: float, *words: str) -> Plan:
 
 
 def way(plan: Plan) -> tuple[str, int]:
-    assert isinstance(plan.sizes, TierSizes)
     parts = any(
         note.startswith("tiered.fetch_granularity=module: weights of blocks are fetched in parts")
         for note in plan.notes
@@ -211,3 +211,36 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         match=r"tiered\.fetch_granularity=module: a trial with a tiny model of this architecture found no block",
     ):
         plan_elsewhere(load_config(words), machine(gpu=ROOMY))
+
+
+# -- a unit too large for the device is named with its size ------------------------------------------------------------
+
+# BLOCKS has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
+BLOCKS = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
+WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
+
+
+def of_shape(shape: ModelShape, gpu: float, *words: str) -> Plan:
+    return make_plan(wish("--micro-batch", "1", "--seq-len", "64", *words), shape, machine(gpu=int(gpu * GB)))
+
+
+@pytest.mark.parametrize(("shape", "name"), [(BLOCKS, "the block transformer.h.0"), (WORDS, "transformer.wte")])
+def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
+    size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
+    plan = of_shape(shape, 2)  # half of it is CUDA's own memory and the reserve
+    assert not plan.fits
+    told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
+    assert told in plan.describe()
+    assert plan.to_json()["too_large"] == told
+    with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
+        plan.refuse(force=False)
+
+
+def test_a_unit_that_fits_is_not_named() -> None:
+    """The plan then lacks memory for something else."""
+    plan = of_shape(BLOCKS, 2.7)
+    assert not plan.fits
+    assert plan.too_large == ""
+    roomy = of_shape(BLOCKS, 24)
+    assert roomy.fits
+    assert roomy.too_large == ""

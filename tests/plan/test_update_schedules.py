@@ -15,7 +15,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
-from offload_trainer.plan.tiered.spec import TierSizes, left_free
+from offload_trainer.plan.tiered.spec import left_free
 from offload_trainer.plan.tiers import RAM, TierKind
 from offload_trainer.units import format_seconds
 
@@ -29,11 +29,6 @@ def planned(*words: str, on: MachineProfile | None = None, **more: object) -> Pl
     return make_plan(wish(*words), SHAPE, on or timed(), **more)  # type: ignore[arg-type]
 
 
-def sizes(plan: Plan) -> TierSizes:
-    assert isinstance(plan.sizes, TierSizes)
-    return plan.sizes
-
-
 @pytest.mark.parametrize("words", [BOTH, DRIVES])
 def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...]) -> None:
     """Each alternative has the seconds of a plan that asks for it."""
@@ -42,7 +37,7 @@ def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[s
     assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
     assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
     assert plan.forecast.step == pytest.approx(steps[FULL])
-    assert (sizes(plan).places, sizes(plan).ahead) == (2, True)
+    assert (plan.sizes.places, plan.sizes.ahead) == (2, True)
     said = next(line for line in plan.describe().splitlines() if f"auto chose {FULL}" in line)
     for one, step in steps.items():
         assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
@@ -80,7 +75,7 @@ def test_a_configured_schedule_is_kept(words: tuple[str, ...], left: set[str]) -
     if left:
         assert plan.way in left
     else:
-        assert (sizes(plan).overlap, sizes(plan).ahead) == (words != (OFF,), words == (FULL,))
+        assert (plan.sizes.overlap, plan.sizes.ahead) == (words != (OFF,), words == (FULL,))
 
 
 def test_an_impossible_schedule_is_left_out_and_named() -> None:
@@ -95,16 +90,16 @@ def test_an_impossible_schedule_is_left_out_and_named() -> None:
 
 def test_several_ranks_speculate_only_if_configured() -> None:
     plan = planned(*BOTH[:4], world=2)
-    assert not sizes(plan).ahead
+    assert not plan.sizes.ahead
     assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe()
-    assert sizes(planned(*BOTH[:4], FULL, world=2)).ahead
+    assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
 
 
 def test_without_drives_there_is_nothing_to_choose() -> None:
     for on in (machine(), timed()):
         plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
         assert plan.ways == ()
-        assert (sizes(plan).overlap, sizes(plan).places) == (False, 1)
+        assert (plan.sizes.overlap, plan.sizes.places) == (False, 1)
 
 
 # -- pages in RAM ------------------------------------------------------------------------------------------------------
@@ -128,7 +123,7 @@ def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> 
     plan = on_a100()
     assert plan.way == FULL
     assert not plan.uses_drives
-    assert sizes(plan).ahead
+    assert plan.sizes.ahead
     steps = {one: on_a100(one).forecast.step or 0.0 for one in (OFF, FORWARD, FULL)}
     assert {one.words: one.seconds for one in plan.ways} == pytest.approx(steps)
     assert steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
@@ -139,7 +134,7 @@ def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> 
 def test_a_small_gain_is_not_mentioned() -> None:
     plan = on_a100(accumulate=32)
     assert plan.ways == ()
-    assert not sizes(plan).ahead
+    assert not plan.sizes.ahead
     assert shadow_memory(plan) == 0
     assert (on_a100(FULL, accumulate=32).forecast.step or 0.0) > 0.95 * (plan.forecast.step or 0.0)
 
@@ -157,14 +152,14 @@ def test_shadow_memory_is_as_much_as_fits_in_the_ram_that_is_left() -> None:
         assert plan.fits
         assert kept <= max(0, plan.tiers["ram"]["have"] - left_free(plan.tiers["ram"]["have"]) - need)
         assert plan.tiers["ram"]["need"] == need + kept
-        found.append((sizes(plan).shadow_fraction, kept, plan.forecast.hidden))
+        found.append((plan.sizes.shadow_fraction, kept, plan.forecast.hidden))
     fractions, bytes_, hidden = zip(*found, strict=True)
     assert fractions[0] < 0.01
     assert fractions[-1] == 1.0
     assert all(a <= b for values in (fractions, bytes_, hidden) for a, b in pairwise(values))
     assert 0.9 * state < bytes_[-1] < state  # the embeddings before the blocks have none
     none = on_a100(FULL, ram=need)
-    assert (sizes(none).shadow_fraction, none.forecast.hidden) == (0.0, pytest.approx(forward.forecast.hidden))
+    assert (none.sizes.shadow_fraction, none.forecast.hidden) == (0.0, pytest.approx(forward.forecast.hidden))
 
 
 def test_without_a_gpu_pages_in_ram_wait_for_the_decision() -> None:
@@ -198,7 +193,7 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
     words = (*BOTH, "--gpu-fraction", "0")
     plan = planned(*words, on=on)
     assert plan.way == FORWARD
-    assert (sizes(plan).overlap, sizes(plan).places) == (True, 1)
+    assert (plan.sizes.overlap, plan.sizes.places) == (True, 1)
     in_line = planned(*words, OFF, on=on)
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
     said = plan.describe()
@@ -206,10 +201,10 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
     assert "run `offload-train bench --nvme /ssd` once to time it" in times
     assert f"the fastest of {FORWARD} (the current choice), {OFF}, {FULL}" in times
     assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
-    assert sizes(planned(*words, OFF, on=on)).overlap is False
+    assert planned(*words, OFF, on=on).sizes.overlap is False
     alone = planned(*words, on=replace(on, cores=1))
-    assert sizes(alone).overlap == bool(gpu)
-    assert sizes(planned(*words[:4], on=on, world=2)).overlap
+    assert alone.sizes.overlap == bool(gpu)
+    assert planned(*words[:4], on=on, world=2).sizes.overlap
 
 
 @pytest.mark.parametrize("way", _ALL)
@@ -227,28 +222,28 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
 def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes(share: tuple[str, ...]) -> None:
     words = (*share, "--seq-len", "128", "--params", "gpu")
     roomy = planned(*words, on=machine(ram=64 * GB))
-    assert sizes(roomy).keeps_heap
+    assert roomy.sizes.keeps_heap
     (item,) = (item for item in roomy.items if item.name == "heap")
     least = least_ram(roomy)
     assert heap_limit(roomy.items) == pytest.approx(1.02 * (least + item.bytes), rel=0.05)
     margin = 20 * (least + item.bytes) // 19 + 1  # 5 % stay free
-    assert sizes(planned(*words, on=machine(ram=margin))).keeps_heap
+    assert planned(*words, on=machine(ram=margin)).sizes.keeps_heap
     tight = planned(*words, on=machine(ram=margin - item.bytes // 2))
     assert tight.fits
-    assert not sizes(tight).keeps_heap
+    assert not tight.sizes.keeps_heap
     assert not [item for item in tight.items if item.name == "heap"]
 
 
 def test_freed_memory_is_returned_for_long_rows_beside_a_gpu_and_with_several_ranks() -> None:
     words = ("--params", "gpu", "--ram-fraction", "1")
     long = replace(SHAPE, context=8192)
-    assert not sizes(make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB))).keeps_heap
-    assert not sizes(planned(*words, on=machine(gpu=80 * GB, ram=64 * GB))).keeps_heap
-    assert not sizes(planned(*words, on=machine(ram=64 * GB), world=2)).keeps_heap
-    assert not sizes(planned(*words, on=machine(ram=64 * GB), saves=False)).keeps_heap  # a session
+    assert not make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB)).sizes.keeps_heap
+    assert not planned(*words, on=machine(gpu=80 * GB, ram=64 * GB)).sizes.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), world=2).sizes.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), saves=False).sizes.keeps_heap  # a session
 
 
 def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
     plan = make_plan(wish("--params", "gpu"), SHAPES["gpt2-xl"], machine(ram=16 * GB))
-    assert 0 < sizes(plan).ram_fraction < 1
-    assert sizes(plan).keeps_heap
+    assert 0 < plan.sizes.ram_fraction < 1
+    assert plan.sizes.keeps_heap

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from sample_plans import GB, SHAPES, machine, rate, wish
+from sample_plans import GB, SHAPES, cluster, rate, wish
 
-from offload_trainer.plan.machine import Links, MachineProfile, Rates
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.comm_cost import GPUS
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
-from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
     at_once,
@@ -22,24 +19,15 @@ from offload_trainer.plan.tiered.weight_streaming import (
 )
 from offload_trainer.units import format_seconds
 
-MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}
-
 
 def node(gpu: int = 80 * GB, **links: float) -> MachineProfile:
     """Return a machine with 50 GB/s for each GPU and 400 GB/s of memory; products and updates take no time."""
-    rates = Rates(matmul={"bf16": rate(1e24)}, update={"native": rate(1e18)}, **{k: rate(v) for k, v in MEMORY.items()})
-    found = {name: rate(value) for name, value in links.items()}
-    return replace(machine(gpu=gpu, ram=900 * GB), rates=rates, links=Links(**found))
+    return cluster(gpu=gpu, copies=(5e10, 4e10, 3e10), memory=4e11, **{name: rate(v) for name, v in links.items()})
 
 
 def planned(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
     config = wish("--engine", "tiered", "--params", "cpu", "--dtype", "bf16", *words)
     return make_plan(config, SHAPES["gpt2-xl"], here, world=gpus)
-
-
-def by_parts(plan: Plan) -> bool:
-    assert isinstance(plan.sizes, TierSizes)
-    return plan.sizes.by_parts
 
 
 def test_bytes_of_a_unit() -> None:
@@ -58,13 +46,9 @@ def test_rates_of_all_at_once() -> None:
     assert alone == node().rates
     few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
     assert (few.to_device, few.from_device, few.both_ways) == (alone.to_device, alone.from_device, alone.both_ways)
-    assert many.to_device is not None
-    assert many.both_ways is not None
     assert (many.to_device.value, many.to_device.origin) == (4e11 / 16, "assumed")
     assert many.both_ways.value == 3e10 / 2
     timed = at_once(node(to_device_at_once=1e10, from_device_at_once=2e10), ranks=8).rates
-    assert timed.to_device is not None
-    assert timed.from_device is not None
     assert (timed.to_device.value, timed.from_device.value) == (1e10, 2e10)
 
 
@@ -82,12 +66,12 @@ def test_rates_of_all_at_once() -> None:
 )
 def test_the_faster_transfer_is_chosen(links: dict[str, float], parts: bool) -> None:
     plan = planned(node(**links))
-    assert by_parts(plan) == parts
+    assert plan.sizes.by_parts == parts
     (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
     assert ("GPUs: all_gather" if parts else "GPUs: direct") in told
     assert ("unknown" in told) == (not links)
-    assert by_parts(planned(node(**links), "tiered.weight_transfer=all_gather"))
-    assert not by_parts(planned(node(**links), "tiered.weight_transfer=direct"))
+    assert planned(node(**links), "tiered.weight_transfer=all_gather").sizes.by_parts
+    assert not planned(node(**links), "tiered.weight_transfer=direct").sizes.by_parts
     assert any(
         "(tiered.weight_transfer=direct)" in note
         for note in planned(node(**links), "tiered.weight_transfer=direct").notes
@@ -122,8 +106,8 @@ def test_seconds_and_bytes_of_a_plan() -> None:
 
 def test_without_gpus_shards_are_gathered_only_on_request() -> None:
     here = node(gpu=0, all_gather=1e12)
-    assert not by_parts(planned(here))
-    assert by_parts(planned(here, "tiered.weight_transfer=all_gather"))
+    assert not planned(here).sizes.by_parts
+    assert planned(here, "tiered.weight_transfer=all_gather").sizes.by_parts
     assert not uses_all_gather("all_gather", here, ranks=1)
     assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
     assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
@@ -132,5 +116,5 @@ def test_without_gpus_shards_are_gathered_only_on_request() -> None:
 def test_a_setting_without_effect_is_noted() -> None:
     for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
         plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
-        assert not by_parts(plan)
+        assert not plan.sizes.by_parts
         assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)

@@ -217,7 +217,8 @@ def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
 
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
-    ranges = (range_of_rank(unit, rank, ranks=ranks) for unit in units for rank in range(ranks))
+    kinds = {(unit.trained, unit.cuts): unit for unit in units}.values()
+    ranges = (range_of_rank(unit, rank, ranks=ranks) for unit in kinds for rank in range(ranks))
     return max((end - first for first, end in ranges), default=0)
 
 

@@ -39,6 +39,11 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
     )
 
 
+def with_products(here: MachineProfile, speed: float) -> MachineProfile:
+    """Return the machine with `speed` FLOP/s in matrix products of each dtype."""
+    return replace(here, rates=replace(here.rates, matmul={dtype: rate(speed) for dtype in here.rates.matmul}))
+
+
 def wish(*words: str) -> TrainConfig:
     return load_config(["--nvme", "/ssd", "--save-every", "0", *words])
 

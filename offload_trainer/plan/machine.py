@@ -1,8 +1,8 @@
 """The machine profile that plans are computed from: memory sizes, drives, links and measured rates, with their origin.
 
 A profile is probed (`machine/probe.py`), benchmarked (`machine/bench.py`), or read from a file. Files are the output of
-`offload-train bench --json` on another machine, or one of the named machines in machines/, whose numbers are specified
-or assumed. This module does not import torch, so that planning stays light.
+`offload-train bench --json` on another machine, or one of the named machines in machines/, whose numbers are published
+measurements, specifications or assumptions. This module does not import torch, so that planning stays light.
 """
 
 from __future__ import annotations

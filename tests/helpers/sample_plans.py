@@ -57,6 +57,11 @@ def cluster(
     return replace(machine(gpu=gpu, ram=500 * GB), rates=rates, links=Links(**links))
 
 
+def with_products(here: MachineProfile, speed: float) -> MachineProfile:
+    """Return the machine with `speed` FLOP/s in matrix products of each dtype."""
+    return replace(here, rates=replace(here.rates, matmul={dtype: rate(speed) for dtype in here.rates.matmul}))
+
+
 def wish(*words: str) -> TrainConfig:
     return load_config(["--nvme", "/ssd", "--save-every", "0", *words])
 

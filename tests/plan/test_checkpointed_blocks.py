@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish, with_products
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
@@ -32,7 +32,7 @@ def step(plan: Plan) -> float:
 @pytest.mark.slow
 def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
-    here = read_machine("a100-40gb")
+    here = with_products(read_machine("a100-40gb"), 156e12)
     config, plan = resolve_and_plan(wish(*BATCH), SHAPE, here)
     assert plan.fits
     assert 0 < plan.checkpointed < 50

@@ -505,7 +505,7 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "pages_of", divide)
     monkeypatch.setattr(spec, "units_of", lay_out)
     spec._layouts.cache_clear()
-    config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
+    config = wish("--ram-fraction", "0.5", "--micro-batch", "2", "--seq-len", "1024")
     _, plan = resolve_and_plan(config, SHAPES["gpt2-medium"], timed())
     assert plan.fits
     assert plan.rejected

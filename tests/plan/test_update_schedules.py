@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish, with_products
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, read_machine
@@ -110,7 +110,7 @@ ONE_MICRO_BATCH += ("model.activation_checkpointing=on", "--gpu-fraction", "0", 
 
 def on_a100(*words: str, ram: int | None = None, accumulate: int = 1) -> Plan:
     """Return a plan of GPT-2 with 10e9 parameters and all state in RAM."""
-    here = read_machine("a100-40gb")
+    here = with_products(read_machine("a100-40gb"), 156e12)
     words = (*ONE_MICRO_BATCH, "--accumulate", str(accumulate), *words)
     return make_plan(wish(*words), SHAPES["gpt2-10b"], replace(here, ram_bytes=ram or here.ram_bytes))
 

@@ -245,11 +245,11 @@ class DeepSpeedCandidate:
         drive = self.machine.drives[0].directory if self.machine.drives else None
         trained, total = self._bytes.trained, -(-work.shape.parameters // work.nodes)
         own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
-        micro_out = 1 if self.placement.stage == 1 else micro
         found = []
         if self.placement.optimizer != TierKind.GPU:
-            found.append(Traffic(DEVICE_COPIES, "backward", 0, e * own_trained * micro_out))
-            found.append(Traffic(DEVICE_COPIES, "update", e * own_trained, 0))
+            found.append(self._gradient_copies(own_trained))
+            if self.placement.params == TierKind.GPU or self.machine.gpu is None:
+                found.append(Traffic(DEVICE_COPIES, "update", e * own_trained, 0))
         if self.placement.optimizer == TierKind.DRIVES and drive:
             found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
         if self.placement.params != TierKind.GPU:
@@ -258,6 +258,21 @@ class DeepSpeedCandidate:
             found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
             found.append(Traffic(drive, "update", 0, e * total))
         return found
+
+    def _gradient_copies(self, own: int) -> Traffic:
+        """Return the copies of the gradients of `own` parameters between the device and host memory.
+
+        On a GPU the last gradients leave in fp32 (`_offload_grad_partition_at_boundary`). Before that ZeRO-3 writes the
+        gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`); ZeRO-2
+        does so for 16-bit sums, which it reads from the second micro-batch on. Copies overlap with the backward; before
+        DeepSpeed 0.19.5 it waited for those of ZeRO-3.
+        """
+        work, stage, sums = self.work, self.placement.stage, self._bytes.sums
+        if self.machine.gpu is None:
+            return Traffic(DEVICE_COPIES, "backward", 0, work.item_bytes * own * (1 if stage == 1 else work.accumulate))
+        several = stage == 2 and work.accumulate > 1 and sums == work.item_bytes
+        written = work.accumulate if stage == 3 or several else 0
+        return Traffic(DEVICE_COPIES, "backward", sums * own * (written - several), (sums * written + 4) * own)
 
     @cached_property
     def _collectives(self) -> list[Collective]:

@@ -97,7 +97,7 @@ class StockBytes:
         ]
 
     @property
-    def _sums(self) -> int:
+    def sums(self) -> int:
         """Return the bytes per element of the gradient sums over a rank's micro-batches."""
         return 4 if self.work.accumulate > 1 and self.work.sums == "fp32" else self.work.item_bytes
 
@@ -155,20 +155,20 @@ class StockBytes:
 
     def _gradients(self) -> list[Item]:
         e, here, device, several = self.work.item_bytes, self.work.here, self.tiers.device, self.work.accumulate > 1
-        of_bucket = self._sums if self.placement.stage == 1 else e
+        of_bucket = self.sums if self.placement.stage == 1 else e
         count = 2 if self.tiers.has_gpu and self.placement.stage < 3 else 1
         buckets = count * of_bucket * self._bucket * here
         items = [device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
         if self.placement.stage == 3:
             tier = device if self.placement.optimizer == TierKind.GPU else self.tiers.ram
-            why = f"{self._sums} B a parameter, sharded over the ranks"
-            return [*items, tier.item("gradients", self._sums * self.trained, why)]
+            why = f"{self.sums} B a parameter, sharded over the ranks"
+            return [*items, tier.item("gradients", self.sums * self.trained, why)]
         if self.placement.stage == 1:
-            each = self._sums * self.held_trained * here
+            each = self.sums * self.held_trained * here
             items.append(device.item("gradients", each, "whole on each rank"))
         elif self.placement.optimizer == TierKind.GPU:
             items.append(device.item("gradients", e * self.trained, f"{e} B a parameter, until the update"))
-        if several and self.placement.stage == 2 and self._sums > e:
+        if several and self.placement.stage == 2 and self.sums > e:
             why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
             return [*items, device.item("sums", 4 * self.trained, why)]
         if several and self.placement.optimizer == TierKind.RAM:

@@ -33,19 +33,15 @@ def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
 
 
 def installed_environment(place: Path, *requirements: str, alone: tuple[str, ...] = ()) -> dict[str, str]:
-    """Create an environment with this torch and what pip downloads: the requirements, and `alone` without theirs.
+    """Create an environment with what pip adds to this interpreter's libraries: the requirements, and `alone` without
+    theirs.
 
     Return the variables of its processes. Skip the test if pip finds no package index.
     """
     there = fresh_environment(place)
-    (site,) = (place / "venv/lib").glob("python3*/site-packages")
-    (site / "libraries.pth").unlink()
-    for found in Path(sysconfig.get_path("purelib")).iterdir():
-        if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
-            (site / found.name).symlink_to(found)
+    there.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start would compile all that pip has added again
     online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
     pip = ["python", "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary", ":all:"]
-    # Pinned, since another torch would be installed through the links, over this interpreter's own.
     for words in ((f"torch=={torch.__version__}", *requirements), ("--no-deps", *alone) if alone else ()):
         if not words:
             continue

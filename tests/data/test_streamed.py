@@ -28,7 +28,7 @@ from transformers.utils import chat_template_utils
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
 from offload_trainer.data.rows import DataState, RowReader
-from offload_trainer.data.stream import StreamedTokens, check_stream
+from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
@@ -346,22 +346,11 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("given", "error", "told"),
     [
-        ("stream:/nowhere/a.jsonl", "no such file or directory"),
-        ("stream:corpus", "written stream:OWNER/NAME, with /CONFIGURATION"),
-        ("stream:{here}/text.txt", "a stream is read from JSON, CSV or tables, and"),
-    ],
-)
-def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a text")
-    with pytest.raises(UserError, match=re.escape(message)):
-        check_stream(wish.format(here=tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("records", "error", "told"),
-    [
+        ("/nowhere/a.jsonl", UserError, "no such file or directory"),
+        ("corpus", UserError, "written stream:OWNER/NAME, with /CONFIGURATION"),
+        ("{here}/text.txt", UserError, "a stream is read from JSON, CSV or tables, and"),
         ([{"content": "a"}], TrainerError, "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
         ([{"text": ""}, {"text": ""}], TrainerError, "it contains no text"),
         ([{"messages": "hello"}], TrainerError, "a.jsonl, line 1: 'messages' holds a string"),
@@ -369,12 +358,15 @@ def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "line 1: a line with 'chosen' and 'rejected'"),
     ],
 )
-def test_records_that_cannot_be_used(
-    records: list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path
+def test_names_and_records_that_are_refused(
+    given: str | list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.jsonl").write_text(lines(records))
+    (tmp_path / "text.txt").write_text("a text")
+    if not isinstance(given, str):
+        (tmp_path / "a.jsonl").write_text(lines(given))
+        given = "{here}/a.jsonl"
     with pytest.raises(error, match=re.escape(told)):
-        tokens(tmp_path / "a.jsonl").read(0, 1)
+        tokens(given.format(here=tmp_path)).read(0, 1)
 
 
 def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from engine_bench import VOCABULARY, batches
-from session_loop import HOMES
+from engine_bench import batches
+from session_loop import HOMES, Spare, loss_of
 from torch import nn
-from torch.nn import functional
 
 import offload_trainer as ot
 from offload_trainer.session.kwargs import INSTEAD, KEYS
@@ -29,27 +28,9 @@ pytestmark = [
 QUIET: dict[str, Any] = {"page_size": 8192, "say": lambda _: None}
 
 
-class Model(nn.Module):
-    """A model with a block that is skipped in every other call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY + 13, 32)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3))
-        self.head = nn.Linear(32, VOCABULARY + 13)
-        self.calls = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        x = self.table(inputs)
-        for number, block in enumerate(self.blocks):
-            x = x + block(x) if number or self.calls % 2 else x
-        return self.head(x)
-
-
-def models() -> tuple[Model, Model]:
+def models() -> tuple[Spare, Spare]:
     torch.manual_seed(3)
-    model = Model()
+    model = Spare()
     return model, copy.deepcopy(model)
 
 
@@ -64,7 +45,7 @@ def both(drive: Path, home: str = "on the drive") -> Iterator[Any]:
 
 
 def backward(model: nn.Module, batch: Any) -> None:
-    functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+    loss_of(model, batch).backward()
 
 
 def assert_trained_alike(session: ot.Session, reference: nn.Module) -> None:
@@ -118,7 +99,7 @@ def test_a_norm_that_is_not_finite(drive: Path) -> None:
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
         optimizer = session.adamw()
         backward(model, batches(1)[0])
-        model.head.bias.grad[0] = torch.inf
+        model.scale.grad[0] = torch.inf
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
@@ -150,7 +131,7 @@ def write_views(model: nn.Module) -> None:
 
 def drop_some(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if "blocks.1" in name:
+        if "floors.1" in name:
             parameter.grad = None
 
 
@@ -236,7 +217,7 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
         optimizer.load_state_dict(before)
         backward(reference, batches(1)[0])
         usual.step()
-        with pytest.raises(ot.UserError, match=r"has the state of 15 offloaded weights.*session\.resume"):
+        with pytest.raises(ot.UserError, match=r"has the state of 29 offloaded weights.*session\.resume"):
             optimizer.load_state_dict(usual.state_dict())
         backward(model, batches(1)[0])
         optimizer.step()
@@ -285,7 +266,7 @@ def accelerated(model: nn.Module, optimizer: Any) -> Iterator[tuple[float, float
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     for batch in batches(8):
         with accelerator.accumulate(model):
-            loss = functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+            loss = loss_of(model, batch)
             accelerator.backward(loss)
             norm = 0.0
             if accelerator.sync_gradients:
@@ -310,7 +291,7 @@ def test_clipping_within_a_closure(drive: Path) -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         def closure(batch: Any) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+            loss = loss_of(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), 0.1)
             return loss
@@ -332,10 +313,10 @@ def test_clipping_within_a_closure(drive: Path) -> None:
 def test_forward_is_called_without_the_hooks(home: str, drive: Path) -> None:
     """Calling `forward` directly, as PEFT's AdaLoRA does, works."""
     with both(drive, home) as (model, _, optimizer, reference, usual):
-        assert list(inspect.signature(model.forward).parameters) == ["inputs"]
+        assert list(inspect.signature(model.forward).parameters) == ["input_ids"]
         for batch in batches(4):
             for one, its in ((model, optimizer), (reference, usual)):
-                functional.cross_entropy(one.forward(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+                loss_of(one.forward, batch).backward()
                 its.step()
                 its.zero_grad()
         for one in (model, reference):

@@ -270,8 +270,8 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
         ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
         ({"torch_compile": True}, r"torch_compile=True: compiled code keeps weights that have moved"),
         (
-            {"per_device_train_batch_size": 3},
-            r"3 rows in a micro-batch, and the plan counts 2: load\(\.\.\., micro_batch_size=3\)",
+            {"per_device_train_batch_size": 5},
+            r"5 rows in a micro-batch, and the plan counts 4: load\(\.\.\., micro_batch_size=5\)",
         ),
         ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
@@ -285,11 +285,9 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
         ),
     ],
 )
-def test_wrong_arguments_are_refused(
-    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
-        ours(model, tmp_path, **words)
+def test_wrong_arguments_are_refused(words: dict[str, Any], message: str, untrained: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        ours(untrained, tmp_path, **words)
 
 
 def test_mixed_precision_of_the_environment_is_refused(

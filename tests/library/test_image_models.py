@@ -299,7 +299,7 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
 def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
     """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
-    for patches in (0, 16, "auto"):
+    for patches in (0, "auto"):
         assert resolved(tmp_path, image_patches=patches).shape.images is None
 
 

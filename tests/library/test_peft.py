@@ -16,7 +16,7 @@ from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, clipped, one_cycle, trained, with_norms
+from session_loop import ALL_BUT_NORMS, adapted, adapters_of, by_torch, clipped, one_cycle, opened, trained, with_norms
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -43,11 +43,6 @@ ADAPTERS = "adapter_model.safetensors"
 
 def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
-    words: dict[str, Any] = {"dtype": "fp32", "freeze": FROZEN, "page_size": 8192, "seq_len": 24, "say": lambda _: None}
-    return ot.load(folder, nvme=drive, **(words | HOMES[home] | keys))
 
 
 @pytest.fixture(scope="module")

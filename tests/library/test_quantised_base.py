@@ -16,7 +16,7 @@ from late_engines import use_late_transfers
 from late_transfers import LateDevice
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, trained, with_norms
+from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
 from small_architectures import ARCHITECTURES, reference
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -71,11 +71,6 @@ def plain(folder: Path, base: str) -> Any:
         if any(f"{matrix}.weight" in name for matrix in MATRICES):
             parameter.data = rounded(parameter, base)
     return model
-
-
-def opened(folder: Path, drive: Path, base: str, *, home: str = "on the drive", **keys: Any) -> ot.Session:
-    words: dict[str, Any] = {"dtype": "fp32", "freeze": ["."], "page_size": 8192, "seq_len": 24, "say": lambda _: None}
-    return ot.load(folder, nvme=drive, base=base, **(words | HOMES[home] | keys))
 
 
 def losses(session: ot.Session, model: PeftModel, *, steps: int = STEPS, saves: Path | None = None) -> list[Any]:

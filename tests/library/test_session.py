@@ -19,7 +19,7 @@ from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import LateDevice, LateTransfers
 from safetensors.torch import load_file
-from session_loop import ACCUMULATE, HOMES, STEPS, by_torch, clipped, one_cycle, trained
+from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -47,25 +47,6 @@ pytestmark = [
 ]
 
 
-class Tower(nn.Module):
-    """A model outside transformers, with a weight that is used without calling its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY + 13, 32)
-        self.floors = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
-        )
-        self.scale = nn.Parameter(torch.ones(32))
-        self.head = nn.Linear(32, VOCABULARY + 13, bias=False)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(input_ids)
-        for floor in self.floors:
-            x = x + floor(x)
-        return functional.linear(x * self.scale, self.head.weight)
-
-
 def transformers_model(folder: Path) -> nn.Module:
     torch.manual_seed(3)
     config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
@@ -81,12 +62,6 @@ def tower(folder: Path) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[Path], nn.Module]] = {"transformers": transformers_model, "any module": tower}
-
-
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    found = model(input_ids=batch.inputs)
-    logits = found if isinstance(found, torch.Tensor) else found.logits
-    return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -129,20 +104,6 @@ def test_a_loop_has_the_bits_of_torch(
         assert found == expected
         assert_same(dict(session.named_masters()), weights)
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
-
-
-class Spare(Tower):
-    """A model whose last module is used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(VOCABULARY + 13, VOCABULARY + 13)
-        self.calls = 0
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        found = super().forward(input_ids)
-        return found + self.spare(found) if self.calls % 2 else found
 
 
 @pytest.mark.slow

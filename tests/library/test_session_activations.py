@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_bench import assert_same
-from session_loop import ACCUMULATE, HOMES, ROWS, by_torch, of_rows, one_cycle, trained
+from session_loop import ACCUMULATE, ROWS, by_torch, of_rows, one_cycle, opened, trained
 from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
@@ -17,11 +16,6 @@ from offload_trainer.offloading.activation_offload import Activations
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_small")]
 
 BLOCKS, STEPS = 3, 3
-
-
-def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
-    words: dict[str, Any] = {"dtype": "fp32", "activation_checkpointing": "on", "seq_len": 24, "micro_batch_size": 1}
-    return ot.load(folder, nvme=drive, say=lambda _: None, **(words | HOMES[home] | keys))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +40,7 @@ def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
     )
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     expected = by_torch(reference, steps=STEPS)
-    keys = {"offload_activations": away, "activation_checkpointing": count}
+    keys = {"offload_activations": away, "activation_checkpointing": count, "freeze": [], "micro_batch_size": 1}
     with opened(folder, drive, home=home, **keys) as session:
         session.model.train()
         if anew:
@@ -61,7 +55,7 @@ def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
 
 
 def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
-    with opened(folder, drive, offload_activations="cpu") as session:
+    with opened(folder, drive, offload_activations="cpu", activation_checkpointing="on", freeze=[]) as session:
         session.model.train()
         with session.micro_batch():
             first, second = of_rows(session.model, 0), of_rows(session.model, 1)

@@ -208,10 +208,7 @@ def test_a_rollout_function_sees_the_current_weights(
     ],
 )
 def test_arguments_that_are_refused(
-    kind: str, changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
+    kind: str, changes: dict[str, Any], message: str, untrained: Any, tmp_path: Path
 ) -> None:
-    with (
-        loaded(folder, drive, seq_len=64, micro_batch_size=4) as model,
-        pytest.raises((UserError, ValueError), match=message),
-    ):
-        trainer_of(kind, model, tmp_path, ours=True, **changes)
+    with pytest.raises((UserError, ValueError), match=message):
+        trainer_of(kind, untrained, tmp_path, ours=True, **changes)

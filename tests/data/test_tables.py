@@ -59,6 +59,7 @@ def read(source: Path, *, text_field: str = "text") -> list[tuple[str, bool]]:
     return [(piece.text, piece.ends_document) for blocks in documents for piece in splitter.pieces(blocks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKERS)
 def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
     """A compressed file of two concatenated members, longer than any block read at a time, gives its whole content."""

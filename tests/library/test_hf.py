@@ -358,14 +358,8 @@ class Hub:
         return SimpleNamespace(repo_id=name)
 
     def upload_folder(
-        self,
-        *,
-        folder_path: str,
-        path_in_repo: str = "",
-        ignore_patterns: list[str] | None = None,
-        run_as_future: bool = False,
-        **_: Any,
-    ) -> Future[None] | None:
+        self, *, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any
+    ) -> Future[None]:
         copy = self.root / str(len(self.pushes))
         source = Path(folder_path)
         names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
@@ -375,7 +369,7 @@ class Hub:
         self.pushes.append((path_in_repo, copy))
         done: Future[None] = Future()
         done.set_result(None)
-        return done if run_as_future else None
+        return done
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_n
 
 
 def installed(place: Path, *requirements: str, alone: tuple[str, ...]) -> dict[str, str]:
-    return installed_environment(place, *requirements, alone=alone) | {"PYTHONPATH": str(ROOT)}
+    return installed_environment(place, *requirements, alone=alone, only_torch=False) | {"PYTHONPATH": str(ROOT)}
 
 
 def model_and_data(folder: Path) -> Path:

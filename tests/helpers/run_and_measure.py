@@ -1,5 +1,5 @@
-"""run_and_measure.py WHAT FOLDER OUTPUT DRIVE [BOX]: run a training with weights and state on the drive; print plan and
-peak as JSON. Limit the cgroup BOX, in which it runs, to the plan.
+"""run_and_measure.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak
+as JSON.
 
 WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains adapters on it without one. The peak is
 of anonymous memory, sampled every few milliseconds.
@@ -16,7 +16,6 @@ import torch
 from forked_child import watched_memory
 from hf_trainers import Ours, arguments, rows
 
-from offload_trainer import Session
 from offload_trainer.hf import load, session_of
 
 
@@ -44,28 +43,22 @@ def by_hand(model: Any, output: str) -> None:
     model.save_pretrained(f"{output}/apart")
 
 
-def planned(session: Session) -> int:
-    return sum(item.bytes for item in session.plan.items if item.tier == "ram")
-
-
-def main(what: str, folder: str, output: str, drive: str, *boxes: str) -> None:
+def main(what: str, folder: str, output: str, drive: str) -> None:
     keys = {"freeze": ["."]} if what == "loop" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
     peak = watched_memory()
     model = load(
         folder, nvme=drive, params="nvme", seq_len=24, micro_batch_size=2, gradient_accumulation_steps=2, **keys
     )
     session = session_of(model)
-    for limit in (Path(box, name) for box in boxes for name in ("memory.limit_in_bytes", "memory.max")):
-        if limit.exists():
-            limit.write_text(str(planned(session)))
     if what == "trainer":
         by_trainer(model, output)
     else:
         from peft import LoraConfig, get_peft_model
 
         by_hand(get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")), output)
+    needs = sum(item.bytes for item in session.plan.items if item.tier == "ram")
     session.close()
-    print(json.dumps({"plan": planned(session), "peak": peak()}))
+    print(json.dumps({"plan": needs, "peak": peak()}))
 
 
 if __name__ == "__main__":

@@ -91,16 +91,6 @@ def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any
     assert encoded({"messages": messages}, form="chat", template=template) == expected
 
 
-def test_the_end_of_a_turn_is_learned_without_the_space_after_it() -> None:
-    found = encoded({"messages": TALK}, form="chat", template=LINES)
-    assert learned(found) == ["Uno é.\n\nSì.<end>", " due <end>"]
-
-
-def test_earlier_answers_without_their_thoughts() -> None:
-    found = encoded({"messages": TALK}, form="chat", template=THOUGHTS)
-    assert learned(found) == ["Uno é.\n\nSì.<end>", "(so)\n due <end>"]
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -119,6 +109,8 @@ def test_answers_that_cannot_be_proven_are_refused(template: str, reason: str) -
 ANSWERS = ["Uno é.\n\nSì.<end>", " due <end>"]
 HEADED = "{% for m in messages %}<{{ m.role }}>"
 UNMARKED = {
+    "a line end behind each turn": (LINES, ANSWERS),
+    "thoughts of the last answer alone": (THOUGHTS, [ANSWERS[0], "(so)\n" + ANSWERS[1]]),
     "the number of messages first": ("{{ messages | length }}" + TEMPLATE, ANSWERS),
     "no generation prompt": (TEMPLATE.partition("{% if add")[0], ANSWERS),
     "end-of-text behind the conversation": (TEMPLATE.replace("{% endif %}", "{% else %}<pad>{% endif %}"), ANSWERS),
@@ -181,14 +173,6 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None
 
 
 # -- generation marks, and the templates that trl knows ----------------------------------------------------------------
-
-
-def test_marks_without_the_end_are_followed_and_counted(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": TALK}) + "\n")
-    tokenizer = chat_tokenizer(MARKED.replace("<end>{% endgeneration %}", "{% endgeneration %}<end>"))
-    assert learned(encoded({"messages": TALK}, tokenizer=tokenizer)) == ["Uno é.\n\nSì.", " due "]
-    assert "; 2 of the answers to train on have no token that ends them" in prepared(file, tokenizer=tokenizer).summary
 
 
 _LACKS = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
@@ -484,13 +468,6 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     maker = RowMaker(6, pad=9, packed=True)
     packed = [*rows_of(maker, [ends, given[2], conversation(6, first=30, answer=6)]), maker.rest()[0].tolist()]
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
-
-
-def test_conversations_without_learned_tokens_are_left_out() -> None:
-    maker = RowMaker(4, pad=9)
-    given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
-    assert rows_of(maker, given) == []
-    assert maker.counts == Counts(left_out=2, unanswered=1)
 
 
 def test_packed_rows_hold_each_conversation_whole() -> None:

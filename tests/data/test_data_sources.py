@@ -11,18 +11,16 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
-import numpy as np
 import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-from sample_chats import chat_tokenizer, chats, prepared
+from sample_chats import chats, prepared
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import sources
 from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
-from offload_trainer.data.stream import StreamedTokens, check_stream
+from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
 
 
@@ -271,34 +269,18 @@ def test_a_directory_that_leaves_a_choice_is_refused(
         find_sources([str(filled(tmp_path / "data", files, readme=readme))])
 
 
-def test_the_test_split_and_the_card_of_conversations_are_left(tmp_path: Path) -> None:
-    """The rows of a directory are those of its training file, prepared and streamed, and one line says so."""
+def test_files_that_are_left_are_named(tmp_path: Path) -> None:
+    """One line names the files of the train split and those that are left, also for a stream."""
     directory = filled(tmp_path / "data", SHARDS, readme=PUSHED)
-    for number, name in enumerate(SHARDS):
-        talks = chats().select(range(number, 6, 3))
-        talks.to_parquet(directory / name)
-    said: list[str] = []
-    found = prepared(directory, say=said.append)
-    shards = [directory / name for name in SHARDS if "train" in name]
-    assert found.sums == prepared(*shards, cache=tmp_path / "other").sums
     expected = (
         f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
         "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
         "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
     )
-    assert [line for line in said if str(directory) in line and "tokeni" not in line] == [expected]
-    stream = StreamedTokens(
-        f"stream:{directory}",
-        DataSection(),
-        tokenizer=chat_tokenizer(),
-        fingerprint="of this test",
-        vocabulary=300,
-        seq_len=64,
-        say=said.append,
-    )
-    assert said.count(expected) == 2
-    count = len(found) - 1
-    assert np.array_equal(stream.read(0, count), found.read(0, count))
+    said: list[str] = []
+    find_sources([str(directory)], say=said.append)
+    check_stream(f"stream:{directory}", say=said.append)
+    assert said == [expected, expected]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])

@@ -50,28 +50,35 @@ def shares(*texts: str) -> list[dict[str, Any]]:
     return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
 
 
+def row(*texts: str, system: str | None = None) -> str:
+    """Return a row's text with trained spans in « »: a system prompt, then questions and answers in turn."""
+    begin = "" if system is None else f"<system>{system}<end>"
+    return begin + "".join(
+        f"<assistant>«{text}<end>»" if number % 2 else f"<user>{text}<end>" for number, text in enumerate(texts)
+    )
+
+
+def untrained(fields: str) -> str:
+    return f"a line with {fields} is not trained on"
+
+
+PREFERENCES = untrained("'chosen' and 'rejected'") + ": .*`offload-train cp dpo`"
+CALLED = (
+    json.dumps(TOOL)
+    + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»'
+)
 # project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
-PREFERENCES = "a line with 'chosen' and 'rejected' is not trained on: .*`offload-train cp dpo`"
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
-    "llamafactory alpaca": (
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        "<user>Add.\n\n1 2<end><assistant>«3<end>»",
-    ),
-    "llamafactory alpaca, input alone": (
-        {"instruction": "", "input": "Hi", "output": "Ho"},
-        "<user>Hi<end><assistant>«Ho<end>»",
-    ),
+    "llamafactory alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, row("Add.\n\n1 2", "3")),
+    "llamafactory alpaca, input alone": ({"instruction": "", "input": "Hi", "output": "Ho"}, row("Hi", "Ho")),
     "llamafactory alpaca, system and history": (
         {"instruction": "b", "input": "", "output": "B", "system": "Shout.", "history": [["a", "A"]]},
-        "<system>Shout.<end><user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
+        row("a", "A", "b", "B", system="Shout."),
     ),
-    "llamafactory sharegpt": (
-        {"conversations": shares("a", "A", "b", "B")},
-        "<user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
-    ),
+    "llamafactory sharegpt": ({"conversations": shares("a", "A", "b", "B")}, row("a", "A", "b", "B")),
     "llamafactory sharegpt, system": (
         {"conversations": shares("a", "A"), "system": "Shout."},
-        "<system>Shout.<end><user>a<end><assistant>«A<end>»",
+        row("a", "A", system="Shout."),
     ),
     "llamafactory sharegpt, tools as JSON": (
         {
@@ -83,37 +90,29 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
             ],
             "tools": json.dumps([WEATHER]),
         },
-        json.dumps(TOOL)
-        + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»',
+        CALLED,
     ),
     "llamafactory sharegpt preference": (
-        {
-            "conversations": shares("a"),
-            "chosen": {"from": "gpt", "value": "b"},
-            "rejected": {"from": "gpt", "value": "c"},
-        },
+        {"conversations": shares("a"), "chosen": shares("", "b")[1], "rejected": shares("", "c")[1]},
         PREFERENCES,
     ),
     "llamafactory sharegpt KTO": (
         {"conversations": shares("a", "A"), "kto_tag": False},
-        "a line with 'kto_tag' is not trained on: .*TRL trains on",
+        untrained("'kto_tag'") + ": .*TRL trains on",
     ),
-    "llamafactory KTO as label": (
-        {"messages": turns("a", "A"), "label": True},
-        "a line with 'label' is not trained on",
-    ),
+    "llamafactory KTO as label": ({"messages": turns("a", "A"), "label": True}, untrained("'label'")),
     "llamafactory images": (
         {"conversations": shares("<image>a", "A"), "images": ["1.jpg"]},
         r"'images' .*ot\.load.*library\.md",
     ),
-    "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, "<user>a<end><assistant>«A<end>»"),
+    "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, row("a", "A")),
     "axolotl chat_template, content in parts": (
         {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
-        "<user>a<end><assistant>«A<end>»",
+        row("a", "A"),
     ),
     "axolotl chat_template, roles of others": (
         {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "A"}]},
-        "<user>a<end><assistant>«A<end>»",
+        row("a", "A"),
     ),
     "axolotl chat_template, tools and calls": (
         {
@@ -125,16 +124,15 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": A, "content": "Yes."},
             ],
         },
-        json.dumps(TOOL)
-        + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»',
+        CALLED,
     ),
     "axolotl chat_template, reasoning": (
         {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "hm"}]},
-        "<user>a<end><assistant>«(hm)A<end>»",
+        row("a", "(hm)A"),
     ),
     "axolotl train": (
         {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train": False}, *shares("b", "B")]},
-        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
+        "<user>a<end><assistant>A<end>" + row("b", "B"),
     ),
     "axolotl train on a question": (
         {"conversations": [{"from": "human", "value": "a", "train": True}, *shares("", "A")[1:]]},
@@ -150,41 +148,32 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axolotl open_orca": (
         {"system_prompt": "Shout.", "question": "a", "response": "A"},
-        "<system>Shout.<end><user>a<end><assistant>«A<end>»",
+        row("a", "A", system="Shout."),
     ),
     "axolotl oasst": (
         {"INSTRUCTION": "a", "RESPONSE": "A"},
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
     ),
-    "axolotl metharme": (
-        {"prompt": "a", "generation": "A"},
-        "a line with 'prompt' without an answer is not trained on",
-    ),
-    "axolotl input_output": (
-        {"segments": [{"label": True, "text": "a"}]},
-        "a line with 'segments' is not trained on",
-    ),
+    "axolotl metharme": ({"prompt": "a", "generation": "A"}, untrained("'prompt' without an answer")),
+    "axolotl input_output": ({"segments": [{"label": True, "text": "a"}]}, untrained("'segments'")),
     "axolotl tokenized": (
         {"input_ids": [1], "labels": [1], "attention_mask": [1]},
-        "a line with 'input_ids' is not trained on: .*ids of tokens in a .bin file",
+        untrained("'input_ids'") + ": .*ids of tokens in a .bin file",
     ),
     "axolotl stepwise": (
         {"prompt": "a", "completions": ["A"], "labels": [True]},
-        "a line with 'prompt' and 'completions' and 'labels' is not trained on",
+        untrained("'prompt' and 'completions' and 'labels'"),
     ),
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
-    "trl conversational language modeling": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
+    "trl conversational language modeling": ({"messages": turns("a", "A")}, row("a", "A")),
     "trl prompt-completion": ({"prompt": "The sky", "completion": " is blue."}, "The sky« is blue.<end>»"),
     "trl conversational prompt-completion": (
         {"prompt": turns("a", "A", "b"), "completion": turns("", "B")[1:]},
-        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
+        "<user>a<end><assistant>A<end>" + row("b", "B"),
     ),
     "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
-    "trl unpaired preference": (
-        {"prompt": "a", "completion": "b", "label": False},
-        "a line with 'label' is not trained on",
-    ),
-    "trl prompt-only": ({"prompt": turns("a")}, "'prompt' without an answer is not trained on"),
+    "trl unpaired preference": ({"prompt": "a", "completion": "b", "label": False}, untrained("'label'")),
+    "trl prompt-only": ({"prompt": turns("a")}, untrained("'prompt' without an answer")),
     "trl chat_template_kwargs": (
         {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
         "'chat_template_kwargs' is not read",
@@ -198,7 +187,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
     "content that is null beside calls": (
         {"messages": [*turns("Rain?"), {"role": A, "content": None, "tool_calls": [CALL]}]},
-        '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»',
+        row("Rain?", '[weather {"city": "Oslo"}]'),
     ),
     "content that is null": (
         {"messages": [*turns("a", "A"), {"role": U, "content": None}]},

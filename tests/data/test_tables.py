@@ -1,4 +1,4 @@
-"""Tests of compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets: they give what plain lines give."""
+"""Tests of lines, compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets: all give what lines give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from pyarrow import ipc, parquet
 from sample_chats import CHATS, chat_tokenizer, prepared
 
 from offload_trainer.data import documents
-from offload_trainer.data.chunked_tokenize import DocumentEncoder
+from offload_trainer.data.chunked_tokenize import DocumentEncoder, TextSplitter
+from offload_trainer.data.documents import read_documents
 from offload_trainer.errors import UserError
 
 
@@ -52,6 +53,12 @@ def texts() -> list[dict[str, Any]]:
     return [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 
 
+def read(source: Path, *, text_field: str = "text") -> list[tuple[str, bool]]:
+    splitter = TextSplitter(lambda text: list(text.encode()))
+    documents = read_documents(source, text_field=text_field)
+    return [(piece.text, piece.ends_document) for blocks in documents for piece in splitter.pieces(blocks)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKERS)
 def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
@@ -63,8 +70,8 @@ def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         packed = tmp_path / f"b{Path(name).suffix}{packing}"
         packed.write_bytes(PACKERS[packing](content[:half]) + PACKERS[packing](content[half:]))
-        assert ids_of(packed) == ids_of(tmp_path / name)
-    assert ids_of(tmp_path / "a.jsonl") != ids_of(tmp_path / "a.txt")
+        assert read(packed) == read(tmp_path / name)
+    assert read(tmp_path / "a.jsonl") != read(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -161,12 +168,26 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
         ("a.json", '{\n "text": "a"\n}', r"a\.json, line 1: not JSON"),
         ("a.json", '[{"text": "a", "x": ' + "7" * 5000 + "}]", r"record 1: JSON that cannot be read"),
         ("a.json", "[]", "it contains no text"),
+        ("a.txt", "", "it contains no text"),
+        ("a.jsonl", '{"text": ""}\n\n', "it contains no text"),
+        ("a.txt", "a line of text\n" * 40 + "and \udce2\udc82", r"a\.txt, line 41: not UTF-8: its byte 0xe2"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": "cut', r"a\.jsonl, line 3: not JSON"),
+        ("a.jsonl", '{"Text": "a", "id": 1}', r"no field 'text'; there are: Text, id\. Set data\.text_field=Text"),
+        ("a.jsonl", '{"text": 5}', "line 1: field 'text' holds a number, where a string"),
+        ("a.jsonl", '["text"]', "line 1: a list, where an object"),
+        ("a.jsonl", '{"text": "\udcff"}', "line 1: not UTF-8"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1: .*surrogate"),
+        ("a.jsonl", '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: .*nested too deeply"),
+        ("a.jsonl", '{"text": "a", "x": ' + "7" * 5000 + "}", r"line 1: .*cannot be read \(Exceeds the limit"),
+        ("a.jsonl", '{"a\\u001b[31mred": 1, "x": 2}', r"line 1: .*there are: a\\x1b\[31mred, x\."),
+        ("a\x1b[31m.jsonl", "{", r"a\\x1b\[31m\.jsonl', line 1: not JSON"),
     ],
 )
-def test_other_forms_that_are_refused_name_their_place(name: str, content: str, message: str, tmp_path: Path) -> None:
+def test_what_is_refused_names_its_place(name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message):
         prepared(tmp_path / name)
+    assert not list((tmp_path / "cache").glob("*.bin*"))
 
 
 def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +199,9 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.json").write_text('[{"text": "a"}, {"text": b}' + ', {"text": "c"}' * 60)
     with pytest.raises(UserError, match=r"record 2: not JSON \(Expecting value, character 10\)"):
         prepared(tmp_path / "a.json")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 37}) + "\n" + json.dumps({"text": "b" * 60}) + "\n")
+    with pytest.raises(UserError, match=r"line 2: longer than 50 B"):
+        prepared(tmp_path / "a.jsonl")
     (tmp_path / "a.csv").write_text("text\n" + '"' + "a\n" * 60)
     with pytest.raises(UserError, match=r"line \d+: cannot be read as CSV: field larger than field limit \(50\)"):
         prepared(tmp_path / "a.csv")
@@ -248,25 +272,6 @@ def test_what_is_no_table_is_refused(name: str, tmp_path: Path) -> None:
         prepared(tmp_path / name)
 
 
-def test_a_table_is_found_again_and_seen_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, said = tmp_path / "a.parquet", []
-    parquet.write_table(pyarrow.table({"text": TEXTS}), file)
-    first = prepared(file)
-    assert prepared(file, say=said.append).path == first.path
-    assert any("already there" in line for line in said)
-    parquet.write_table(pyarrow.table({"text": TEXTS[1:]}), file)
-    read = documents._table_batches
-
-    def changed(*given: Any) -> Any:
-        yield from read(*given)
-        file.write_bytes(file.read_bytes() + b"x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(documents, "_table_batches", changed)
-        with pytest.raises(Exception, match="the text changed while it was tokenised"):
-            prepared(file)
-
-
 def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_named(tmp_path: Path) -> None:
     one, said = Dataset.from_list(texts()[:5]), list[str]()
     DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path / "neither")
@@ -289,3 +294,38 @@ def test_files_of_an_earlier_save_are_not_read(tmp_path: Path) -> None:
     Dataset.from_list(texts()[:4]).save_to_disk(tmp_path / "saved", num_shards=2)
     (tmp_path / "a.jsonl").write_bytes(lines(texts()[:4]))
     assert ids_of(tmp_path / "saved") == ids_of(tmp_path / "a.jsonl")
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> None:
+    texts = ["first\nwith a line end", "", "zweiter é"]
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    assert read(tmp_path / "a.jsonl") == [("first\nwith a line end", True), ("zweiter é", True)]
+
+
+@pytest.mark.parametrize(("line", "mark"), [(1, b""), (1, b"\xef\xbb\xbf"), (3, b"\xef\xbb\xbf")])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_line_of_a_wrong_byte_is_named(
+    name: str, line: int, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"text": f"é€ {number}" * 5}, ensure_ascii=False).encode() for number in range(4)]
+    bad = lines[line - 1].replace(str(line - 1).encode(), b"\xff")
+    (tmp_path / name).write_bytes(mark + b"\n".join([*lines[: line - 1], bad, *lines[line:]]))
+    for block in (1, 7, 1 << 18):
+        monkeypatch.setattr(documents, "_BLOCK", block)
+        with pytest.raises(UserError, match=rf"line {line}: not UTF-8: its byte 0xff"):
+            read(tmp_path / name)
+
+
+def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text decodes alike wherever blocks cut its characters of one to four bytes; a byte-order mark is dropped."""
+    text = "aé€\U0001f600\n" * 7
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    for size in (3, 4, 5, 7, 100):
+        monkeypatch.setattr(documents, "_BLOCK", size)
+        assert read(tmp_path / "a.txt") == [(text, True)]
+    (tmp_path / "a.txt").write_bytes(b"")
+    assert read(tmp_path / "a.txt") == []

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,7 +27,7 @@ from offload_trainer.hf import Offloaded, load, session_of
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # Two tests run at the same time.
 
-VOCABULARY = 256
+VOCABULARY = 256  # tokens of `rows`
 STEPS = 20
 # Settings for each placement of the weights. Optimizer state is on the drive, or in the same place as the weights.
 HOMES: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ HOMES: dict[str, dict[str, Any]] = {
 def model_folder(folder: Path, **changes: Any) -> Path:
     """Write a small fp32 model. All sizes are multiples of 16, for the reason in test_against_torch.py."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": 272, "pad_token_id": 0}
     torch.manual_seed(1)
     config = LlamaConfig(**(shape | {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False} | changes))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -83,6 +84,19 @@ def arguments(output: Path, **changes: Any) -> TrainingArguments:
 
 class Ours(Offloaded, Trainer):
     pass
+
+
+def told(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the log history without the entries that depend on the clock."""
+    times = ("runtime", "per_second", "total_flos", "step_time")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in times)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(folder / "model.safetensors"))
 
 
 def stock(folder: Path, output: Path, **changes: Any) -> Trainer:

@@ -1,12 +1,11 @@
-"""Train as one of several ranks with transformers' or TRL's Trainer, stock or offloaded, or with a loop over a session.
+"""Train as one of several ranks with stock and offloaded Trainers of transformers and TRL, and a loop over a session.
 
 torchrun starts it, for test_session_ranks.py:
 
-    trainer_rank.py WHO FOLDER OUTPUT DRIVE KIND:HOME ...
+    trainer_rank.py FOLDER OUTPUT DRIVE
 
-WHO is stock or ours; the model is in FOLDER, data for TRL in OUTPUT/pairs; each KIND is trained in turn. It is a key of
-`KINDS`, with `again` a run that resumes from the trainer's checkpoint, or `loop`, `outside` or `grads`. HOME is a key
-of `HOMES`. Rank 0 writes the log to OUTPUT/KIND/told.json, and the trained model to OUTPUT/KIND/final.
+The model is in FOLDER. Rank 0 writes the log of each of `KINDS` to OUTPUT/WHO/KIND/told.json, and the trained model to
+OUTPUT/WHO/KIND/final. WHO is stock or ours.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare_trainers import told
-from datasets import load_from_disk
-from hf_trainers import arguments, loaded, rows
+from hf_trainers import arguments, loaded, rows, told
 from peft import LoraConfig
-from sample_chats import chat_tokenizer, prompts
+from sample_chats import chat_tokenizer, preferences, prompts
 from transformers import AutoModelForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -51,7 +50,7 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
     return base(
         model,
         args=DPOConfig(**_words(output)),
-        train_dataset=load_from_disk(str(output.parent / "pairs")),
+        train_dataset=preferences(),
         processing_class=chat_tokenizer(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )
@@ -68,21 +67,15 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
     )
 
 
-Made = Callable[..., Any]
-KINDS: dict[str, tuple[type, Made]] = {
-    "trainer": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
-    "again": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
-    "accumulated": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=ACCUMULATE)),
-    "adapters": (DPOTrainer, _adapters),
-    "grpo": (GRPOTrainer, _grpo),
+# The stock trainer, the function that makes one, and where the weights are. `again` resumes from a checkpoint of
+# `trainer`.
+KINDS: dict[str, tuple[type, Callable[..., Any], str]] = {
+    "trainer": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
+    "again": (Trainer, partial(_trainer, gradient_accumulation_steps=1), "drive"),
+    "accumulated": (Trainer, partial(_trainer, gradient_accumulation_steps=ACCUMULATE), "resident"),
+    "adapters": (DPOTrainer, _adapters, "resident"),
+    "grpo": (GRPOTrainer, _grpo, "resident"),
 }
-
-
-def _opened(kind: str, who: str, home: str, folder: str, drive: str) -> AbstractContextManager[Any]:
-    if who == "stock":
-        return nullcontext(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    keys: dict[str, Any] = {"freeze": ["."]} if kind == "adapters" else {}
-    return loaded(Path(folder), Path(drive), home=home, seq_len=64, micro_batch_size=4, **keys)
 
 
 def batch_of(step: int, number: int) -> dict[str, torch.Tensor]:
@@ -92,8 +85,11 @@ def batch_of(step: int, number: int) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in chosen]) for key in chosen[0]}
 
 
-def _loop(model: Any, output: Path, kind: str) -> None:
-    """Train as docs/library.md does; save after three steps, train the rest, then resume and train the rest again."""
+def _loop(model: Any, output: Path) -> None:
+    """Train as docs/library.md does; save after three steps, train the rest, then resume and train the rest again.
+
+    Then try what ranks refuse.
+    """
     session, told_here = session_of(model), []
     optimizer = session.adamw(lr=1e-2, weight_decay=0.1)
 
@@ -109,18 +105,6 @@ def _loop(model: Any, output: Path, kind: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    if kind in ("outside", "grads"):
-        try:
-            if kind == "outside":
-                model(**batch_of(0, session.rank)).loss.backward()
-                session.clip_grad_norm_(1.0)
-            else:
-                with session.micro_batch(last=True):
-                    model(**batch_of(0, session.rank)).loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        except UserError as error:
-            (output / f"refused-{session.rank}").write_text(str(error))
-        return
     steps(0, 3)
     session.save(output / "save")
     steps(3, STEPS)
@@ -128,25 +112,41 @@ def _loop(model: Any, output: Path, kind: str) -> None:
     steps(3, STEPS)
     (output / f"told-{session.rank}.json").write_text(json.dumps(told_here))
     session.export(output / "final", dtype="fp32")
+    with session.micro_batch(last=True):
+        model(**batch_of(0, session.rank)).loss.backward()
+    said = []
+    for clip in (partial(torch.nn.utils.clip_grad_norm_, model.parameters()), session.clip_grad_norm_):
+        try:
+            clip(1.0)
+        except UserError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+        model(**batch_of(0, session.rank)).loss.backward()  # outside micro_batch
+    (output / f"refused-{session.rank}.json").write_text(json.dumps(said))
 
 
-def main(who: str, folder: str, output: str, drive: str, *asked: str) -> None:
-    for kind, _, home in (words.partition(":") for words in asked):
-        place = Path(output, kind)
-        place.mkdir(exist_ok=True)
-        with _opened(kind, who, home, folder, drive) as model:
-            if kind not in KINDS:
-                _loop(model, place, kind)
-                continue
-            stock, make = KINDS[kind]
-            base = stock if who == "stock" else type("Ours", (Offloaded, stock), {})
-            trainer = make(model, place, base)
-            trainer.train(resume_from_checkpoint=f"{output}/trainer/checkpoint-3" if kind == "again" else None)
+def main(folder: Path, output: Path, drive: Path) -> None:
+    for who, (kind, (stock, make, home)) in product(("stock", "ours"), KINDS.items()):
+        if (who, kind) == ("stock", "again"):
+            continue
+        place = output / who / kind
+        place.mkdir(parents=True, exist_ok=True)
+        keys: dict[str, Any] = {"freeze": ["."]} if kind == "adapters" else {}
+        with (
+            nullcontext(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+            if who == "stock"
+            else loaded(folder, drive, home=home, seq_len=64, micro_batch_size=4, **keys)
+        ) as model:
+            trainer = make(model, place, stock if who == "stock" else type("Ours", (Offloaded, stock), {}))
+            trainer.train(resume_from_checkpoint=f"{output}/{who}/trainer/checkpoint-3" if kind == "again" else None)
             trainer.save_model(str(place / "final"))
             if trainer.is_world_process_zero():
                 (place / "told.json").write_text(json.dumps(told(trainer)))
             trainer.accelerator.wait_for_everyone()
+    (output / "loop").mkdir(exist_ok=True)
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
+        _loop(model, output / "loop")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*map(Path, sys.argv[1:]))

@@ -1,19 +1,35 @@
-"""Tests of transformers' Trainer over an offloaded model: logs and weights have the stock Trainer's bits."""
+"""Tests of transformers' Trainer over an offloaded model: results have the stock Trainer's bits, with each switch."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import warnings
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compare_trainers import assert_same, told, weights
+from engine_bench import assert_same
 from forked_child import in_a_fork
-from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock, train_and_die
+from hf_trainers import (
+    HOMES,
+    STEPS,
+    Ours,
+    arguments,
+    loaded,
+    ours,
+    rows,
+    stock,
+    told,
+    train_and_die,
+    weights,
+)
+from huggingface_hub.utils import filter_repo_objects
 from reference_muon import MuonWithAdamW
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
@@ -21,12 +37,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from offload_trainer import offload
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
-from offload_trainer.hf import attach
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
+from offload_trainer.hf import Offloaded, attach, session_of
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +152,6 @@ def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
-class WithRates(Ours):
-    """A Trainer that sets two learning rates on the session's optimizer."""
-
-    def create_optimizer(self) -> Any:
-        self.optimizer = super().create_optimizer()
-        self.optimizer.param_groups[1]["lr"] = 1e-3
-        return self.optimizer
-
-
 class WithSGD(Ours):
     def create_optimizer(self) -> Any:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -162,34 +164,71 @@ class WithKind(Ours):
         return torch.optim.SGD, {"lr": 0.1}
 
 
+class Foreign(Trainer):
+    """A Trainer as other projects have them: it takes the model by name only, and may make its optimizer."""
+
+    def __init__(self, note: str = "", **words: Any) -> None:
+        self.note = note
+        super().__init__(**words)
+
+    def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return super().create_optimizer(*positional)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+
+class OverForeign(Offloaded, Foreign):
+    pass
+
+
+class WithRates(Offloaded, Foreign):
+    """A Trainer that sets two learning rates on the session's optimizer."""
+
+    def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
+        self.optimizer = super().create_optimizer(*positional)
+        self.optimizer.param_groups[1]["lr"] = 1e-3
+        return self.optimizer
+
+
 @pytest.mark.slow
 def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training."""
+    """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training,
+    also one behind the mixin.
+    """
     words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     given = {"train_dataset": rows(48)}
     with loaded(folder, drive) as model:
         for wrong, said in (
             (WithSGD, "create_optimizer of WithSGD makes SGD"),
             (WithKind, "get_optimizer_cls_and_kwargs of WithKind would not be called"),
+            (OverForeign, "create_optimizer of Foreign would not be called"),
         ):
             with pytest.raises(UserError, match=said):
-                wrong(model, arguments(tmp_path / "none", **words), **given)
-        trainer = WithRates(model, arguments(tmp_path / "ours", **words), **given)
+                wrong(model=model, args=arguments(tmp_path / "none", **words), **given)
+        trainer = WithRates(note="kept", model=model, args=arguments(tmp_path / "ours", **words), **given)
+        assert trainer.note == "kept"
         assert trainer.optimizer.param_groups[1]["lr"] == 1e-3
+        trainer.create_optimizer_and_scheduler(4)  # transformers 5.23 does not call it, other projects do
+        assert trainer.optimizer is session_of(model).optimizer
         trainer.train()
         trainer.save_model()
+        found = told(trainer)
         trainer.train()  # continues with the same optimizer
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = Trainer(plain, arguments(tmp_path / "stock", **words), **given)
     expected.create_optimizer()
     expected.optimizer.param_groups[1]["lr"] = 1e-3
     expected.train()
+    assert found == told(expected)
     expected.save_model()
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
 @pytest.mark.slow
-def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:
+def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path, tmp_path: Path) -> None:
     """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
     with loaded(folder, drive) as model:
         found = model.state_dict()
@@ -202,8 +241,8 @@ def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) ->
             assert found[name].is_contiguous()
         with pytest.raises(UserError, match=r"data_ptr of an offloaded tensor"):
             found["model.layers.0.mlp.up_proj.weight"].data_ptr()
-        torch.save(found, folder / "whole.pt")
-    assert_same(torch.load(folder / "whole.pt"), expected)
+        torch.save(found, tmp_path / "whole.pt")
+    assert_same(torch.load(tmp_path / "whole.pt"), expected)
 
 
 @pytest.mark.slow
@@ -231,8 +270,8 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
         ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
         ({"torch_compile": True}, r"torch_compile=True: compiled code keeps weights that have moved"),
         (
-            {"per_device_train_batch_size": 3},
-            r"3 rows in a micro-batch, and the plan counts 2: load\(\.\.\., micro_batch_size=3\)",
+            {"per_device_train_batch_size": 5},
+            r"5 rows in a micro-batch, and the plan counts 4: load\(\.\.\., micro_batch_size=5\)",
         ),
         ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
@@ -246,11 +285,9 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
         ),
     ],
 )
-def test_wrong_arguments_are_refused(
-    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
-        ours(model, tmp_path, **words)
+def test_wrong_arguments_are_refused(words: dict[str, Any], message: str, untrained: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        ours(untrained, tmp_path, **words)
 
 
 def test_mixed_precision_of_the_environment_is_refused(
@@ -285,3 +322,101 @@ def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_pat
         words: dict[str, Any] = {"eval_strategy": "no", "per_device_train_batch_size": 1}
         with pytest.raises(UserError, match=r"save_strategy='steps': .* session\.export"):
             Ours(module, arguments(tmp_path, **words), train_dataset=rows(4)).train()
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_neftune(folder: Path, reference: tuple[list[dict[str, Any]], Path], drive: Path, tmp_path: Path) -> None:
+    """Noise on the embeddings is drawn as in the stock Trainer, not in evaluations, and its hook is removed."""
+    words: dict[str, Any] = {"max_steps": 6, "eval_steps": 3, "save_strategy": "no", "neftune_noise_alpha": 5.0}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    assert told(expected)[0]["loss"] != reference[0][0]["loss"]
+    with loaded(folder, drive) as model:
+        embeddings = model.get_input_embeddings()
+        before = len(embeddings._forward_hooks)
+        trainer = ours(model, tmp_path / "ours", **words)
+        trainer.train()
+        assert told(trainer) == told(expected)
+        assert len(embeddings._forward_hooks) == before
+        assert not hasattr(embeddings, "neftune_noise_alpha")
+        trainer.save_model()
+    expected.save_model()
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
+
+
+class Hub:
+    """A hub that keeps each push as a directory, without the files that the caller ignores."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.pushes: list[tuple[str, Path]] = []  # (path in the repository, copy of what was pushed)
+
+    def create_repo(self, name: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(
+        self, *, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any
+    ) -> Future[None]:
+        copy = self.root / str(len(self.pushes))
+        source = Path(folder_path)
+        names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, copy / name)
+        self.pushes.append((path_in_repo, copy))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: made)
+    return made
+
+
+PUSHES = {"push_to_hub": True, "hub_model_id": "someone/model", "eval_strategy": "no", "save_steps": 2, "max_steps": 4}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_pushes_hold_a_model_and_no_state(folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
+    """Each save and the end push the stock Trainer's model, which transformers loads, and nothing of the session."""
+    with loaded(folder, drive) as model:
+        trainer = ours(model, tmp_path / "ours", **PUSHES)
+        trainer.train()
+        trainer.push_to_hub()
+        assert (tmp_path / "ours/checkpoint-2/offload").is_dir()
+    expected = stock(folder, tmp_path / "stock", **(PUSHES | {"push_to_hub": False}))
+    expected.train()
+    files = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
+    assert [place for place, _ in hub.pushes] == ["", "", ""]
+    assert [names_in(copy) for _, copy in hub.pushes] == [files, files, files | {"README.md"}]
+    for (_, copy), step in zip(hub.pushes, (2, 4, 4), strict=True):
+        assert_same(weights(copy), weights(tmp_path / f"stock/checkpoint-{step}"))
+        AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "place"), [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-2")]
+)
+def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
+    """Checkpoints with the session's state are not pushed; those without it are."""
+    words = PUSHES | {"hub_strategy": strategy, "max_steps": 2}
+    said = rf"hub_strategy='{strategy}': .*'every_save' or 'end'.*save_only_model=True"
+    with loaded(folder, drive) as model:
+        with pytest.raises(UserError, match=said):
+            ours(model, tmp_path / "ours", **words)
+        ours(model, tmp_path / "ours", **words, save_only_model=True).train()
+    found = {name: names_in(copy) for name, copy in hub.pushes}
+    assert found.keys() == {"", place}
+    assert "trainer_state.json" in found[place]
+    assert not any("offload" in name for name in found[place])

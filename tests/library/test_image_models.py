@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from commands import call
-from compare_trainers import assert_same, told, weights
-from hf_trainers import Ours, arguments, loaded
+from engine_bench import assert_same
+from hf_trainers import Ours, arguments, loaded, told, weights
 from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
 from sample_chats import chat_tokenizer
-from torch import nn
+from session_loop import ACCUMULATE, by_torch, one_cycle, trained
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-STEPS, ACCUMULATE = 3, 2
+STEPS = 2
 HOMES: dict[str, dict[str, Any]] = {
     "in RAM": {"params": "cpu", "ram_fraction": 1.0},
     "on the drive": {"params": "nvme", "optimizer": "nvme", "page_size": 8192},
@@ -61,7 +61,6 @@ MODELS = {
     "Qwen2_5_VL": r"\.visual\.",
     "Idefics3": r"vision_model",
 }
-ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +77,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return of
 
 
-def loop(model: nn.Module, optimizer: Any, data: Sequence[Batch], *, clip: Callable[[float], Any]) -> list[Any]:
-    """Run the loop that both sides share; return the losses and norms of its steps."""
-    model.train()
-    found = []
-    for step in range(STEPS):
-        losses = []
-        for batch in data[step * ACCUMULATE :][:ACCUMULATE]:
-            loss = model(**batch).loss
-            (loss / ACCUMULATE).backward()
-            losses.append(loss.item())
-        found.append((losses, float(clip(0.5))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def by_torch(folder: Path, data: Sequence[Batch], freeze: Sequence[str] = ()) -> tuple[list[Any], PreTrainedModel]:
-    model = opened(folder)
+def in_memory(
+    folder: Path, data: Sequence[Batch], freeze: Sequence[str] = ()
+) -> tuple[list[Any], PreTrainedModel, Callable[[Any, int], torch.Tensor]]:
+    """Train in plain torch; return the steps, the model, and the function that returns a micro-batch's loss."""
+    model = opened(folder).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adam = torch.optim.AdamW(trained, fused=True, **ADAM)
-    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
-    return loop(model, adam, data, clip=clip), model
+    loss_of = lambda model, number: model(**data[number]).loss  # noqa: E731
+    return by_torch(model, loss_of, steps=STEPS), model, loss_of
+
+
+def by_session(session: ot.Session, loss_of: Callable[[Any, int], torch.Tensor]) -> list[Any]:
+    session.model.train()
+    optimizer = session.adamw(lr=1e-2)
+    return list(trained(session.model, optimizer, one_cycle(optimizer), loss_of, session=session, steps=STEPS))
 
 
 def session_keys(data: Sequence[Batch], drive: Path, **keys: Any) -> dict[str, Any]:
@@ -137,10 +127,9 @@ def test_a_loop_with_images_has_the_bits_of_torch(
     for file, text in PROCESSOR.items():
         (folder / file).write_text(text)
     freeze = [MODELS[name]] if tower == "frozen" else []
-    expected, model = by_torch(folder, data, freeze)
+    expected, model, loss_of = in_memory(folder, data, freeze)
     with ot.load(folder, freeze=freeze, **session_keys(data, drive, **HOMES[home])) as session:
-        optimizer = session.adamw(**ADAM)
-        assert loop(session.model, optimizer, data, clip=session.clip_grad_norm_) == expected
+        assert by_session(session, loss_of) == expected
         parameters, before = dict(model.named_parameters()), dict(opened(folder).named_parameters())
         assert_same(dict(session.named_masters()), parameters)
         session.save(tmp_path / "save")
@@ -167,9 +156,9 @@ def test_a_loop_with_images_has_the_bits_of_torch(
 def test_a_module_in_memory(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     """`ot.offload` trains the module that transformers has loaded, and exports it in the layout of the hub."""
     folder, data = models("Llava")
-    expected, model = by_torch(folder, data)
+    expected, model, loss_of = in_memory(folder, data)
     with ot.offload(opened(folder), nvme=drive, say=lambda _: None, kernel="torch", **HOMES["on the drive"]) as session:
-        assert loop(session.model, session.adamw(**ADAM), data, clip=session.clip_grad_norm_) == expected
+        assert by_session(session, loss_of) == expected
         session.export(tmp_path / "out", dtype="fp32")
     assert_same(dict(opened(tmp_path / "out").named_parameters()), dict(model.named_parameters()))
 
@@ -310,7 +299,7 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
 def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
     """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
-    for patches in (0, 16, "auto"):
+    for patches in (0, "auto"):
         assert resolved(tmp_path, image_patches=patches).shape.images is None
 
 

@@ -1,29 +1,38 @@
-"""Tests that the code of docs/library.md and of the README runs unchanged, on a small model and a local drive."""
+"""Tests that the code of the documentation runs unchanged on small models and a local drive: library.md, the README,
+integrations.md, the notebook, and the recipes that are scripts.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from engine_bench import VOCABULARY, batches, model_directory
+from engine_bench import VOCABULARY, assert_same, batches, model_directory
+from hf_trainers import model_folder, weights
 from image_models import image_model
 from peft import PeftModel
+from safetensors.torch import load_file
+from sample_chats import chat_tokenizer, chats, preferences, prompts
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
 
 import offload_trainer as ot
+import offload_trainer.hf as hf
+from offload_trainer import cli
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT, LOOP, OWN, ADAPTERS, IMAGES = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
-)
-README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SHORT, LOOP, OWN, ADAPTERS, IMAGES = re.findall(r"```python\n(.*?)```", (DOCS / "library.md").read_text(), re.DOTALL)
+README = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture
@@ -118,3 +127,139 @@ def test_the_readmes_code(code: str, here: Path) -> None:
     rows = [{"input_ids": batch.inputs, "labels": batch.inputs} for batch in batches(3)]
     names = run(code, batches=rows)
     assert names["optimizer"].param_groups[0]["lr"] == 1e-5
+
+
+# -- docs/integrations.md ----------------------------------------------------------------------------------------------
+
+PAGE = (DOCS / "integrations.md").read_text()
+BLOCKS = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+DATA = {
+    "Salesforce/wikitext": lambda: datasets.Dataset.from_list(
+        [{"text": f"row {number} of some text"} for number in range(40)]
+    ),
+    "trl-lib/Capybara": chats,
+    "trl-lib/ultrafeedback_binarized": preferences,
+    "trl-lib/ultrafeedback-prompt": prompts,
+}
+
+
+def test_every_section_has_a_block() -> None:
+    assert len(BLOCKS) == PAGE.count("```python")
+
+
+@pytest.mark.parametrize("title", BLOCKS)
+def test_block(title: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "model", max_position_embeddings=1024)
+    chat_tokenizer().save_pretrained(folder)
+    sessions: list[Any] = []
+
+    def load(name: str, **keys: Any) -> Any:
+        sessions.append(hf.session_of(model := loading(name, **keys)))
+        return model
+
+    loading = hf.load
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hf, "load", load)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: DATA[name]())
+    block = BLOCKS[title].replace("Qwen/Qwen3-8B", str(folder)).replace("/mnt/ssd", str(drive))
+    block = block.replace("max_completion_length=256", "max_completion_length=8")
+    try:
+        exec(compile(block, title, "exec"), {})
+    finally:
+        for session in sessions:
+            session.close()
+    for saved in ("final", "merged"):
+        if f"out/{saved}" in block:
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / saved, dtype=torch.float32)
+            before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            assert any(
+                not torch.equal(one, two) for one, two in zip(model.parameters(), before.parameters(), strict=True)
+            )
+
+
+# -- docs/notebook.ipynb -----------------------------------------------------------------------------------------------
+
+NOTEBOOK = json.loads((DOCS / "notebook.ipynb").read_text())
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
+def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses equal those of torch.optim.AdamW bit for bit, also after a resume; the export has its weights."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in CODE:
+        exec(compile(code, "notebook.ipynb", "exec"), names)
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    expected = []
+    for batch in names["batches"]:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert names["losses"] == names["uninterrupted"] == expected
+    assert expected[-1] < expected[0]
+    for (name, exported), trained in zip(names["trained"].named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(exported.float(), trained.bfloat16().float()), name
+    assert names["written"].startswith(b"It was the ")
+    assert b" of times" in names["written"]  # it has learned the text
+
+
+def test_the_notebook_has_no_outputs() -> None:
+    """The notebook in the repository has no results of a machine, which would be outdated after the next change."""
+    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def copy_and_run(
+    name: str, data: datasets.Dataset, here: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Copy the recipe; run four steps into `whole`, and two and two resumed ones, with equal losses, into `parted`."""
+    monkeypatch.chdir(here)
+    chat_tokenizer().save_pretrained(model_folder(here / "model"))
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    assert cli.main(["cp", name]) == 0
+    words = ["--model", "model", "--data", "data.jsonl", "--nvme", ".", "--dtype", "fp32", *words]
+    words += ["--max_length", "64", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    words += ["--max_steps", "4", "--save_steps", "2", "--warmup_steps", "0"]
+
+    def run(output: str) -> list[float]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--output_dir", output])
+        runpy.run_path(f"{name}.py", run_name="__main__")
+        (state,) = Path(output).glob("checkpoint-4/trainer_state.json")
+        return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+    whole = run("whole")
+    Path("parted").mkdir()
+    Path("whole/checkpoint-2").rename("parted/checkpoint-2")
+    assert run("parted") == whole
+    assert len(whole) == 4
+    assert whole[-1] < whole[0]
+
+
+def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runs have the same reference model."""
+    copy_and_run("dpo", preferences(), tmp_path, monkeypatch, ["--learning_rate", "1e-3"])
+    assert_same(weights(Path("parted/final")), weights(Path("whole/final")))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/final")
+    )
+    assert not torch.equal(after.lm_head.weight, before.lm_head.weight)
+
+
+def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapters load over an ordinary base, and the merged model says how its base was rounded."""
+    copy_and_run("qlora", chats(), tmp_path, monkeypatch, ["--learning_rate", "1e-2", "--merge"])
+    assert_same(*(load_file(f"{name}/adapters/adapter_model.safetensors") for name in ("parted", "whole")))
+    before, merged = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/merged")
+    )
+    weight = before.model.layers[0].mlp.up_proj.weight.clone()
+    PeftModel.from_pretrained(before, "whole/adapters")
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, weight)
+    assert "rounded to nf4" in Path("whole/merged/README.md").read_text()

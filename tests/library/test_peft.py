@@ -1,74 +1,315 @@
-"""Tests of PEFT's LoRA over an offloaded base model: results have the bits of PEFT on a model in memory."""
+"""Tests of PEFT's adapters over an offloaded base, in a loop and in a Trainer: results have plain PEFT's bits."""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
-from compare_trainers import assert_same, told
-from hf_trainers import HOMES, Ours, arguments, loaded, model_folder, rows
-from peft import (
-    IA3Config,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from engine_bench import assert_same
+from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
+from peft import PeftModel
 from safetensors.torch import load_file
+from session_loop import ALL_BUT_NORMS, adapted, adapters_of, by_torch, clipped, one_cycle, opened, trained, with_norms
+from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
+import offload_trainer as ot
 from offload_trainer.errors import UserError
+from offload_trainer.export.directory import export
 from offload_trainer.hf import save_merged, session_of
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "DoRA": {"use_dora": True},
+    "dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
+}
+FROZEN = ["."]
+DROPPED: dict[str, Any] = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 ADAPTERS = "adapter_model.safetensors"
-FROZEN = {"freeze": ["."]}
 
 
-def lora(**changes: Any) -> LoraConfig:
-    words: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    return LoraConfig(**(words | {"lora_dropout": 0.1, "task_type": "CAUSAL_LM"} | changes))
-
-
-def adapted(model: Any) -> PeftModel:
-    torch.manual_seed(7)
-    return get_peft_model(model, lora())
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
+def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
+    made = {}
+    for kind, changes in KINDS.items():
+        model = adapted(plain(folder), **changes)
+        made[kind] = by_torch(model), model
+    return made
+
+
+@pytest.mark.parametrize(
+    ("home", "kind"), [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("on the drive", "dropout")]
+)
+def test_a_loop_has_the_bits_of_plain_peft(
+    home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
+) -> None:
+    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits."""
+    expected, reference = references[kind]
+    with opened(folder, drive, home=home) as session:
+        model = adapted(session.model, **KINDS[kind])
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        names = [name.removeprefix("base_model.model.") for name in adapters_of(model)]
+        assert list(session.trained) == names
+        assert list(trained(model, optimizer, one_cycle(optimizer), session=session)) == expected
+        assert_same(adapters_of(model), adapters_of(reference))
+        session.export(tmp_path / "merged", dtype="fp32")
+        session.export(tmp_path / "base", dtype="fp32", merge=False)
+        assert_same(dict(session.named_weights(merge=True)), dict(plain(tmp_path / "merged").named_parameters()))
+        assert_same(dict(session.named_weights()), dict(plain(tmp_path / "base").named_parameters()))
+        model.save_pretrained(tmp_path / "apart", save_embedding_layers=False)
+        little = mock.patch("psutil.virtual_memory", return_value=SimpleNamespace(available=1000))
+        with little, pytest.raises(ot.UserError, match=r"1 kB that are free: use session\.export"):
+            session.model.state_dict()
+    apart = PeftModel.from_pretrained(plain(folder), tmp_path / "apart")
+    inputs = rows(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(apart(inputs).logits, reference.eval()(inputs).logits)
+    assert_same(plain(tmp_path / "merged").state_dict(), apart.merge_and_unload().state_dict())
+    assert_same(plain(tmp_path / "base").state_dict(), plain(folder).state_dict())
+
+
+@pytest.mark.slow
+def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """A merge into bf16 rounds the sum with fp32 adapters once; adapters of embeddings are included."""
+    changes = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"], "init_lora_weights": False}
+    with opened(folder, drive, dtype="bf16") as session:
+        adapted(session.model, **changes)
+        session.export(tmp_path / "merged", dtype="bf16")
+        streamed = dict(session.named_weights(merge=True))
+    reference = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), **changes)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    assert_same(merged.state_dict(), reference.merge_and_unload().state_dict())
+    assert_same(streamed, dict(merged.named_parameters()))
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_resumed_in_another_placement_it_has_the_same_bits(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """Offloaded norms and adapters share one optimizer and norm. The resumed session has another placement and newly
+    initialised adapters.
+    """
+    reference = with_norms(adapted(plain(folder)))
+    expected = by_torch(reference)
+    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model))
+        optimizer = session.adamw(lr=1e-2)
+        scheduler = one_cycle(optimizer)
+        assert list(trained(model, optimizer, scheduler, session=session, steps=5)) == expected[:5]
+        session.save(tmp_path / "saves", scheduler)
+    with opened(folder, drive, home="in RAM", freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model, init_lora_weights=False))
+        optimizer = session.adamw()  # all trainable parameters
+        scheduler = one_cycle(optimizer)
+        assert session.resume(tmp_path / "saves", scheduler) == 5
+        assert list(trained(model, optimizer, scheduler, session=session, start=5)) == expected[5:]
+        assert_same(adapters_of(model), adapters_of(reference))
+        assert sum("norm" in name for name in session.trained) == 7
+        session.export(tmp_path / "merged", dtype="fp32")
+    assert_same(plain(tmp_path / "merged").state_dict(), reference.merge_and_unload().state_dict())
+
+
+@pytest.fixture
+def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
+    """Return a save after two steps of LoRA over a frozen base."""
+    with opened(folder, drive) as session:
+        model = adapted(session.model)
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        list(trained(model, optimizer, one_cycle(optimizer), session=session, steps=2))
+        session.save(tmp_path / "save")
+    return tmp_path / "save"
+
+
+@pytest.mark.slow
+def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
+    """A save holds adapters by name and no frozen base, and the export command refuses it."""
+    held = {path.stem: load_file(path) for path in (save / "resident").iterdir()}
+    assert held.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
+    assert all(len(tensors) == 12 for tensors in held.values())
+    assert {float(step) for step in held["step"].values()} == {2.0}
+    assert "model.layers.0.self_attn.q_proj.lora_A.default.weight" in held["weight"]
+    assert sum(path.stat().st_size for path in save.rglob("*.safetensors")) < 50_000
+    with pytest.raises(ot.UserError, match="beside the model's weights"):
+        export(save, tmp_path / "out", dtype="fp32", check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
+        (None, "it has .*, this run none"),
+        ({"model": 5}, "made with other weights"),
+    ],
+    ids=["shape", "none", "another base"],
+)
+def test_other_adapters_and_another_base_are_refused(
+    changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """A save of other adapters or another base is refused, and nothing changes."""
+    changes = changes if changes is None else dict(changes)
+    if changes and changes.pop("model", None):
+        folder = tmp_path / "other"
+        model_folder(folder, initializer_range=0.03)
+    with opened(folder, drive, freeze=FROZEN if changes is not None else ALL_BUT_NORMS) as session:
+        model = session.model if changes is None else adapted(session.model, **changes)
+        optimizer = session.adamw(model.parameters())
+        before = adapters_of(model)
+        with pytest.raises(ot.UserError, match=message):
+            session.resume(save)
+        assert_same(adapters_of(model), before)
+        assert not any(optimizer.state.values())
+
+
+class WithValue(nn.Module):
+    """A custom head on an offloaded model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model, self.value = model, nn.Linear(64, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.value(self.model(inputs, output_hidden_states=True).hidden_states[-1])
+
+
+@pytest.mark.slow
+def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """A head outside the offloaded model trains and resumes with torch's bits."""
+    inputs = rows(1)[0]["input_ids"][None]
+    words = {"lr": 1e-2, "weight_decay": 0.1}
+
+    def losses(model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            loss = (model(inputs) - 1).square().mean()
+            loss.backward()
+            found += [loss.item(), float(clip(0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    reference = WithValue(plain(folder))
+    usual = torch.optim.AdamW(reference.parameters(), fused=True, **words)
+    expected = losses(reference, usual, partial(clipped, reference), 6)
+    keys = {"freeze": [], "optimizer": "nvme"}
+    for start in (0, 3):
+        with opened(folder, drive, **keys) as session:
+            model = WithValue(session.model)
+            optimizer = session.adamw(model.parameters(), **words)
+            assert session.resume(tmp_path / "saves") == start
+            assert losses(model, optimizer, session.clip_grad_norm_, 3) == expected[2 * start : 2 * start + 6]
+            assert session.trained[-2:] == ("beside.0", "beside.1")
+            session.save(tmp_path / "saves")
+    assert torch.equal(model.value.weight, reference.value.weight)
+
+
+# -- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model))
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        before, masters = adapters_of(model), {n: m.clone() for n, m in session.named_masters()}
+
+        def backward(factor: float = 1.0) -> None:
+            with session.micro_batch():
+                (model(**batch).loss * factor).backward()
+
+        def unchanged() -> bool:
+            same = all(torch.equal(m, masters[n]) for n, m in session.named_masters())
+            return same and all(torch.equal(p, before[n]) for n, p in adapters_of(model).items())
+
+        backward()
+        adapter = next(p for name, p in model.named_parameters() if "lora_B" in name)
+        assert adapter.grad is not None
+        adapter.grad[0, 0] = torch.nan  # only an adapter has a NaN
+        with pytest.raises(ot.NonFiniteGradient):
+            optimizer.step()
+        assert unchanged()
+        optimizer.zero_grad()
+        assert adapter.grad is None
+        optimizer.step()
+        assert unchanged()
+        backward()
+        session.clip_grad_norm_(1e-3)
+        adapter.grad.mul_(2)
+        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        assert adapter.grad is None
+        assert not unchanged()
+
+
+@pytest.mark.slow
+def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None:
+    """adamw() counts values, gradients and two moments of extra parameters, and refuses those that do not fit."""
+    with opened(folder, drive) as session:
+        planned = session.plan
+        model = adapted(session.model)
+        size = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+        session.adamw(model.parameters())
+        assert session.plan.tiers["ram"]["need"] == planned.tiers["ram"]["need"] + 4 * size
+        assert sum(item.bytes for item in session.plan.items if item.name == "adapters") == 4 * size
+    with opened(folder, drive) as session:
+        large = nn.Parameter(torch.empty(1, device="meta").expand(1 << 44))
+        with pytest.raises(ot.UserError, match=r"for the other trained parameters this does not fit: ram needs"):
+            session.adamw([large])
+
+
+@pytest.mark.slow
+def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
+    with opened(folder, drive) as session:
+        with pytest.raises(ot.UserError, match="nothing to train"):
+            session.adamw(session.model.parameters())
+        adapted(session.model, lora_bias=True, target_modules=["q_proj"])
+        with pytest.raises(ot.UserError, match=r"cannot be merged .*lora_A.*merge=False"):
+            session.export(tmp_path / "out")
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """Return a stock Trainer after training plain PEFT."""
     output = tmp_path_factory.mktemp("stock")
-    model = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    model = adapted(plain(folder), **DROPPED)
     trainer = Trainer(model, arguments(output), train_dataset=rows(48), eval_dataset=rows(6))
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["resident", "drive"])
 def test_logs_and_adapters_are_plain_pefts(
     home: str, folder: Path, reference: Trainer, drive: Path, tmp_path: Path
 ) -> None:
     """Logs, adapters and merged exports match plain PEFT's, including dropout of adapters."""
-    with loaded(folder, drive, home=home, **FROZEN) as base:
-        model = adapted(base)
+    with loaded(folder, drive, home=home, freeze=FROZEN) as base:
+        model = adapted(base, **DROPPED)
         plan = session_of(model).plan
         assert not session_of(model).trained
         assert not any(item.bytes for item in plan.items if item.name.startswith(("state", "gradients")))
@@ -79,18 +320,17 @@ def test_logs_and_adapters_are_plain_pefts(
             theirs = load_file(Path(reference.args.output_dir) / name / ADAPTERS)
             assert_same(load_file(tmp_path / name / ADAPTERS), theirs)
         save_merged(model, tmp_path / "merged")
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    apart = PeftModel.from_pretrained(plain, tmp_path / "checkpoint-20")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
+    apart = PeftModel.from_pretrained(plain(folder), tmp_path / "checkpoint-20")
+    assert_same(plain(tmp_path / "merged").state_dict(), apart.merge_and_unload().state_dict())
 
 
+@pytest.mark.slow
 def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
 
 
-KINDS: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
+SAVED: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
     "DoRA": {"use_dora": True},
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}},
@@ -104,32 +344,21 @@ def short(trainer_of: Any, model: Any, output: Path, **changes: Any) -> Trainer:
     return trainer_of(model, arguments(output, **words), train_dataset=rows(48))
 
 
-@pytest.fixture(scope="module")
-def with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("biases"), attention_bias=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_adapters_are_trained_saved_and_resumed(
-    kind: str, folder: Path, with_biases: Path, drive: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAVED)
+def test_other_adapters_are_trained_saved_and_resumed(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """Each adapter kind trains, saves and resumes like the stock one; biases of the base resume with the session."""
     biases = kind == "bias"
-    folder = with_biases if biases else folder
-    keys = {"freeze": [r"^(?!.*bias)"] if biases else ["."]}
-
-    def adapted(model: Any) -> PeftModel:
-        torch.manual_seed(7)
-        return get_peft_model(model, lora(**KINDS[kind]))
-
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    stock = short(Trainer, adapted(plain), tmp_path / "stock")
+    folder = model_folder(tmp_path / "biases", attention_bias=True) if biases else folder
+    keys = {"freeze": [r"^(?!.*bias)"] if biases else FROZEN}
+    words = DROPPED | SAVED[kind]
+    stock = short(Trainer, adapted(plain(folder), **words), tmp_path / "stock")
     stock.train()
     theirs = load_file(tmp_path / "stock/checkpoint-4" / ADAPTERS)
-    for home, words in (("drive", {}), ("resident", {"resume_from_checkpoint": str(tmp_path / "ours/checkpoint-2")})):
+    for home, resumed in (("drive", {}), ("resident", {"resume_from_checkpoint": str(tmp_path / "ours/checkpoint-2")})):
         with loaded(folder, drive, home=home, **keys) as base:
-            trainer = short(Ours, adapted(base), tmp_path / "ours")
-            trainer.train(**words)
+            trainer = short(Ours, adapted(base, **words), tmp_path / "ours")
+            trainer.train(**resumed)
             assert told(trainer)[:-1] == told(stock)[:-1]
         assert_same(load_file(tmp_path / "ours/checkpoint-4" / ADAPTERS), theirs)
     if not biases:
@@ -140,23 +369,24 @@ def test_other_adapters_are_trained_saved_and_resumed(
                 assert torch.equal(again(inputs).logits, stock.model.eval()(inputs).logits)
 
 
-PROMPTS: dict[str, PeftConfig] = {  # adapters that are no LoRA
-    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
-    "IA3": IA3Config(
+PROMPTS: dict[str, peft.PeftConfig] = {  # adapters that are no LoRA
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
+    "IA3": peft.IA3Config(
         task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
     """A loop without `micro_batch` and without the Trainer has plain torch's bits."""
 
     def losses(model: Any) -> list[float]:
         torch.manual_seed(7)
-        model = get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
+        model = peft.get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
         optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
         found = []
         for row in rows(4):
@@ -167,11 +397,12 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path)
             found.append(loss.item())
         return found
 
-    expected = losses(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    with loaded(folder, drive, **FROZEN) as base:
+    expected = losses(plain(folder))
+    with loaded(folder, drive, freeze=FROZEN) as base:
         assert losses(base) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,10 +415,11 @@ def test_adapters_that_change_or_copy_the_base_are_refused(
     changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Adapters that change or copy the base are refused when the Trainer is built."""
-    with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=message):
-        Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
+    with loaded(folder, drive, freeze=FROZEN) as base, pytest.raises(UserError, match=message):
+        Ours(adapted(base, **changes), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
     """A run or a plan of the command with all weights frozen is refused."""
     config = load_config(["--model", str(folder), "model.freeze=['.']"])

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_loop import adapted, adapters_of, by_peft, one_cycle, trained, with_norms
 from bitsandbytes import functional
-from compare_trainers import told
 from engine_bench import assert_same
-from hf_trainers import Ours, arguments, loaded, model_folder, rows
+from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from late_engines import use_late_transfers
 from late_transfers import LateDevice
 from peft import PeftModel
 from safetensors.torch import load_file
+from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
 from small_architectures import ARCHITECTURES, reference
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -40,12 +39,6 @@ pytestmark = [
 ]
 STEPS = 4
 BASES = ("nf4", "int8")
-HOMES: dict[str, dict[str, Any]] = {
-    "resident": {"params": "gpu", "weight_buffers": 2},
-    "in RAM": {"params": "cpu", "weight_buffers": 2},
-    "on the drive": {"params": "nvme", "weight_buffers": 2},
-}
-ALL_BUT_NORMS = [r"^(?!.*norm)"]
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -80,20 +73,12 @@ def plain(folder: Path, base: str) -> Any:
     return model
 
 
-def opened(folder: Path, drive: Path, base: str, *, home: str = "on the drive", **keys: Any) -> ot.Session:
-    words: dict[str, Any] = {"dtype": "fp32", "freeze": ["."], "page_size": 8192, "seq_len": 24, "say": lambda _: None}
-    return ot.load(folder, nvme=drive, base=base, **(words | HOMES[home] | keys))
-
-
-def losses(
-    session: ot.Session, model: PeftModel, *, steps: int = STEPS, saves: Path | None = None
-) -> list[tuple[float, float]]:
+def losses(session: ot.Session, model: PeftModel, *, steps: int = STEPS, saves: Path | None = None) -> list[Any]:
     """Train up to step number `steps`, after the save at `saves` if there is one, and save there; return the losses."""
     optimizer = session.adamw(model.parameters(), lr=1e-2)
     scheduler = one_cycle(optimizer)
     start = session.resume(saves, scheduler) if saves else 0
-    words: dict[str, Any] = {"clip": session.clip_grad_norm_, "session": session, "start": start, "steps": steps}
-    found = list(trained(model, optimizer, scheduler, **words))
+    found = list(trained(model, optimizer, scheduler, session=session, start=start, steps=steps))
     if saves:
         session.save(saves, scheduler)
     return found
@@ -107,7 +92,7 @@ def references(folder: Path) -> dict[tuple[str, str], tuple[list[Any], PeftModel
     made = {}
     for base, kind in (("nf4", "LoRA"), ("int8", "DoRA")):
         model = adapted(plain(folder, base), **KINDS[kind])
-        made[base, kind] = by_peft(model, steps=STEPS), model
+        made[base, kind] = by_torch(model, steps=STEPS), model
     return made
 
 
@@ -154,7 +139,7 @@ def test_checkpointed_blocks_and_late_transfers_have_the_same_bits(
 def test_norms_are_trained_with_quantised_matrices(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
     in_memory = with_norms(adapted(plain(folder, "nf4")))
-    expected = by_peft(in_memory, steps=2 * STEPS)
+    expected = by_torch(in_memory, steps=2 * STEPS)
     keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": "forward"}
     with opened(folder, drive, "nf4", **keys) as session:
         model = with_norms(adapted(session.model))

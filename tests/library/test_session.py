@@ -19,6 +19,7 @@ from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import LateDevice, LateTransfers
 from safetensors.torch import load_file
+from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -44,31 +45,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-STEPS, ACCUMULATE = 10, 3
-HOMES: dict[str, dict[str, Any]] = {
-    "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "weight_buffers": 2},
-    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 2},
-}
-
-
-class Tower(nn.Module):
-    """A model outside transformers, with a weight that is used without calling its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY + 13, 32)
-        self.floors = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
-        )
-        self.scale = nn.Parameter(torch.ones(32))
-        self.head = nn.Linear(32, VOCABULARY + 13, bias=False)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(input_ids)
-        for floor in self.floors:
-            x = x + floor(x)
-        return functional.linear(x * self.scale, self.head.weight)
 
 
 def transformers_model(folder: Path) -> nn.Module:
@@ -88,12 +64,6 @@ def tower(folder: Path) -> nn.Module:
 MODELS: dict[str, Callable[[Path], nn.Module]] = {"transformers": transformers_model, "any module": tower}
 
 
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    found = model(input_ids=batch.inputs)
-    logits = found if isinstance(found, torch.Tensor) else found.logits
-    return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-
-
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
@@ -102,78 +72,43 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-    """Return a schedule that changes the rate and the first beta of each group separately."""
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-2, 5e-3], total_steps=STEPS + 1)
+DATA = batches(STEPS * ACCUMULATE)
 
 
-def trained(
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    clip: Callable[[float], torch.Tensor],
-    session: ot.Session | None = None,
-    start: int = 0,
-    steps: int = STEPS,
-) -> Iterator[tuple[float, float, list[float]]]:
-    """Run the loop that both sides share; yield (loss, norm, rates) of each step."""
-    data = batches(STEPS * ACCUMULATE)
-    for step in range(start, steps):
-        losses = []
-        for number in range(ACCUMULATE):
-            loss = loss_of(model, data[step * ACCUMULATE + number])
-            losses.append(loss.detach())
-            if session is None:
-                (loss / ACCUMULATE).backward()
-            else:
-                with session.micro_batch(last=number == ACCUMULATE - 1):
-                    (loss / ACCUMULATE).backward()
-        norm = clip(0.5)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        yield float(sum(losses)), float(norm), [group["lr"] for group in optimizer.param_groups]
+def loss_at(model: nn.Module, number: int) -> torch.Tensor:
+    return loss_of(model, DATA[number])
 
 
-def by_torch(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    optimizer = torch.optim.AdamW(groups(model), lr=1e-2, fused=True)
-    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
-    steps = list(trained(model, optimizer, one_cycle(optimizer), clip=clip))
-    return steps, {name: p.detach().clone() for name, p in model.named_parameters()}
+def in_memory(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    return by_torch(model, loss_at, parameters=groups(model)), {
+        n: p.detach().clone() for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("home", HOMES)
-def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+@pytest.mark.parametrize("home", [*HOMES, "late"])
+def test_a_loop_has_the_bits_of_torch(
+    home: str, kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits are torch's also if copies to the device and reads complete late."""
+    if home == "late":
+        monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+        monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+        home = "on the drive"
     model = MODELS[kind](tmp_path)
-    expected, weights = by_torch(copy.deepcopy(model))
+    expected, weights = in_memory(copy.deepcopy(model))
     objects = dict(model.named_parameters())
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
         optimizer = session.adamw(groups(model), lr=1e-2)
-        found = list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
+        found = list(trained(model, optimizer, one_cycle(optimizer), loss_at, session=session))
         assert found == expected
         assert_same(dict(session.named_masters()), weights)
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
 
 
-class Spare(Tower):
-    """A model whose last module is used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(VOCABULARY + 13, VOCABULARY + 13)
-        self.calls = 0
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        found = super().forward(input_ids)
-        return found + self.spare(found) if self.calls % 2 else found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("slow", "explicit"), [("each page", True), ("each page", False), ("the last page", True)])
-def test_the_update_overlaps_the_loop(slow: str, explicit: bool, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("home", "explicit"), [("on the drive", True), ("on the drive", False), ("in RAM", True)])
+def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights read right after `step` have their new values, although a slow update overlaps the loop.
 
     A backward waits for the last page, whose unit its forward has skipped.
@@ -181,8 +116,7 @@ def test_the_update_overlaps_the_loop(slow: str, explicit: bool, drive: Path, mo
     update = Updater._update
 
     def slowly(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
-        last = route.number == len(updater._store.pages) - 1
-        time.sleep(0.001 if slow == "each page" else 0.2 * last)
+        time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0.001)
         update(updater, kernel, route, *given, **words)
 
     monkeypatch.setattr(Updater, "_update", slowly)
@@ -197,32 +131,17 @@ def test_the_update_overlaps_the_loop(slow: str, explicit: bool, drive: Path, mo
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            read = [model.get_parameter(names[-1 - step % 3]).sum().item()] if slow == "each page" and step % 2 else []
+            read = [model.get_parameter(names[-1 - step % 3]).sum().item()] if step % 2 else []
             yield [loss.item(), *read]
 
     other = copy.deepcopy(model)
     expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
-    keys = HOMES["on the drive"] if slow == "each page" else {"optimizer": "nvme"}
+    keys = {"optimizer": "nvme"} | HOMES[home]
     with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **keys) as session:
         inside = session.micro_batch if explicit else nullcontext
         assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
-
-
-@pytest.mark.slow
-def test_copies_and_reads_that_complete_late_change_nothing(
-    tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
-    model = tower(tmp_path)
-    expected, weights = by_torch(copy.deepcopy(model))
-    with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw(groups(model), lr=1e-2)
-        found = list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
-        assert found == expected
-        assert_same(dict(session.named_masters()), weights)
 
 
 def test_8bit_moments_resume_from_the_newest_save_in_another_placement(tmp_path: Path, drive: Path) -> None:
@@ -263,7 +182,7 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
     session = ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"])
     optimizer = session.adamw(groups(model), lr=1e-2)
     scheduler = one_cycle(optimizer)
-    steps = trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session)
+    steps = trained(model, optimizer, scheduler, loss_at, session=session)
     for number, _ in enumerate(steps, 1):
         if number in (2, 4):
             session.save(folder / "save", scheduler)
@@ -288,7 +207,7 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
     """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     assert in_a_fork(partial(killed, moment, tmp_path, drive)) == -signal.SIGKILL
     model = tower(tmp_path)
-    expected, weights = by_torch(copy.deepcopy(model))
+    expected, weights = in_memory(copy.deepcopy(model))
     left = MOMENTS[moment][3]
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -297,8 +216,8 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
         scheduler = one_cycle(optimizer)
         start = session.resume(tmp_path / "save", scheduler)
         assert start == left
-        clip = session.clip_grad_norm_
-        assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
+        found = list(trained(model, optimizer, scheduler, loss_at, session=session, start=start))
+        assert found == expected[start:]
         assert_same(dict(session.named_masters()), weights)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert list((drive / "offload-trainer").iterdir()) == []
@@ -407,7 +326,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
     model = Checkpointed()
     reference, small = copy.deepcopy(model), copy.deepcopy(model)
     expected = step(reference)
-    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+    norm = clipped(reference, 1.0)
     with ot.offload(model, nvme=drive, params="nvme", weight_buffers=2) as session:
         around = session.micro_batch if inside else nullcontext
         for _ in range(2):  # the second step prefetches, since the order is known
@@ -504,7 +423,7 @@ def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         loss_of(model, batch).backward()
         loss_of(reference, batch).backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+        norm = clipped(reference, 1.0)
         assert session.clip_grad_norm_(1.0) == norm
 
 
@@ -543,7 +462,7 @@ def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
         for batch in batches(4):
             loss_of(model, batch).backward()
             loss_of(reference, batch).backward()
-            assert session.clip_grad_norm_(0.1) == nn.utils.clip_grad_norm_(reference.parameters(), 0.1, foreach=False)
+            assert session.clip_grad_norm_(0.1) == clipped(reference, 0.1)
             optimizer.step()
             usual.step()
             reference.zero_grad()
@@ -584,8 +503,7 @@ def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("home", "shape"), [("resident", (400, 501)), ("on the drive", (1001, 999))])
 def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], drive: Path) -> None:
-    """The norm of gradients over 131,072 elements, the chunk size, is within 1e-6 of fp64's and of torch's over equal
-    chunks.
+    """The norm of gradients over 131,072 elements, the chunk size, is within 1e-6 of fp64's.
 
     In one piece, torch's own norm of a million elements is off by up to 1e-4.
     """
@@ -593,18 +511,11 @@ def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], drive:
     model = nn.Sequential(nn.Linear(shape[1], shape[0]), nn.Linear(shape[0], 7))
     reference, given, weight = copy.deepcopy(model), torch.randn(16, shape[1]), torch.randn(16, 7)
     (reference(given) * weight).sum().backward()
-    gradients = [parameter.grad.flatten() for parameter in reference.parameters()]
-    exact = float(torch.cat(gradients).double().norm())
-    parts = [nn.Parameter(part) for gradient in gradients for part in gradient.split(1 << 17)]
-    for part in parts:
-        part.grad = part.detach().clone()
-    own = float(nn.utils.clip_grad_norm_(parts, 1.0, foreach=False))
+    exact = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()]).double().norm().item()
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
         session.adamw()
         (model(given) * weight).sum().backward()
-        norm = float(session.clip_grad_norm_(1.0))
-    assert norm == pytest.approx(exact, rel=1e-6)
-    assert norm == pytest.approx(own, rel=1e-6)
+        assert float(session.clip_grad_norm_(1.0)) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -652,31 +563,20 @@ def test_a_keyword_takes_one_name_or_several(several: object) -> None:
 
 @pytest.mark.slow
 def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(PlacementSection())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
 
-    def trained(ram: int, **keys: Any) -> tuple[Plan, list[float]]:
+    def planned(ram: int, **keys: Any) -> Plan:
         monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))
-        torch.manual_seed(0)
-        model, losses = Tower(), list[float]()
-        with ot.offload(model, params="cpu", say=lambda line: None, **keys) as session:
-            optimizer = session.adamw()
-            for batch in batches(3):
-                loss = loss_of(model, batch)
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-            return session.plan, losses
+        with ot.offload(Tower(), params="cpu", say=lambda line: None, **keys) as session:
+            return session.plan
 
-    plan, losses = trained(here.ram_bytes)
+    plan = planned(here.ram_bytes)
     room = plan.tiers["ram"]
     less = here.ram_bytes - (room["have"] - room["need"]) - 1
-    fewer, same = trained(less)
-    assert (plan.sizes.unit_buffers, fewer.sizes.unit_buffers) == (3, 2)
-    assert same == losses
+    assert (plan.sizes.unit_buffers, planned(less).sizes.unit_buffers) == (3, 2)
     with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
-        trained(less, weight_buffers=3)
+        planned(less, weight_buffers=3)
 
 
 def test_blocks_are_found_or_named() -> None:
@@ -697,11 +597,10 @@ def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp
         assert "plan: tiered engine" in messages[0]
         assert "weights" in messages[0]
         optimizer = session.adamw(groups(session.model), lr=1e-2)
-        clip = session.clip_grad_norm_
         session.model.eval()
         model.eval()
-        found = list(trained(session.model, optimizer, one_cycle(optimizer), clip=clip, session=session))
-        expected, weights = by_torch(model)
+        found = list(trained(session.model, optimizer, one_cycle(optimizer), loss_at, session=session))
+        expected, weights = in_memory(model)
         assert found == expected
         with torch.no_grad():
             prompt = torch.arange(5)[None]

@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from compare_trainers import assert_same, told, weights
-from hf_trainers import HOMES, loaded, model_folder
+import trl
+from engine_bench import assert_same
+from hf_trainers import HOMES, loaded, told, weights
 from peft import LoraConfig
-from sample_chats import chat_tokenizer, chats, labelled, preferences, prompts
+from sample_chats import TEMPLATE, chat_tokenizer, chats, labelled, preferences, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 from offload_trainer import offload
 from offload_trainer.errors import UserError
@@ -41,25 +28,17 @@ def distinct(completions: list[Any], **_: Any) -> list[float]:
 
 
 GENERATES = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
-# The stock trainer, its arguments' class, its data, its arguments, and further words for the trainer.
-KINDS: dict[str, tuple[Any, Any, Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
-    "SFT": (SFTTrainer, SFTConfig, chats, {}, {}),
-    "DPO": (DPOTrainer, DPOConfig, preferences, {"precompute_ref_log_probs": True}, {}),
-    "KTO": (KTOTrainer, KTOConfig, labelled, {"precompute_ref_log_probs": True}, {}),
-    "GRPO": (GRPOTrainer, GRPOConfig, prompts, GENERATES | {"num_iterations": 2}, {"reward_funcs": distinct}),
-    "RLOO": (RLOOTrainer, RLOOConfig, prompts, GENERATES | {"num_iterations": 2}, {"reward_funcs": distinct}),
+REFERENCE = {"precompute_ref_log_probs": True}
+# The data and the arguments of a kind's trainer
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "SFT": (chats, {}),
+    "DPO": (preferences, REFERENCE),
+    "KTO": (labelled, REFERENCE),
+    "GRPO": (prompts, GENERATES | {"num_iterations": 2}),
+    "RLOO": (prompts, GENERATES | {"num_iterations": 2}),
+    "Reward": (preferences, {"save_steps": 2}),
 }
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=272, max_position_embeddings=128, pad_token_id=0)
 
 
 def words(output: Path, **changes: Any) -> dict[str, Any]:
@@ -67,7 +46,7 @@ def words(output: Path, **changes: Any) -> dict[str, Any]:
     return {
         "output_dir": str(output),
         "bf16": False,
-        "max_steps": 6,
+        "max_steps": 4,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
@@ -79,9 +58,11 @@ def words(output: Path, **changes: Any) -> dict[str, Any]:
 
 def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = None, **changes: Any) -> Any:
     """Return the stock trainer, or with `ours` the offloaded one; `more`: further words for it."""
-    stock, config, data, arguments, given = KINDS[kind]
+    stock, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    data, arguments = KINDS[kind]
     made = type("OffloadedTrainer", (Offloaded, stock), {}) if ours else stock
-    given = {"train_dataset": data(), "processing_class": chat_tokenizer()} | given | (more or {})
+    given = {"train_dataset": data(), "processing_class": chat_tokenizer()} | (more or {})
+    given |= {"reward_funcs": distinct} if data is prompts else {}
     return made(model, args=config(**words(output, **(arguments | changes))), **given)
 
 
@@ -100,21 +81,19 @@ def assert_learned(trainer: Any) -> None:
     assert sum(norm > 0 for norm in norms) >= len(norms) / 2 > 0
 
 
-@pytest.mark.parametrize(("kind", "home"), [("SFT", "resident"), *((kind, "drive") for kind in KINDS)])
-def test_logs_and_weights_are_the_stock_trainers(
-    kind: str, home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
+def test_logs_and_weights_are_the_stock_trainers(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """SFT's loss reads the head's weight without calling it; GRPO and RLOO use each completion for two steps."""
     stock = trainer_of(kind, plain(folder), tmp_path / "stock", ours=False)
     stock.train()
-    with loaded(folder, drive, home=home, seq_len=64, micro_batch_size=4) as model:
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
         trainer = trainer_of(kind, model, tmp_path / "ours", ours=True)
         trainer.train()
         assert told(trainer) == told(stock)
         assert_learned(trainer)
         trainer.save_model(str(tmp_path / "final"))
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
-    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "final").chat_template == tokenizer.chat_template
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "final").chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -138,7 +117,7 @@ def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path,
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-def test_reward_model(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A reward model that was offloaded from memory matches the stock trainer, resumes, and loads in transformers."""
     torch.manual_seed(2)
     config = AutoConfig.from_pretrained(folder, num_labels=1)
@@ -147,37 +126,33 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreT
     def read(place: str) -> Any:
         return AutoModelForSequenceClassification.from_pretrained(tmp_path / place, num_labels=1, dtype=torch.float32)
 
-    class Reward(Offloaded, RewardTrainer):
-        pass
-
-    given = {"train_dataset": preferences(), "processing_class": tokenizer}
-    stock = RewardTrainer(read("model"), args=RewardConfig(**words(tmp_path / "stock", save_steps=3)), **given)
+    stock = trainer_of("Reward", read("model"), tmp_path / "stock", ours=False)
     stock.train()
-    keys: dict[str, Any] = {"seq_len": 64, "micro_batch_size": 4, "page_size": 8192, "kernel": "torch"}
-    for resume in (None, str(tmp_path / "ours/checkpoint-3")):
-        with offload(read("model"), nvme=drive, say=lambda _: None, **keys, **HOMES["drive"]) as session:
-            model = attach(session)
-            trainer = Reward(model, args=RewardConfig(**words(tmp_path / "ours", save_steps=3)), **given)
+    keys: dict[str, Any] = {"nvme": drive, "say": lambda _: None, "seq_len": 64, "page_size": 8192, "kernel": "torch"}
+    for resume in (None, str(tmp_path / "ours/checkpoint-2")):
+        with offload(read("model"), micro_batch_size=4, **keys, **HOMES["drive"]) as session:
+            trainer = trainer_of("Reward", attach(session), tmp_path / "ours", ours=True)
             trainer.train(resume_from_checkpoint=resume)
             assert losses(trainer) == losses(stock)
             assert_learned(trainer)
             trainer.save_model(str(tmp_path / "final"))
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
-    tokens = tokenizer("What follows one?", return_tensors="pt").input_ids
+    tokens = chat_tokenizer()("What follows one?", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(read("final").eval()(tokens).logits, stock.model.eval()(tokens).logits)
-    keys["micro_batch_size"] = 2  # an example is a pair of rows
-    with offload(read("model"), nvme=drive, say=lambda _: None, **keys, **HOMES["drive"]) as session:
+    with offload(
+        read("model"), micro_batch_size=2, **keys, **HOMES["drive"]
+    ) as session:  # an example is a pair of rows
         model = attach(session)
         with pytest.raises(UserError, match=r"4 rows in a micro-batch, and the plan counts 2"):
-            Reward(model, args=RewardConfig(**words(tmp_path)), **given)
+            trainer_of("Reward", model, tmp_path, ours=True)
 
 
 # -- completions that are generated elsewhere --------------------------------------------------------------------------
 
 
 def test_a_rollout_function_sees_the_current_weights(
-    folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`named_weights` gives a generation server the stock trainer's weights in each step."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -185,7 +160,7 @@ def test_a_rollout_function_sees_the_current_weights(
     def rollout(seen: list[dict[str, torch.Tensor]], weights_of: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:
         def complete(conversations: list[Any], trainer: Any) -> dict[str, Any]:
             seen.append({name: weight.detach().clone() for name, weight in weights_of(trainer.model)})
-            asked = tokenizer.apply_chat_template(
+            asked = chat_tokenizer().apply_chat_template(
                 conversations, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
             answers = [[20 + len(seen) + (row % 4) * token for token in range(4)] for row in range(len(asked))]
@@ -203,7 +178,7 @@ def test_a_rollout_function_sees_the_current_weights(
         trainer = trainer_of("GRPO", model, tmp_path / "ours", ours=True, more=more, num_iterations=1)
         trainer.train()
         assert told(trainer) == told(stock)
-    assert len(found) == len(expected) == 6
+    assert len(found) == len(expected) == 4
     assert not torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
@@ -233,10 +208,7 @@ def test_a_rollout_function_sees_the_current_weights(
     ],
 )
 def test_arguments_that_are_refused(
-    kind: str, changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
+    kind: str, changes: dict[str, Any], message: str, untrained: Any, tmp_path: Path
 ) -> None:
-    with (
-        loaded(folder, drive, seq_len=64, micro_batch_size=4) as model,
-        pytest.raises((UserError, ValueError), match=message),
-    ):
-        trainer_of(kind, model, tmp_path, ours=True, **changes)
+    with pytest.raises((UserError, ValueError), match=message):
+        trainer_of(kind, untrained, tmp_path, ours=True, **changes)

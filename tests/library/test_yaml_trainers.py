@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from compare_trainers import assert_same, weights
+from engine_bench import assert_same
 from fresh_environment import installed_environment
-from hf_trainers import model_folder
+from hf_trainers import model_folder, weights
 from sample_chats import chat_tokenizer, chats
 
 pytestmark = pytest.mark.slow
@@ -21,22 +21,19 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()
 SWIFT, LLAMA_FACTORY = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
-# Requirements of this package, except torch and transformers.
-OURS = ("pydantic", "psutil", "PyYAML", "tqdm", "safetensors")
 SAME = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
 SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_num_workers": 0, "max_grad_norm": 0.5}
 
 
-def installed(place: Path, *projects: str, libraries: tuple[str, ...]) -> dict[str, str]:
-    """Create an environment with this torch, the libraries, and the projects without what they ask for."""
-    return installed_environment(place, *OURS, *libraries, alone=projects) | {"PYTHONPATH": str(ROOT)}
+def installed(place: Path, *requirements: str, alone: tuple[str, ...]) -> dict[str, str]:
+    return installed_environment(place, *requirements, alone=alone, only_torch=False) | {"PYTHONPATH": str(ROOT)}
 
 
 def model_and_data(folder: Path) -> Path:
     (folder / "drive").mkdir()
     tokenizer = chat_tokenizer()
     tokenizer.model_max_length = 256
-    model = model_folder(folder / "model", vocab_size=272, max_position_embeddings=256, pad_token_id=0)
+    model = model_folder(folder / "model", max_position_embeddings=256)
     tokenizer.save_pretrained(model)
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats()))
     return model
@@ -61,12 +58,10 @@ def compare(folder: Path) -> None:
 
 @pytest.mark.network
 def test_ms_swift(tmp_path: Path) -> None:
-    libraries = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4")
-    others = (
-        "modelscope addict attrdict binpacking dacite einops fastapi json-repair matplotlib nltk openai pillow rouge"
-    )
-    others += " scipy sentencepiece simplejson sortedcontainers tensorboard tiktoken uvicorn zstandard"
-    there = installed(tmp_path, "ms-swift==4.6.0", libraries=(*libraries, *others.split()))
+    versions = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4")
+    others = "modelscope addict attrdict binpacking dacite fastapi json-repair matplotlib nltk openai rouge"
+    others += " scipy sentencepiece simplejson tiktoken uvicorn zstandard"
+    there = installed(tmp_path, *versions, *others.split(), alone=("ms-swift==4.6.0",))
     changes: dict[str, Any] = {"model": str(model_and_data(tmp_path)), "model_type": "llama", "template": "chatml"}
     changes |= {"torch_dtype": "float32", "fp16": False, "max_length": 256, "add_version": False, "check_model": False}
     theirs = SWIFT | SAME | changes | {"split_dataset_ratio": 0, "output_dir": "theirs"}
@@ -82,9 +77,9 @@ def test_ms_swift(tmp_path: Path) -> None:
 
 @pytest.mark.network
 def test_llama_factory(tmp_path: Path) -> None:
-    libraries = ("transformers==5.8.0", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0")
+    versions = ("transformers==5.8.0", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0")
     projects = ("llamafactory==0.9.5", "torchaudio==2.11.0")
-    there = installed(tmp_path, *projects, libraries=(*libraries, "omegaconf")) | {"DISABLE_VERSION_CHECK": "1"}
+    there = installed(tmp_path, *versions, "omegaconf", alone=projects) | {"DISABLE_VERSION_CHECK": "1"}
     for compiled in tmp_path.glob("venv/lib/*/site-packages/torchaudio/lib/*.so"):
         compiled.unlink()  # it needs a torch with CUDA; text needs no more than the import
     told = {"file_name": "chat.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}

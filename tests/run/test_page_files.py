@@ -295,7 +295,7 @@ def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: P
     assert left(run.output)["steps"] == alone["steps"]
 
 
-# -- damage; soak/damage.py and soak/kill_and_resume.py have hundreds more --------------------------------------------
+# -- damage; soak/damage.py has hundreds more --------------------------------------------------------------------------
 
 
 @pytest.mark.slow

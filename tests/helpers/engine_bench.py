@@ -110,7 +110,7 @@ class Reentrant(ModelSource):
 _counted: dict[Any, Any] = {}
 
 
-def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
+def counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
     """Cache activation counts per model shape, since counting takes longer than the engines' steps."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -137,7 +137,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
-    with mock.patch.object(model_shape, "count_activations", _counted_once):
+    with mock.patch.object(model_shape, "count_activations", counted_once):
         source = resolve_model(config.model, seed=config.train.seed)
     if isinstance(config.model.mlp_chunk, int):
         source = with_tiles(source)

@@ -3,8 +3,9 @@
     bench_step.py [--warm 2] [--pairs 5] [WORDS] --case "NAME: WORDS" ...
 
 WORDS are `offload-train` arguments (--model gpt2-medium --seq-len 128 ...); a case's words follow the common ones and
-take precedence. `--engine native` runs plain torch's forward and backward without an update: the least that every
-engine must do. A page of Markdown is printed: medians, ratios, settings.
+take precedence. `--engine` also takes the names in peers.py: `native` runs plain torch's forward and backward without
+an update, the least that every engine must do. A page of Markdown is printed: medians beside the plan's predictions,
+ratios, settings. Time the machine first (`offload-train bench`), so that plans predict seconds.
 
     parent:  build A, build B ...  ->  A step, B step, A step, B step ...  ->  medians, ratios, settings
     child:   the normal path of offload-train to an engine; instead of its loop, a step whenever the parent asks
@@ -24,15 +25,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from subprocess import PIPE
-from types import SimpleNamespace
 from typing import Any
+
+import peers
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.owned_dirs import scratch
@@ -51,19 +53,19 @@ def child(words: list[str]) -> None:
     os.dup2(2, 1)  # libraries print to stdout
     from offload_trainer.run.process_setup import prepared
 
-    config = prepared(["tiered" if word == "native" else word for word in words])
+    peer = next((word for word in words if word in peers.SETTINGS), None)
+    config = prepared(["tiered" if word == peer else word for word in words])
     import torch  # threads must have been configured before
 
     from offload_trainer.run import build, train
-    from offload_trainer.run.build import build_engine
     from offload_trainer.telemetry.meters import HostTimer, PhaseClock, peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
-    if "native" in words:  # plain torch keeps the allocator's defaults
+    if peer:  # plain torch keeps the allocator's defaults
         build.set_malloc_threshold = lambda *_, **__: None
 
     def serve(job: Any) -> None:
-        if "native" in words and torch.cuda.is_available():
+        if peer and torch.cuda.is_available():
             job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))  # the plan is the tiered engine's
         print(
             json.dumps({"build_peak": peak_rss_bytes(), "parameters": job.checkpoints.record.identity["parameters"]}),
@@ -73,57 +75,7 @@ def child(words: list[str]) -> None:
         for _ in sys.stdin:
             print(json.dumps(next(steps)), file=answers)
 
-    train.train_run(config, instead=serve, build=native_engine if "native" in words else build_engine)
-
-
-def native_engine(setup: Any, **_: Any) -> Any:
-    """Build an engine that only runs plain torch's forward and backward, and discards the gradients."""
-    import torch
-
-    from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.model.pretrained import as_parameter
-    from offload_trainer.storage.tensorfile import DTYPES
-
-    dtype = DTYPES[setup.config.model.dtype]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        use_fp32_products(dtype)
-    module = setup.source.build(dtype=dtype)
-    for name, value in setup.source.weights():
-        module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
-    module.to(device).train()
-    return engine_of(module, device, update=lambda lr, clock: module.zero_grad(set_to_none=True))
-
-
-def engine_of(
-    module: Any,
-    device: Any,
-    *,
-    update: Callable[[float, Any], float | None],
-    begin: Callable[[bool], None] = lambda last: None,
-    close: Callable[[], None] = lambda: None,
-) -> Any:
-    """Return an engine with a module's forward and backward; `update(lr, clock)` returns the norm of the gradients.
-
-    `begin(last)` is called before each micro-batch. The only wait for a GPU is for the losses, once a step.
-    """
-    import torch
-
-    from offload_trainer.engine.protocol import StepResult
-
-    def train_step(batches: Any, *, lr: float, clock: Any) -> StepResult:
-        losses = []
-        for number, batch in enumerate(batches, 1):
-            begin(number == len(batches))
-            with clock.phase("forward"):
-                loss = module(*batch.arguments(device, training=True))
-                losses.append(loss.detach())
-            with clock.phase("backward"):
-                (loss / len(batches)).backward()
-        norm = update(lr, clock)
-        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0, skipped=False)
-
-    return SimpleNamespace(train_step=train_step, close=close, rank=0, world=1)
+    train.train_run(config, instead=serve, build=peers.builder(peer))
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------
@@ -202,15 +154,29 @@ def table(cases: list[Case]) -> Iterator[str]:
     """Yield a table of medians and spreads, drive bytes a parameter, and memory peaks over all steps, including
     warm-up.
     """
-    yield row(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built s"])
-    yield row(["---"] * 11)
+    yield row(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "with build", "built s"])
+    yield row(["---"] * 10)
     for case in cases:
         drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]
         peak = max(step["peak_rss"] for step in case.steps)
-        planned = case.told["plan"]["tiers"]["ram"]["need"]
-        peaks = [bytes / 1e9 for bytes in (peak, planned, max(peak, case.facts["build_peak"]))]
-        numbers = [*drive, *peaks, case.facts["build_seconds"]]
+        numbers = [*drive, peak / 1e9, max(peak, case.facts["build_peak"]) / 1e9, case.facts["build_seconds"]]
         yield row([case.name, *(spread(case.timed(key)) for key in SECONDS), *(f"{number:.2f}" for number in numbers)])
+
+
+def predictions(cases: list[Case]) -> Iterator[str]:
+    """Yield a table of what the plan predicts, what was measured, and measured / predicted."""
+    yield row(["case", "peak host GB", "read GB", "written GB", "update s", "step s"])
+    yield row(["---"] * 6)
+    for case in cases:
+        plan, peak = case.told["plan"], max(step["peak_rss"] for step in case.steps)
+        seconds, moved = plan["seconds"], [moved for moved in plan["traffic"] if moved["place"] != "device"]
+        known = None not in seconds.values()
+        pairs = [(plan["tiers"]["ram"]["need"] / 1e9, peak / 1e9)]
+        for way in ("read", "written"):
+            pairs.append((sum(each[way] for each in moved) / 1e9, case.median(f"{way}_bytes") / 1e9))
+        pairs.append((0 if plan["hidden"] else seconds["update"], case.median("update")))
+        pairs.append((sum(seconds.values()) - plan["hidden"] if known else 0, case.median("step")))
+        yield row([case.name, *(f"{a:.2f}, {b:.2f} ({b / a:.2f})" if a else "-" for a, b in pairs)])
 
 
 def ratios(cases: list[Case]) -> Iterator[str]:
@@ -259,7 +225,7 @@ def main() -> None:
     measure(cases, steps=options.warm + options.pairs)
     print(f"{machine(cases[0])}\n")
     print(f"Medians (smallest-largest) of {options.pairs} steps of each case, after {options.warm} warm ones.\n")
-    print("\n".join([*table(cases), ""]))
+    print("\n".join([*table(cases), "", *predictions(cases), ""]))
     if cases[1:]:
         print("\n".join([*ratios(cases), ""]))
     for case in cases:

@@ -1,8 +1,7 @@
 """Run the checks that need a GPU, stage by stage within a time limit; scripts/gpu_suite.sh documents its use.
 
     gpu_suite.py ── stage (gpu_stages/parity.py, ...) ────jobs────> worker processes, which use the GPU
-         ├── Record: STAGE.json and STAGE.md, rewritten after every result
-         └── Archive: all of them in one tar file, rewritten every ten seconds
+         └── Record: STAGE.json, STAGE.md and a tar file of all stages, rewritten after every result
 
 This process imports neither torch nor transformers, so that a crash or hang affects a worker alone and the stage
 continues. Exits with 1 if something failed, and 2 if nothing could start.
@@ -17,17 +16,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_stages import check, parity, speed, tests
-from gpu_stages.record import Archive, Record
-from gpu_stages.stage import Stage, facts
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))  # has peers
+
+from gpu_stages import checks, parity, speed  # noqa: E402
+from gpu_stages.record import Record  # noqa: E402
+from gpu_stages.stage import Stage, facts  # noqa: E402
 
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # required by the package
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,16 @@ class StageKind:
     """A stage of the suite; `most` limits its seconds within a call, so that the later stages are reached."""
 
     title: str
-    columns: Mapping[str, str]
     carry_out: Callable[[Stage], None]
     most: float = float("inf")
 
 
 STAGES = {
-    "kernels": StageKind(check.TITLE, check.COLUMNS, check.kernels, most=100),
-    "tests": StageKind(tests.TITLE, tests.COLUMNS, tests.carry_out, most=130),
-    "parity": StageKind(parity.TITLE, parity.COLUMNS, parity.carry_out, most=90),
-    **{name: StageKind(group.title, speed.COLUMNS, group.carry_out) for name, group in speed.GROUPS.items()},
-    "machine": StageKind("Rates and plans of this machine", check.COLUMNS, check.machine),
+    "kernels": StageKind("The driver, and the bits of the update kernels", checks.kernels, most=100),
+    "tests": StageKind("The tests of the update and its overlap, on this machine", checks.tests, most=130),
+    "parity": StageKind("Placements against plain torch and against each other", parity.carry_out, most=90),
+    **{name: StageKind(group.title, group.carry_out) for name, group in speed.GROUPS.items()},
+    "machine": StageKind("Rates and plans of this machine", checks.machine),
 }
 # The two calls for a machine that is there for fifteen minutes: seconds, and stages by evidence a minute.
 CALLS = {
@@ -73,16 +72,12 @@ def main() -> int:
     kept = options.tar or options.rehearse  # elsewhere: the pages of the documentation are for results to read
     folder = options.folder or (Path(tempfile.mkdtemp(prefix="gpu-suite-")) if kept else _PAGES)
     good = True
-    with Archive(folder, options.tar) if options.tar else nullcontext():
+    with Stage(drive=options.drive, only=options.only, rehearsal=options.rehearse) as stage:
         for name in names:
-            kind = STAGES[name]
-            record = Record(
-                folder, name, title=kind.title, columns=kind.columns, about=about, rehearsal=options.rehearse
-            )
-            seconds = end - time.monotonic()
-            seconds = seconds if options.rehearse else min(kind.most, seconds)
-            with Stage(record, seconds=seconds, drive=options.drive, only=options.only) as stage:
-                kind.carry_out(stage)
+            kind, seconds = STAGES[name], end - time.monotonic()
+            record = Record(folder, name, title=kind.title, about=about, rehearsal=options.rehearse, tar=options.tar)
+            stage.begin(record, seconds=seconds if options.rehearse else min(kind.most, seconds))
+            kind.carry_out(stage)
             good = record.close() and good
             print(f"gpu_suite: {record.page}, {time.monotonic() - _BEGAN:.0f} s in all", file=sys.stderr)
     return 0 if good else 1
@@ -101,7 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="until everything has ended; what was not reached is listed")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT in it")
     parser.add_argument("--drive", type=Path, default=ROOT, help="a directory on the drive")
-    parser.add_argument("--tar", type=Path, metavar="FILE", help="rewritten every ten seconds with all results")
+    parser.add_argument("--tar", type=Path, metavar="FILE", help="rewritten with all results after each")
     return parser.parse_args()
 
 

@@ -4,7 +4,7 @@
 #   FOLDER   gets STAGE.json and STAGE.md of each stage, rewritten after every result (default docs/benchmarks/gpu, and
 #            with --tar a temporary one)
 # The whole ends within N seconds (first: 480, second: 200) and lists the cases that it had no time for. --tar packs
-# FOLDER into FILE every ten seconds. --only TEXT runs the cases whose name contains TEXT. DIR is on the drive for page
+# FOLDER into FILE after every result. --only TEXT runs the cases whose name contains TEXT. DIR is on the drive for page
 # files (default: this checkout's). --rehearse runs without a GPU, on tiny shapes. PYTHON names the interpreter, .venv's
 # by default. Without either it is python3, with the packages and kernels of .gpu (`make gpu-folder`). Nothing is
 # installed or downloaded.

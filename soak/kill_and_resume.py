@@ -5,9 +5,7 @@
 A run is killed while it starts, resumes, trains, saves, prunes or exports, and started again by the same command. With
 checkpoints, each start has another placement of the state, sometimes another number of ranks, and sometimes the run is
 told to end (SIGTERM) instead. With `--pages` no checkpoint is ever saved: all state is in page files of two copies, and
-a start resumes from those. With several ranks, one of them or their launcher is killed. Some starts meet a file of the
-newest state that was damaged after the kill: they must refuse it by name and change nothing, or end with the right
-bits.
+a start resumes from those. With several ranks, one of them or their launcher is killed.
 
 After each kill, what is left must be complete and of no earlier step than before, all processes must end within 300 s,
 and the next start must resume from that step. The last line counts kills, finished runs and the moments that were hit.
@@ -25,7 +23,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, 
 STEPS = 14
 WITHIN = 300.0  # seconds in which all processes must have ended
 ENDED = {0, *(code for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number))}
-DAMAGED = 0.1  # share of the starts that meet a damaged file
 SMALL = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
 SMALL += ["--steps", STEPS, "train.eval_every=5", "train.deterministic=true", "placement.threads=1"]
 SMALL += ["--engine", "tiered"]
@@ -83,7 +80,6 @@ class Trial:
         self.log = folder / "log.txt"
         self.drives = [folder / "drive-0", folder / "drive-1"]
         self.hits: Counter[str] = Counter()  # moments at which a command was ended
-        self.damages: Counter[str] = Counter()  # outcomes of starts that met a damaged file
         for drive in self.drives:
             drive.mkdir()
 
@@ -101,11 +97,8 @@ class Trial:
             self.refuse_leftovers(output)
             runs += 1
             print(f"run {runs}: the bits of an undisturbed run; {self.hits.total()} kills so far", flush=True)
-        hits, damages = (
-            ", ".join(f"{count} {what}" for what, count in each.most_common()) for each in (self.hits, self.damages)
-        )
-        print(f"{self.hits.total()} kills ({hits}), {runs} runs, {time.monotonic() - begun:.0f} s; ", end="")
-        print(f"starts with a damaged file: {damages or 'none'}")
+        hits = ", ".join(f"{count} {what}" for what, count in self.hits.most_common())
+        print(f"{self.hits.total()} kills ({hits}), {runs} runs, {time.monotonic() - begun:.0f} s")
 
     def words(self, kind: Kind, output: Path, *, ranks: int) -> list[object]:
         named = [word for drive in self.drives[: kind.drives] for word in ("--nvme", drive)]
@@ -122,8 +115,6 @@ class Trial:
         """Kill and start a run until it finishes."""
         step = 0
         while True:
-            if step and self.dice.random() < DAMAGED and self.start_damaged(kind, output):
-                return
             run = self.start(kind, output)
             name, when = self.moment(output)
             hit = self.hits.total() < self.kills and run.wait_for(when) and self.end(run)
@@ -190,37 +181,6 @@ class Trial:
             raise Difference(f"{output}: step {before} was left by a kill, and step {step} by the next one")
         return step
 
-    # -- damage --------------------------------------------------------------------------------------------------------
-
-    def start_damaged(self, kind: Kind, output: Path) -> bool:
-        """Damage a file of the newest state and start the run; return True if it finished, and restore the file if not.
-
-        Raises Difference unless the start refuses the file by name and changes nothing, or finishes.
-        """
-        folders = folders_of_pages(output) if self.pages else [checkpoints_in(output)[max(checkpoints_in(output))]]
-        before = contents(folders)
-        path = self.dice.choice(sorted(path for path, data in before.items() if data))
-        how = self.dice.choice(("flipped", "cut", "emptied"))
-        damaged = bytearray(before[path])
-        if how == "flipped":
-            damaged[self.dice.randrange(len(damaged))] ^= 1 << self.dice.randrange(8)
-        else:
-            del damaged[self.dice.randrange(len(damaged)) if how == "cut" else 0 :]
-        path.write_bytes(damaged)
-        run = self.start(kind, output)
-        code, text = run.wait(), run.text
-        if "Traceback" in text or code not in (0, 2):
-            raise Difference(f"{path} was {how}, exit {code}: {run}")
-        self.damages["harmless" if code == 0 else "refused"] += 1
-        if code == 0:
-            return True
-        if contents(folders) != before | {path: bytes(damaged)}:
-            raise Difference(f"{path} was {how}; it was refused, and files were changed: {run}")
-        if not any(name in text.rpartition("offload-train: ")[2] for name in (path.name, str(path.parent))):
-            raise Difference(f"{path} was {how}, and the error names neither it nor its directory: {run}")
-        path.write_bytes(before[path])
-        return False
-
     # -- results -------------------------------------------------------------------------------------------------------
 
     def finish_export(self, output: Path) -> None:
@@ -244,17 +204,6 @@ MOMENTS = {  # by `pages`: runs without checkpoints export at their end
 def folders_of_pages(output: Path) -> list[Path]:
     listed = output / "pages"
     return [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
-
-
-def contents(folders: Sequence[Path]) -> Mapping[Path, bytes]:
-    """Return what a start reads of the newest state, by path; not locks, nor files that it makes anew."""
-    made = ("weights", "gradients")
-    return {
-        path: path.read_bytes()
-        for folder in folders
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".") and path.name not in made
-    }
 
 
 def step_of_pages(folders: Sequence[Path]) -> int:

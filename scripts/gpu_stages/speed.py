@@ -13,45 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_stages import peers
+import peers
+
 from gpu_stages.record import Record
 from gpu_stages.stage import Stage
 
-COLUMNS = {
-    "case": "case",
-    "homes": "where the plan puts it",
-    "tokens": "tokens a step",
-    "rate": "tokens/s",
-    "of_floor": "of the floor",
-    "mfu": "MFU",
-    "step_spread": "step s (smallest-largest)",
-    "forward": "forward",
-    "backward": "backward",
-    "update": "update",
-    "planned_step": "planned step s",
-    "early": "pages updated early, valid",
-    "gpu_planned": "GPU planned GB",
-    "gpu_peak": "allocated GB",
-    "gpu_reserved": "reserved GB",
-    "retries": "allocation retries",
-    "rss_planned": "host planned GB",
-    "rss": "host peak GB",
-    "read": "read GB a step",
-    "written": "written GB a step",
-    "skipped": "skipped",
-    "build": "built in s",
-}
-NOTES = (
-    "MFU: operations of the shape's products, twice as many in the backward, what checkpointing recomputes not "
-    "counted, over the step's seconds, as a share of what one product of two matrices reached here",
-    "Steps are timed in a row, nothing stopped between them: work that one leaves to the next is in the next",
-    "Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant",
-    "optim.max_grad_norm=1000 where ours has 1: gradients of filled weights have norms of 6 to 11, and none is clipped",
-)
 PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
 UNCLIPPED = "optim.max_grad_norm=1000"
@@ -69,10 +38,16 @@ class Case:
     least_gib: float = 0.0  # GPU memory without which the case is not tried
     traced: bool = False  # one more step is recorded for chrome://tracing and https://ui.perfetto.dev
 
+    @property
+    def kind(self) -> tuple[str | None, list[str]]:
+        """What distinguishes cases in a rehearsal: the engine, where weights are, and the overlap."""
+        shares = ("--gpu-fraction", "--ram-fraction", "0", "1", "0.5", "auto")
+        return self.peer, [word for word in self.words if word not in shares and "checkpointing" not in word]
+
 
 @dataclass(frozen=True)
 class Group:
-    """Cases of one model, the most important ones first."""
+    """Cases of one model, the most important ones first. A rehearsal runs one of each kind."""
 
     title: str
     words: Callable[[Stage], list[str]]
@@ -81,11 +56,9 @@ class Group:
     cap_bytes: int | None = None  # limit of GPU memory; None: all of it
 
     def carry_out(self, stage: Stage) -> None:
-        for note in NOTES:
-            stage.record.note(note)
         words = [*self.words(stage), UNCLIPPED]
         stage.record.note(f"All cases: `{' '.join(words)}`")
-        for case in self.cases:
+        for case in rehearsed(self.cases) if stage.rehearsal else self.cases:
             if not stage.asked(case.name):
                 continue
             if missing := _missing(stage, case):
@@ -94,7 +67,7 @@ class Group:
             if case.peer:
                 stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
             whole = [*words, *case.words]
-            stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=" ".join(whole))
+            stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=whole)
             _relate(stage.record)
 
     def _measure(self, stage: Stage, case: Case, words: Sequence[str], row: dict[str, Any]) -> str:
@@ -102,30 +75,34 @@ class Group:
         job: dict[str, Any] = {"cap_bytes": self.cap_bytes, "peer": case.peer, "fill": True, "warm": WARM}
         job |= {"product": 128, "steps": 2} if stage.rehearsal else {"product": 8192, "steps": self.steps}
         trace = stage.record.folder / TRACE
-        with stage.case(), stage.worker() as worker:
-            end = time.monotonic() + stage.left()
-            found = worker.run(words, **job, end=end, trace=str(trace) if case.traced else "")
+        found = stage.run(words, **job, end=time.monotonic() + stage.left(), trace=str(trace) if case.traced else "")
         row |= _row_of(found, ours=case.peer is None)
-        if case.traced:
-            _keep_trace(stage, trace, size=found["trace_bytes"], name=case.name)
-        if self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9:
+        if case.traced and trace.stat().st_size > 10_000_000:
+            trace.unlink()
+            stage.record.note("The trace was too large to keep")
+        if self.cap_bytes is not None and found["reserved"] > self.cap_bytes:
             return "failed: more than the cap"
         return outcome_of(found, steps=WARM + len(row["steps"]))
 
 
+def rehearsed(cases: Sequence[Case]) -> list[Case]:
+    """Return the first case of each kind."""
+    return [case for at, case in enumerate(cases) if case.kind not in [other.kind for other in cases[:at]]]
+
+
 def _relate(record: Record) -> None:
     """Set each row's rate as a share of the first floor's, once that was measured."""
-    rates = [row["rate"] for row in record.rows if row["case"].startswith(FLOOR) and "rate" in row]
+    rates = [row["tokens/s"] for row in record.rows if row["case"].startswith(FLOOR) and "tokens/s" in row]
     for row in record.rows if rates else ():
-        if "rate" in row:
-            row["of_floor"] = row["rate"] / rates[0]
+        if "tokens/s" in row:
+            row["of the floor"] = row["tokens/s"] / rates[0]
     record.save()
 
 
 def outcome_of(found: dict[str, Any], *, steps: int) -> str:
     """Return "ok", or why a row must not be quoted as the speed of the schedule in its name.
 
-    `found` is an answer of `Worker.run` after all `steps`, with those that were not timed.
+    `found` is an answer of `Stage.run` after all `steps`, with those that were not timed.
     """
     chosen, early = found["plan"]["chosen"], found["early"]
     sizes = chosen["sizes"] or {}
@@ -148,37 +125,36 @@ def outcome_of(found: dict[str, Any], *, steps: int) -> str:
 
 
 def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
-    """Return the keys of a row from an answer of `Worker.run`; those of the plan count for our engine alone."""
+    """Return the keys of a row from an answer of `Stage.run`; those of the plan count for our engine alone."""
     plan, steps, early = found["plan"], found["steps"], found["early"]
     taken = [step["step"] for step in steps]
     middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
-    row = {
-        "tokens": found["tokens_per_step"],
-        "build": found["build_seconds"],
-        **{key: found[key] for key in ("product", "kernel", "plan", "steps")},
-        **{key: middle[key] for key in PHASES},
-        "step_spread": f"{middle['step']:.3g} ({min(taken):.3g}-{max(taken):.3g})",
-        "rate": found["tokens_per_step"] / middle["step"],
-        "mfu": found["flops_per_step"] / middle["step"] / found["product"],
-        "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
-        "gpu_reserved": found["reserved"] / 1e9,
-        "gpu_in_use": found["in_use"] / 1e9,
-        "retries": steps[-1]["retries"],
-        "rss": max(step["peak_rss"] for step in steps) / 1e9,
-        "read": middle["read_bytes"] / 1e9,
-        "written": middle["written_bytes"] / 1e9,
-        "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
-        "loss": steps[-1]["loss"],
-        "counts": early,
+    tokens, tiers = plan["chosen"]["tokens_per_step"], plan["tiers"]
+    planned: dict[str, Any] = {
+        "where the plan puts it": homes(plan),
+        "planned step s": planned_seconds(plan),
+        "GPU planned GB": tiers.get("gpu", {"need": 0})["need"] / 1e9,
+        "host planned GB": tiers["ram"]["need"] / 1e9,
+        "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')}",
     }
-    if not ours:
-        return row
-    return row | {
-        "homes": homes(plan),
-        "planned_step": planned_seconds(plan),
-        "gpu_planned": plan["tiers"].get("gpu", {"need": 0})["need"] / 1e9,
-        "rss_planned": plan["tiers"]["ram"]["need"] / 1e9,
-        "early": f"{early['valid']} of {early['pages']}",
+    return {
+        "tokens/s": tokens / middle["step"],
+        "of the floor": None,
+        "MFU": found["flops_per_step"] / middle["step"] / found["product"],
+        "step s (smallest-largest)": f"{middle['step']:.3g} ({min(taken):.3g}-{max(taken):.3g})",
+        **{f"{key} s": middle[key] for key in PHASES[1:]},
+        **(planned if ours else {}),
+        "tokens a step": tokens,
+        "allocated GB": max(step["device_peak"] for step in steps) / 1e9,
+        "reserved GB": found["reserved"] / 1e9,
+        "in use GB": found["in_use"] / 1e9,
+        "allocation retries": steps[-1]["retries"],
+        "host peak GB": max(step["peak_rss"] for step in steps) / 1e9,
+        "read GB a step": middle["read_bytes"] / 1e9,
+        "written GB a step": middle["written_bytes"] / 1e9,
+        "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
+        "built in s": found["build_seconds"],
+        **{key: found[key] for key in ("product", "kernel", "plan", "steps", "early")},
     }
 
 
@@ -202,14 +178,6 @@ def homes(plan: dict[str, Any]) -> str:
     )
 
 
-def _keep_trace(stage: Stage, path: Path, *, size: int, name: str) -> None:
-    if size > 10_000_000:
-        path.unlink()
-        stage.record.note(f"A trace of {size / 1e6:.0f} MB was too large to keep")
-    else:
-        stage.record.note(f"{path.name}: a step of {name}, {size / 1e6:.2f} MB")
-
-
 def _missing(stage: Stage, case: Case) -> str | None:
     """Return what a case lacks on this machine, or None."""
     library = case.peer if case.peer == "torchao" else "deepspeed" if "deepspeed" in case.words else None
@@ -217,13 +185,9 @@ def _missing(stage: Stage, case: Case) -> str | None:
         if find_spec(library) is None:
             return f"{library} is not installed"
         return f"{library} needs a GPU, or minutes to compile kernels" if stage.rehearsal else None
-    if not stage.rehearsal and _gpu_gib(stage) < case.least_gib:
-        return f"it needs more than this GPU's {_gpu_gib(stage):.0f} GiB"
+    if not stage.rehearsal and stage.record.about["GiB"] < case.least_gib:
+        return f"it needs more than this GPU's {stage.record.about['GiB']:.0f} GiB"
     return None
-
-
-def _gpu_gib(stage: Stage) -> float:
-    return float(stage.record.about["gpu"].split(", ")[-2].removesuffix(" GiB"))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -253,7 +217,7 @@ def gpt2(stage: Stage) -> list[str]:
     """Return arguments for 1.6e9 parameters if plain torch can train them on this GPU, else for half as many."""
     if stage.rehearsal:
         return [*_TINY, "--dtype", "bf16"]
-    model = "gpt2-xl" if _gpu_gib(stage) > 70 else "gpt2-large"
+    model = "gpt2-xl" if stage.record.about["GiB"] > 70 else "gpt2-large"
     return ["--model", model, "--dtype", "bf16", "--seq-len", "1024", "--micro-batch", "8", "--accumulate", "1"]
 
 

@@ -1,8 +1,4 @@
-"""The environment of a stage: its time limit, a directory on the drive, its record, and worker processes for the GPU.
-
-with stage.worker() as worker:
-    steps = worker.run([...], steps=5)["steps"]      within the stage's time, or Failure
-"""
+"""What a stage works with: its time limit, a directory on the drive, its record, and worker processes for the GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +29,33 @@ class Failure(Exception):
 
 
 class Stage:
-    """One stage's time, drive and processes; leaving the context ends its processes and removes their files."""
+    """One stage's record and time, and a call's drive and processes, which end and are removed with the context."""
 
-    def __init__(self, record: Record, *, seconds: float, drive: Path, only: str = "") -> None:
+    def __init__(self, *, drive: Path, only: str = "", rehearsal: bool = False) -> None:
         """`only`: run the cases whose names contain it."""
-        self.record, self.rehearsal = record, record.rehearsal
-        self._only = only
+        self.rehearsal, self._only, self._drive = rehearsal, only, drive
         self._kept: Worker | None = None
-        self._end = time.monotonic() + seconds - _CLOSING
-        self._shortest = 0.0  # seconds of the shortest case so far
-        self._drive = drive
         self._open = ExitStack()
+
+    def begin(self, record: Record, *, seconds: float) -> None:
+        """Begin a stage. In a rehearsal it has the process of the stage before, since starting one takes seconds."""
+        self.record, self._end = record, time.monotonic() + seconds - _CLOSING
+        self._shortest = 0.0  # seconds of the shortest run in a process of its own so far
+        if not self.rehearsal:
+            self._end_kept()
 
     def __enter__(self) -> Stage:
         self.drive = self._open.enter_context(scratch("gpu-suite-", directory=self._drive))
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._end_kept()
+        self._open.__exit__(*exception)
+
+    def _end_kept(self) -> None:
         if self._kept:
             self._kept.end()
-        self._open.__exit__(*exception)
+        self._kept = None
 
     def left(self) -> float:
         """Return the seconds that remain."""
@@ -76,40 +79,35 @@ class Stage:
             outcome = str(failure)
         self.record.add(outcome, **row)
 
-    @contextmanager
-    def case(self) -> Iterator[None]:
-        """Surround a case that is as long as others. Raises Failure if not even the shortest one so far would fit."""
-        self.need_time(max(_LEAST, self._shortest))
-        start = time.monotonic()
-        yield
-        taken = time.monotonic() - start
-        self._shortest = min(self._shortest or taken, taken)
-
-    @contextmanager
-    def worker(self, *, kept: bool = False) -> Iterator[Worker]:
-        """Yield a process for one run, which ends afterwards.
-
-        With `kept`, and always in a rehearsal, later calls get the same process, since starting one takes seconds.
-        Raises Failure if there is no time for one.
-        """
-        self.need_time()
-        worker, self._kept = self._kept or Worker(self, kept=kept or self.rehearsal), None
-        try:
-            yield worker
-        except BaseException:
-            worker.end()
-            raise
-        if worker.kept:
-            self._kept = worker
-        else:
-            worker.end()
-
     def need_time(self, least: float = _LEAST) -> None:
         """Raise Failure (out of time) if fewer than `least` seconds remain."""
         if self.left() < least:
             raise Failure(OUT_OF_TIME)
 
-    def command(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Sequence[str], *, kept: bool = False, **job: Any) -> dict[str, Any]:
+        """Measure the run that `words` configure in a process of its own, which ends afterwards.
+
+        With `kept`, and always in a rehearsal, the process serves later runs too.
+        worker.py documents `job` and the answer. Raises Failure, with the process's last output or for lack of time,
+        after ending the process. No process starts if not even the shortest one so far would fit.
+        """
+        self.need_time(_LEAST if kept else max(_LEAST, self._shortest))
+        start, kept = time.monotonic(), kept or self.rehearsal
+        worker, self._kept = self._kept or Worker(self), None
+        try:
+            answer = worker.run(words, kept=kept, **job)
+        except BaseException:
+            worker.end()
+            raise
+        if kept:
+            self._kept = worker
+        else:
+            worker.end()
+            taken = time.monotonic() - start
+            self._shortest = min(self._shortest or taken, taken)
+        return answer
+
+    def command(self, argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
         """Run a command and return its stdout and stderr. Raises Failure (out of time) if it takes longer than left."""
         self.need_time()
         with subprocess.Popen(
@@ -127,71 +125,50 @@ class Stage:
 
 
 class Worker:
-    """A client of worker.py: a process with its own directory on the drive, for one run or, if `kept`, for several."""
+    """A client of worker.py: a process with its own directory on the drive."""
 
-    def __init__(self, stage: Stage, *, kept: bool) -> None:
-        self.kept, self._stage = kept, stage
-        self._open = ExitStack()
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._runs, self._open = stage, 0, ExitStack()
         self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
-        self._log, self._runs = self.folder / "log", 0
         command = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT
-            )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(command, **pipes, stderr=log, cwd=ROOT)
 
     def run(self, words: Sequence[str], **job: Any) -> dict[str, Any]:
-        """Measure the run that `words` configure, with its drive and output in this worker's directory.
-
-        worker.py documents `job` and the answer. Raises Failure, with the worker's last output or for lack of time,
-        after ending the process.
-        """
+        """Send one job, with drive and output in this directory, and return the answer, or raise Failure."""
         self._runs += 1
         here = ["--nvme", str(self.folder)] if "{drive}" in words else []
-        words = [word for word in words if word != "{drive}"]
-        words = [*words, *here, *(["placement.threads=1"] if self._stage.rehearsal else [])]
-        job |= {"words": words, "output": str(self.folder / f"run-{self._runs}"), "kept": self.kept}
-        assert self._process.stdin is not None
+        words = [*(word for word in words if word != "{drive}"), *here]
+        words += ["placement.threads=1"] if self._stage.rehearsal else []
+        job |= {"words": words, "output": str(self.folder / f"run-{self._runs}")}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self._line())
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self.process.stdout, selectors.EVENT_READ)
+                if not waiting.select(self._stage.left()):
+                    raise Failure(OUT_OF_TIME)
+            answer: dict[str, Any] = json.loads(self.process.stdout.readline())  # one write, so the line is complete
         except (BrokenPipeError, json.JSONDecodeError):
-            self._process.wait()
-            why = f"failed: {self._last_words()}"
-        else:
-            if "error" not in answer:
-                return answer
-            refused = "this does not fit" in answer["error"]
-            why = f"{'not run' if refused else 'failed'}: {answer['error'][-400:]}"
-        self.end()
-        raise Failure(why)
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._process.stdout, selectors.EVENT_READ)
-            if not waiting.select(self._stage.left()):
-                self.end()
-                raise Failure(OUT_OF_TIME)
-        return self._process.stdout.readline()  # an answer is one write, so the line is complete
-
-    def _last_words(self) -> str:
-        code = self._process.poll()
-        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit {code}"
-        return f"{how}: {' '.join(self._log.read_text(errors='replace').split())[-300:]}"
+            code = self.process.wait()
+            how = f"killed by signal {-code}" if code < 0 else f"exit {code}"
+            said = (self.folder / "log").read_text(errors="replace")
+            raise Failure(f"failed: {how}: {' '.join(said.split())[-300:]}") from None
+        if error := answer.get("error"):
+            raise Failure(f"{'not run' if 'this does not fit' in error else 'failed'}: {error[-400:]}")
+        return answer
 
     def end(self) -> None:
-        """Kill the process and remove its directory on the drive; calling this again has no effect."""
-        self.kept = False
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        """Kill the process and remove its directory on the drive."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            try:
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         self._open.close()
 
 
@@ -207,22 +184,10 @@ def facts(drive: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     kind = subprocess.run(["stat", "-f", "-c", "%T", drive], capture_output=True, text=True, check=False).stdout.strip()
     found["drive"] = f"{kind}, {shutil.disk_usage(drive).free / 1e9:.0f} GB free"
-    return {"commit": _commit(), "source": _source(), **found}
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "describe", "--always", "--dirty"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def _source() -> str:
-    """Return a hash of the package's Python and C++ sources, which also identifies a copy without git history."""
-    total = hashlib.sha256()
+    describe = ["git", "describe", "--always", "--dirty"] if shutil.which("git") else ["true"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    total = hashlib.sha256()  # also identifies a copy without git history
     for path in sorted((ROOT / "offload_trainer").rglob("*")):
         if path.suffix in (".py", ".cpp", ".h"):
             total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()[:12]
+    return {"commit": commit or "unknown", "source": total.hexdigest()[:12], **found}

@@ -7,7 +7,7 @@ It reads one job a line from stdin, as JSON, and writes one answer a line to std
                      each timed step, peaks of memory, and facts of the plan
     end              fewer steps are timed if they would last beyond this number of the monotonic clock
     fill, peer       weights are filled (fill.py) instead of drawn; another library's engine (peers.py)
-    product          rows of square matrices in bf16: how many operations a second their product reaches
+    product          rows of square matrices in bf16: how many operations a second their products reach
     cap_bytes        limit of GPU memory
     digest           hash names and bytes of all master weights, too
     trace            file for one more step under torch's profiler
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))  # has plain_engine
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has peers
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))  # has engine_bench
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
 
 from offload_trainer.errors import explain
@@ -69,13 +70,15 @@ def carry_out(
     prepare_process(config)
     import torch
 
-    driver_says = torch.cuda.mem_get_info
-    if cap_bytes and torch.cuda.is_available():
+    on_gpu, driver_says = torch.cuda.is_available(), torch.cuda.mem_get_info
+    if cap_bytes and on_gpu:
         limit_memory(cap_bytes)
     found: dict[str, Any] = {"reserved": 0, "in_use": 0, "early": {}}
-    found["product"] = product_rate(product) if product else None
-    from gpu_stages import peers
+    import peers
+
     from gpu_stages.fill import filled_for_benchmarks
+    from offload_trainer.machine.bench import LayerSizes, _matmul
+    from offload_trainer.model import shape
     from offload_trainer.model.loader import ModelSource
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
@@ -83,18 +86,26 @@ def carry_out(
     from offload_trainer.telemetry.meters import HostTimer, PhaseClock
     from offload_trainer.trainer import timed_steps
 
+    if product:
+        square = LayerSizes((product, product, product), tokens=product, width=product)
+        found["product"] = _matmul(torch.bfloat16, square, gpu=on_gpu, seconds=0.3).value
+        _give_back()
     start = time.perf_counter()
 
     def measure(job: Any) -> None:
-        found["build_seconds"] = time.perf_counter() - start
-        found.update(_about(job, Path(output)))
-        if peer is not None and torch.cuda.is_available():  # their streams do not wait for each other at a phase's end
+        plan = json.loads(Path(output, "plan.json").read_text())
+        told = (line for line in Path(output, "log.txt").read_text().splitlines() if "The update on the CPU:" in line)
+        found.update(build_seconds=time.perf_counter() - start, plan=plan, kernel=next(told, ""))
+        found["flops_per_step"] = job.flops_per_step
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
+        if peer is not None and on_gpu:  # their streams do not wait for each other at a phase's end
             job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))
         running = timed_steps(job, steps=sys.maxsize)
         before = [next(running) for _ in range(warm)]
         count = min(steps, int((end - time.monotonic()) / (2 * before[-1]["step"]))) if before and end else steps
         found["steps"] = [next(running) for _ in range(max(1, count))]
-        if torch.cuda.is_available():
+        if on_gpu:
             free, total = driver_says()
             found.update(reserved=torch.cuda.max_memory_reserved(), in_use=total - free)
         if peer is None:
@@ -103,13 +114,19 @@ def carry_out(
         if digest:
             found["digest"] = digest_of(job.engine.named_master_parameters())
         if trace:
-            found["trace_bytes"] = _traced(running, trace)
+            with torch.profiler.profile() as seen:  # of all kinds of devices
+                next(running)
+            seen.export_chrome_trace(trace)  # the suffix of the name selects gzip
         if not kept:
             answer(found)
 
     with ExitStack() as replaced:
         if fill:
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
+        if kept:  # the next run has the same model, and counting takes longer than its steps
+            from engine_bench import counted_once
+
+            replaced.enter_context(patch.object(shape, "count_activations", counted_once))
         # `instead` replaces the loop that would write an export and checkpoints: the plan counts no room for them.
         replaced.enter_context(patch.object(planner, "saved_items", lambda *_, **__: []))
         if peer is not None:  # plain torch and other libraries need no kernel of ours
@@ -119,32 +136,6 @@ def carry_out(
     _give_back()
     if kept:
         answer(found)
-
-
-def _about(job: Any, output: Path) -> dict[str, Any]:
-    import torch
-
-    log, plan = (output / "log.txt").read_text(), json.loads((output / "plan.json").read_text())
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
-    return {
-        "plan": plan,
-        "kernel": next((line for line in log.splitlines() if "The update on the CPU:" in line), ""),
-        "tokens_per_step": plan["chosen"]["tokens_per_step"],
-        "flops_per_step": job.flops_per_step,
-    }
-
-
-def _traced(running: Iterator[dict[str, Any]], path: str) -> int:
-    """Take a step under torch's profiler; return the size of its trace."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=kinds) as seen:
-        next(running)
-    seen.export_chrome_trace(path)  # the suffix of the name selects gzip
-    return os.path.getsize(path)
 
 
 def limit_memory(cap: int) -> None:
@@ -159,25 +150,6 @@ def limit_memory(cap: int) -> None:
         return max(0, min(free, cap - _CONTEXT - torch.cuda.memory_reserved())), cap
 
     torch.cuda.mem_get_info = within_cap
-
-
-def product_rate(size: int) -> float:
-    """Return the operations a second of one product of bf16 matrices of random values, as the median of ten."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    one, other = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    taken = []
-    for _ in range(13):
-        wait()
-        start = time.perf_counter()
-        one @ other
-        wait()
-        taken.append(time.perf_counter() - start)
-    del one, other
-    _give_back()
-    return 2 * size**3 / sorted(taken[3:])[5]
 
 
 def _give_back() -> None:
@@ -208,14 +180,9 @@ def _early_updates() -> Iterator[dict[str, int]]:
 
 def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
     """Return the SHA-256 over names and bytes, sorted by name, so that every engine's weights hash alike."""
-    import hashlib
-
-    import torch
-
     total = hashlib.sha256()
     for name, value in sorted(weights):
-        total.update(name.encode() + b"\0")
-        total.update(memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        total.update(name.encode() + b"\0" + value.detach().cpu().contiguous().numpy().tobytes())
     return total.hexdigest()
 
 

@@ -93,7 +93,7 @@ def test_a_loop_has_the_bits_of_torch(
     """Its bits are torch's also if copies to the device and reads complete late."""
     if home == "late":
         monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-        monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+        monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
         home = "on the drive"
     model = MODELS[kind](tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))

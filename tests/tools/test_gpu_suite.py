@@ -26,12 +26,11 @@ SCRIPTS = ROOT / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(ROOT / "benchmarks")]
 
 import gpu_suite  # noqa: E402
-from bench_step import native_engine  # noqa: E402
-from gpu_stages import parity, peers, speed, worker  # noqa: E402
-from gpu_stages import tests as the_tests  # noqa: E402
+import peers  # noqa: E402
+from gpu_stages import checks, parity, speed, worker  # noqa: E402
 from gpu_stages.fill import filled_for_benchmarks  # noqa: E402
-from gpu_stages.record import OUT_OF_TIME, Archive, Record  # noqa: E402
-from gpu_stages.stage import Failure, Stage  # noqa: E402
+from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
+from gpu_stages.stage import Failure, Stage, Worker  # noqa: E402
 
 from offload_trainer.config import ModelSection  # noqa: E402
 from offload_trainer.data.rows import Batch, DataState  # noqa: E402
@@ -101,27 +100,27 @@ def test_the_first_call(tmp_path: Path, drive: Path) -> None:
     rehearse("first", tmp_path, drive)
     rows = {row["case"]: row for row in rows_of(tmp_path, "parity")}
     for setting, places in parity.MATRIX.items():
-        plain, first, *others = (rows.pop(f"{setting}: {parity.told(placed)}") for placed in (None, *places))
+        chosen = (None, *places[: parity.REHEARSED])
+        plain, first, *others = (rows.pop(f"{setting}: {parity.told(placed)}") for placed in chosen)
         assert plain["plain"]
         assert all(row["same"] for row in others)
         assert all(row["apart"] < parity.BOUND for row in (first, *others))
         assert {row["clipped"] == row["steps"] for row in (plain, first, *others)} == {setting.limit == 1}
         # Pages on the drive were updated early; they are right in unclipped steps, and updated again in clipped ones.
-        early = [row for row in others if not row["early"].endswith("of 0")]
-        assert early
-        assert all((row["redone"] > 0) == (setting.limit == 1) for row in early)
+        assert all((row["redone"] > 0) == (setting.limit == 1) for row in others)
+        assert not any(row["pages updated early, valid"].endswith("of 0") for row in others)
     assert not rows
 
     timed = rows_of(tmp_path, "speed")
-    assert [row["case"] for row in timed] == [case.name for case in speed.GROUPS["speed"].cases]
-    assert timed[0]["of_floor"] == 1
-    assert all(row["of_floor"] > 0 for row in timed)
+    assert [row["case"] for row in timed] == [case.name for case in speed.rehearsed(speed.GROUPS["speed"].cases)]
+    assert timed[0]["of the floor"] == 1
+    assert all(row["of the floor"] > 0 for row in timed)
     ours = [row for row in timed if row["case"].startswith("ours")]
-    assert len({row["loss"] for row in ours}) == 1
+    assert len({row["steps"][-1]["loss"] for row in ours}) == 1
     for row in ours:
         assert len(row["steps"]) == 2
         # Every step is announced, the two that are not timed too.
-        assert row["counts"]["steps"] == (4 if "backward" in row["case"] else 0)
+        assert row["early"]["steps"] == (4 if "backward" in row["case"] else 0)
     assert json.loads(gzip.decompress((tmp_path / speed.TRACE).read_bytes()))["traceEvents"]
 
 
@@ -132,21 +131,11 @@ def test_the_second_call(tmp_path: Path, drive: Path) -> None:
     rows = [row for row in rows_of(tmp_path, "drive") if "overlap backward" in row["case"]]
     assert len(rows) == 2
     for row in rows:
-        assert row["counts"]["valid"] == row["counts"]["pages"] > 0
+        assert row["early"]["valid"] == row["early"]["pages"] > 0
         assert all(step["grad_norm"] < 1000 for step in row["steps"])
-    rivals = {row["case"]: row for row in rows_of(tmp_path, "rivals")}
-    ours = next(row["loss"] for name, row in rivals.items() if name.startswith("ours"))
-    assert rivals["FSDP2, CPU offload"]["loss"] == pytest.approx(ours, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_clipped_row_is_marked(tmp_path: Path) -> None:
-    case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
-    record = Record(tmp_path, "drive", title="t", columns=speed.COLUMNS, about={"gpu": None}, rehearsal=True)
-    with Stage(record, seconds=300, drive=tmp_path) as stage:
-        speed.Group("t", speed.gpt2, [case]).carry_out(stage)
-    (row,) = record.rows
-    assert row["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their"), row["outcome"]
+    losses = {row["case"]: row["steps"][-1]["loss"] for row in rows_of(tmp_path, "rivals") if "steps" in row}
+    ours = next(loss for name, loss in losses.items() if name.startswith("ours"))
+    assert losses["FSDP2, CPU offload"] == pytest.approx(ours, abs=1e-3)
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------------
@@ -181,13 +170,13 @@ def test_files_with_tests_for_a_gpu_are_named_and_need_no_other_packages() -> No
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py") if path != Path(__file__)
     }
     marked = {name for name in marked if re.search(r"^[^#\n]*mark\.gpu\b", (ROOT / name).read_text(), re.MULTILINE)}
-    assert marked == set(the_tests.MARKED)
-    for name in the_tests.COMPUTING:  # run on a GPU too, and start no commands
+    assert marked == set(checks.MARKED)
+    for name in checks.COMPUTING:  # run on a GPU too, and start no commands
         text = (ROOT / name).read_text()
         assert not re.search(r"^pytestmark = .*skipif", text, re.MULTILINE)
         assert "from commands import" not in text
     lacking = ["deepspeed", "bitsandbytes", "datasets", "trl", "tensorboard", "PIL", "pyarrow"]
-    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *the_tests.MARKED, *the_tests.COMPUTING]
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *checks.MARKED, *checks.COMPUTING]
     code = f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking})); sys.exit(pytest.main({words}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -225,7 +214,9 @@ def test_the_floor_waits_for_the_gpu_once_a_step(source: ModelSource, monkeypatc
         return of(self, output, targets, count)
 
     monkeypatch.setattr(CausalLoss, "of", seen)
-    engine = native_engine(SimpleNamespace(source=source, config=SimpleNamespace(model=SimpleNamespace(dtype="fp32"))))
+    engine = peers.native_engine(
+        SimpleNamespace(source=source, config=SimpleNamespace(model=SimpleNamespace(dtype="fp32")))
+    )
     with FloatsRead() as floats:
         result = engine.train_step(two_batches(), lr=0.0, clock=PhaseClock())
     assert (counts, floats.count) == ([32, 32], 1)  # targets that count are known on the host
@@ -276,20 +267,9 @@ def test_rows_that_must_not_be_quoted_are_marked() -> None:
     assert outcome(built, pages=0) == "ok"  # a CPU has no shadow memory
 
 
-@pytest.mark.slow
-def test_selected_cases_are_run(tmp_path: Path) -> None:
-    """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
-    words = f"{tmp_path} --rehearse --drive {tmp_path} --only '1: weights gpu, state 0.3 GPU'"
-    done = suite(f"scripts/gpu_suite.sh parity {words}")
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(tmp_path, "parity")
-    assert row["outcome"] == "ok"
-    assert "clipped at 1: weights gpu, state 0.3 GPU" in row["case"]
-
-
 def test_what_a_call_has_no_time_for_is_listed(tmp_path: Path) -> None:
     start = time.monotonic()
-    done = suite(f"scripts/gpu_suite.sh second {tmp_path} --rehearse --seconds 1")
+    done = suite(f"scripts/gpu_suite.sh second {tmp_path} --rehearse --seconds 1 --only o")  # all cases but "bench"
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 60
     for stage in gpu_suite.CALLS["second"][1]:
@@ -297,88 +277,98 @@ def test_what_a_call_has_no_time_for_is_listed(tmp_path: Path) -> None:
         assert OUT_OF_TIME in outcomes
         assert all(outcome.startswith("not run: ") for outcome in outcomes)
         assert OUT_OF_TIME in (tmp_path / f"{stage}.md").read_text()
-
-
-def test_no_case_starts_that_is_longer_than_the_time_left(stage: Stage) -> None:
-    with stage.case():
-        time.sleep(0.01)
-    stage._shortest = 100.0
-    stage._end = time.monotonic() + 50
-    with pytest.raises(Failure, match=OUT_OF_TIME), stage.case():
-        pass
-
-
-def test_the_archive_is_rewritten_while_stages_run(tmp_path: Path) -> None:
-    file = tmp_path / "out" / "first.tar.gz"
-    with Archive(tmp_path, file, every=0.02):
-        (tmp_path / "one.md").write_text("one")
-        end = time.monotonic() + 60
-        while not (file.exists() and "one.md" in names_in(file)):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        (tmp_path / "two.md").write_text("two")
-    assert names_in(file) == ["one.md", "two.md"]
-
-
-def names_in(file: Path) -> list[str]:
-    with tarfile.open(file) as tar:
-        return tar.getnames()
+    assert [row["check"] for row in rows_of(tmp_path, "machine")] == ["plan of 10B here", "plan of 10B for a V100"]
 
 
 def test_a_stage_that_is_killed_leaves_every_row_it_had(tmp_path: Path) -> None:
-    record = a_record(tmp_path)
+    """They are in its files, and in the archive."""
+    record = a_record(tmp_path, tar=tmp_path / "out/all.tar.gz")
     record.add(case="one", speed=1.5)
     kept = json.loads((tmp_path / "8b.json").read_text())
     assert (kept["done"], kept["rows"]) == (False, [{"outcome": "ok", "case": "one", "speed": 1.5}])
     page = (tmp_path / "8b.md").read_text()
     assert "| one | 1.5 | ok |" in page
     assert "not at its end yet, or killed" in page
+    with tarfile.open(tmp_path / "out/all.tar.gz") as tar:
+        packed = tar.extractfile("8b.md")
+        assert packed
+        assert packed.read().decode() == page
     assert record.close()
     record.add("failed: a kernel", case="two")
     assert not record.close()
 
 
-def a_record(folder: Path) -> Record:
-    columns = {"case": "case", "speed": "speed"}
-    return Record(folder, "8b", title="t", columns=columns, about={"gpu": None}, rehearsal=True)
+def a_record(folder: Path, *, tar: Path | None = None) -> Record:
+    return Record(folder, "8b", title="t", about={"gpu": None}, rehearsal=True, tar=tar)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with Stage(a_record(tmp_path / "pages"), seconds=300, drive=tmp_path) as made:
+@pytest.fixture(scope="module")
+def stage(folder: Path) -> Iterator[Stage]:
+    """Yield a stage of a rehearsal, whose process serves all tests that let it live."""
+    with Stage(drive=folder, rehearsal=True) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def has_time(request: pytest.FixtureRequest) -> None:
+    if "stage" in request.fixturenames:
+        record = a_record(request.getfixturevalue("tmp_path"))
+        request.getfixturevalue("stage").begin(record, seconds=300)
+
+
+@pytest.mark.slow
+def test_a_clipped_row_is_marked(stage: Stage) -> None:
+    """A case without an export needs no room for one."""
+    case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
+    speed.Group("t", speed.gpt2, [case]).carry_out(stage)
+    (row,) = stage.record.rows
+    assert row["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their"), row["outcome"]
+    assert not [item for item in row["plan"]["items"] if item["name"] in ("export", "checkpoints")]
+
+
+@pytest.mark.slow
+def test_selected_cases_are_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
+    monkeypatch.setattr(stage, "_only", "1: weights gpu, state 0.3 GPU")
+    parity.carry_out(stage)
+    (row,) = stage.record.rows
+    assert row["outcome"] == "ok"
+    assert "clipped at 1: weights gpu, state 0.3 GPU" in row["case"]
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
-    """A case without an export needs no room for one."""
-    with stage.worker() as one:
-        os.kill(one._process.pid, 9)
-        with pytest.raises(Failure, match="failed: killed by signal 9"):
-            one.run(TINY, steps=1)
     for words, why in (
-        (["--no-such-flag", "1"], r"(?s)failed: .*unknown flag"),
         (["--model", "gpt2-10b", "--optimizer", "cpu"], "not run: this does not fit"),
+        (["--no-such-flag", "1"], r"(?s)failed: .*unknown flag"),
     ):
-        with pytest.raises(Failure, match=why), stage.worker() as one:
-            one.run(words, steps=1)
-    with stage.worker() as one:
-        found = one.run([*TINY, "--engine", "tiered"], steps=2)
-    assert not [item for item in found["plan"]["items"] if item["name"] in ("export", "checkpoints")]
-    assert found["steps"][1]["loss"] > 0
+        with pytest.raises(Failure, match=why):
+            stage.run(words, steps=1)
+    stage._kept = Worker(stage)
+    os.kill(stage._kept.process.pid, signal.SIGKILL)
+    with pytest.raises(Failure, match="failed: killed by signal 9"):
+        stage.run(TINY, steps=1)
 
 
-def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage) -> None:
-    with stage.worker() as slow:
-        slow._process.send_signal(signal.SIGSTOP)
-        stage._end = 0.0
+def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage._kept = slow = Worker(stage)
+    slow.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(slow, "_stage", SimpleNamespace(left=lambda: 0.0, rehearsal=True))
+    with pytest.raises(Failure, match=OUT_OF_TIME):
+        stage.run(TINY, steps=1)
+    assert slow.process.returncode == -9
+    assert not slow.folder.exists()
+
+
+def test_no_process_starts_for_a_case_that_is_longer_than_the_time_left(tmp_path: Path) -> None:
+    with Stage(drive=tmp_path) as stage:
+        stage.begin(a_record(tmp_path), seconds=60)
+        stage._shortest = 100.0
         with pytest.raises(Failure, match=OUT_OF_TIME):
-            slow._line()
-        assert slow._process.returncode == -9
-        assert not slow.folder.exists()
+            stage.run(TINY, steps=1)
 
 
 @pytest.mark.parametrize(

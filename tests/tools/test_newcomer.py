@@ -87,8 +87,8 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     (venv / ".ready").touch()  # `make setup` was run
     quick = "--steps 160 --seq-len 64 --lr 3e-3 model.overrides.n_layer=2 model.overrides.n_embd=128"
     shown = run(f"{DEMO} VENV={venv} WORDS='{quick}'", clone, fresh)
-    assert "logits of the fp16 and the fp32 export differ by" in shown
-    assert "--- a sample of the exported model ---\nMACBETH." in shown
+    assert "read back: every header" in shown
+    assert "\nMACBETH." in shown
     assert len(steps(clone / "demo-run/run")) == 160
 
     told: dict[str, str] = {}

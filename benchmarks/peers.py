@@ -1,5 +1,4 @@
-"""Other libraries' ways to train with little GPU memory, driven by this package's loop with the same rows, clock and
-loss.
+"""Other libraries' ways to train with little memory, driven by this package's loop with the same rows, clock and loss.
 
     native   forward and backward of plain torch, which discards the gradients: the minimum that every engine needs
     plain    torch alone with its fused AdamW on fp32 masters, all on the GPU (tests/helpers/plain_engine.py)
@@ -13,7 +12,10 @@ the record leaves it out.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SETTINGS = {
@@ -29,8 +31,6 @@ SETTINGS = {
 
 def builder(peer: str | None) -> Callable[..., Any]:
     """Return the function that builds this peer's engine, or the package's own without a peer."""
-    from bench_step import native_engine
-
     from offload_trainer.run.build import build_engine
 
     if peer is None:
@@ -38,11 +38,58 @@ def builder(peer: str | None) -> Callable[..., Any]:
     if peer == "native":
         return native_engine
     if peer == "plain":
+        sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
         from plain_engine import PlainEngine
 
         return lambda setup, **_: PlainEngine(setup.source, setup.config.model, setup.config.optim)
     rival = {"fsdp2": fsdp2, "torchao": torchao}[peer]
     return lambda setup, **_: rival(setup.planned.source, setup.planned.config)
+
+
+def native_engine(setup: Any, **_: Any) -> Any:
+    """Build an engine that only runs plain torch's forward and backward, and discards the gradients."""
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.storage.tensorfile import DTYPES
+
+    dtype = DTYPES[setup.config.model.dtype]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        use_fp32_products(dtype)
+    module = _filled(setup.source, dtype).to(device)
+    return engine_of(module, device, update=lambda lr, clock: module.zero_grad(set_to_none=True))
+
+
+def engine_of(
+    module: Any,
+    device: Any,
+    *,
+    update: Callable[[float, Any], float | None],
+    begin: Callable[[bool], None] = lambda last: None,
+    close: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return an engine with a module's forward and backward; `update(lr, clock)` returns the norm of the gradients.
+
+    `begin(last)` is called before each micro-batch. The only wait for a GPU is for the losses, once a step.
+    """
+    import torch
+
+    from offload_trainer.engine.protocol import StepResult
+
+    def train_step(batches: Any, *, lr: float, clock: Any) -> StepResult:
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            begin(number == len(batches))
+            with clock.phase("forward"):
+                loss = module(*batch.arguments(device, training=True))
+                losses.append(loss.detach())
+            with clock.phase("backward"):
+                (loss / len(batches)).backward()
+        norm = update(lr, clock)
+        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0, skipped=False)
+
+    return SimpleNamespace(train_step=train_step, close=close, rank=0, world=1)
 
 
 def torchao(source: Any, config: Any) -> Any:
@@ -97,7 +144,6 @@ def fsdp2(source: Any, config: Any) -> Any:
 def updated(module: Any, device: Any, adam: Any, *, clip: float | None = None, **more: Any) -> Any:
     """Return an engine whose update is this optimizer's; without `clip`, gradients are neither measured nor clipped."""
     import torch
-    from bench_step import engine_of
 
     def update(lr: float, clock: Any) -> float | None:
         norm = None

@@ -25,8 +25,8 @@ _TO_REPORT = 10.0  # seconds that pytest gets for its report when the time is ov
 MARKED = ("tests/optim/test_cuda_adam.py", "tests/offload/test_tiered.py")
 # Files whose tests build engines, on the GPU where there is one.
 COMPUTING = (
+    "tests/offload/test_pairs.py",
     "tests/offload/test_schedules.py",
-    "tests/offload/test_shares.py",
     "tests/offload/test_speculative_update.py",
     "tests/offload/test_overlap.py",
     "tests/offload/test_tiered.py",
@@ -38,7 +38,7 @@ CHECKS = {
 # A rehearsal runs one quick test of each, since other test runs cover the rest.
 _REHEARSED = {
     "tests marked gpu": ["-m", "gpu", "tests/offload/test_tiered.py"],
-    "tests that compute": ["tests/offload/test_tiered.py::test_placement_does_not_change_a_bit[share 1-1]"],
+    "tests that compute": ["tests/offload/test_schedules.py", "-k", "clipped_steps and third"],
 }
 FAILED = "tests-failed.txt"  # the file with the messages of failed tests
 

@@ -33,7 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
-_WHOLE = ("test_pairs.py", "test_weight_fetches.py", "test_speculative_waits.py")  # each case is a mechanism
+_WHOLE = (
+    "test_pairs.py",
+    "test_schedules.py",
+    "test_weight_fetches.py",
+    "test_speculative_waits.py",
+)  # each case is a mechanism
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -53,18 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
 
     In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one case of each test that trains;
-    --seed chooses it. Files of `_WHOLE` keep every case, and test_schedules.py one for each schedule.
+    --seed chooses it. Files of `_WHOLE` keep every case.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not _is_quick(config):
         return
-    by_test: dict[tuple[Path, str, str], list[pytest.Item]] = {}
+    by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
     left_out = {item for item in items if any(map(item.get_closest_marker, _NOT_QUICK))}
     for item in items:
         if item not in left_out and item.path.parent.name in _SAMPLED and item.path.name not in _WHOLE:
-            name, _, case = item.name.partition("[")
-            schedule = case.partition(",")[0] if item.path.name == "test_schedules.py" else ""
-            by_test.setdefault((item.path, name, schedule), []).append(item)
+            by_test.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for cases in by_test.values():
         drawn = sorted(cases, key=lambda item: zlib.crc32(f"{config.getoption('--seed')} {item.nodeid}".encode()))
         left_out.update(drawn[1:])

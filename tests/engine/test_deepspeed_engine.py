@@ -1,11 +1,13 @@
 """Tests of stock DeepSpeed in cases that it gets silently wrong: rounded initial masters, weights without a gradient,
-and steps whose micro-batches count different numbers of targets.
+steps whose micro-batches count different numbers of targets, and the lock of a killed build.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,39 +18,27 @@ from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
 from uneven_targets import masked, plain_alone, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
+from offload_trainer.engine import op_builder
+from offload_trainer.engine.op_builder import remove_stale_lock
 from offload_trainer.model.loader import resolve_model
+
+# Several weights share a sub-group that is read and written for each of them, and its last write is asynchronous.
+LATE = ["late", "--params", "cpu", "--optimizer", "nvme", "deepspeed.sub_group_size=1000000"]
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(("params", "optimizer"), [("gpu", "cpu"), ("cpu", "nvme")])
-def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
-    params: str, optimizer: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("words", [["--params", "gpu", "--optimizer", "cpu"], LATE])
+def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(words: list[str], tmp_path: Path) -> None:
     """A bf16 run starts from an fp32 directory; its last block is then left out of one of two micro-batches."""
-    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    words = ["--params", params, "--optimizer", optimizer, "--accumulate", "2", "model.activation_checkpointing=off"]
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if words == LATE else {}
+    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
+    words = [*words, "--accumulate", "2", "model.activation_checkpointing=off"]
     done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["begun"]
     assert "11 of 58 weights got no gradient (model.layers.4." in found["refused"]
     assert "--engine tiered" in found["refused"]
-    assert found["kept"]
-
-
-@pytest.mark.ops
-def test_masters_are_whole_with_late_writes_to_the_drive(tmp_path: Path) -> None:
-    """Several weights share a sub-group that is read and written for each of them, and its last write is
-    asynchronous.
-    """
-    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
-    words = ["--optimizer", "nvme", "--accumulate", "2", "deepspeed.sub_group_size=1000000"]
-    words += ["model.activation_checkpointing=off"]
-    done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, "late", *words, stock=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["begun"]
     assert found["kept"]
 
 
@@ -74,6 +64,7 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
     words = [*ZERO[zero], "--dtype", "fp32"]
     found = run_stock_ranks(tmp_path, *words, ranks=ranks, steps=steps)
     assert found["stage"] == int(zero[0])
+    assert found["apart"] == []
     for (loss, norm), expected, length in zip(found["steps"], losses, norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(length, rel=1e-5)
@@ -84,27 +75,47 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
 
 
 @pytest.mark.ops
-def test_four_ranks_follow_one_process_in_bf16(tmp_path: Path) -> None:
-    """Six steps follow the plain engine, which has all rows."""
-    model, rows, lr = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False)), 4 * ACCUMULATE, 1e-3
-    found = run_stock_ranks(tmp_path, *ZERO["2"], "--dtype", "bf16", "--lr", str(lr), ranks=4, steps=6)
-    alone = plain_alone(model, masked(batches(6 * rows)), at_a_time=rows, dtype="bf16", lr=lr)
-    assert found["apart"] == []
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path: Path) -> None:
+    """The last blocks of a forward stay until their backward; all other matrices are gathered again.
+
+    In bf16 the steps follow the plain engine, which has all rows.
+    """
+    wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
+    words = [*ZERO["3"], "--dtype", "bf16", "--lr", "1e-3", f"model.activation_checkpointing={checkpointing}"]
+    found = run_stock_ranks(tmp_path, *words, ranks=2)
+    alone = plain_alone(model, masked(batches(3 * 2 * ACCUMULATE)), at_a_time=2 * ACCUMULATE, dtype="bf16", lr=1e-3)
     for (loss, norm), (expected, length) in zip(found["steps"], alone, strict=True):
         assert loss == pytest.approx(expected, abs=2e-2)
         assert norm == pytest.approx(length, rel=3e-2)
-
-
-@pytest.mark.ops
-@pytest.mark.parametrize("checkpointing", ["off", "on"])
-def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path: Path) -> None:
-    """The last blocks of a forward stay until their backward; all other matrices are gathered again."""
-    wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
-    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
-    words = [*ZERO["3"], "--dtype", "bf16", f"model.activation_checkpointing={checkpointing}"]
-    found = run_stock_ranks(tmp_path, *words, ranks=2)
     told = planned_bytes(tmp_path, *words, ranks=2)
     exact = 0.02 if checkpointing == "off" else 0.1  # of this small model, a block comes once more to be recomputed
     assert found["bytes"][-1] == pytest.approx(told, rel=exact), found["calls"]
     shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
     assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes each, of which the other rank sends half
+
+
+# -- the lock of a killed build ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_lock_without_a_running_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is removed after the patience has passed, and not before."""
+    now, looks = iter(range(100)), []
+    monkeypatch.setattr(op_builder, "_someone_works_in", lambda place: looks.append(place))
+    monkeypatch.setattr(op_builder, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    (tmp_path / "lock").touch()
+    remove_stale_lock(tmp_path, patience=20)
+    assert not (tmp_path / "lock").exists()
+    assert len(looks) == 21
+
+
+@pytest.mark.slow
+def test_a_running_build_keeps_its_lock(tmp_path: Path) -> None:
+    """The running build removes its lock itself, which would fail if the lock were gone."""
+    (tmp_path / "lock").touch()
+    script = "sleep 1.5; rm lock"
+    with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as build:
+        remove_stale_lock(tmp_path, patience=0.3)
+        assert build.wait() == 0

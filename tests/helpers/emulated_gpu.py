@@ -91,8 +91,8 @@ class EmulatedGpu:
     def __init__(self, *, seed: int, haste: float, seconds: float) -> None:
         """Create the streams.
 
-        `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait for
-        takes at least so long, in which the training thread frees its tensors.
+        `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait
+        for takes at least so long, in which the training thread frees its tensors.
         """
         self.seconds = seconds
         self.tags = Tags()

@@ -28,7 +28,8 @@ from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes import blocks
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.engine import TieredCandidate
+from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.run.planning import as_wished
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
@@ -127,7 +128,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
     With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
-    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU.
+    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. The engine
+    has its `plan`, and as `candidate` what the planner counts for it.
     """
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
@@ -149,16 +151,21 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     first = next(its.start for its in nodes if rank in its)
     plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
     assert isinstance(plan.sizes, TierSizes)
+    work = workload(config, source.shape, world=world, nodes=len(nodes))
+    sizes = replace(plan.sizes, shadow_fraction=shadows)
     leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == first else []
     made = TieredEngine(
         source,
-        workload(config, source.shape, world=world, nodes=len(nodes)),
+        work,
         config.optim,
         placement=plan.placement,
-        sizes=replace(plan.sizes, shadow_fraction=shadows),
+        sizes=sizes,
         drives=ranks.all_gather_json([lease.path for lease in leases], list[Path])[first],
         **extra,
     )
+    # What tests compare its bytes with.
+    vars(made)["plan"] = plan
+    vars(made)["candidate"] = TieredCandidate(work, machine, plan.placement, sizes, layouts_of(work))
     try:
         yield made
     finally:

@@ -56,5 +56,8 @@ def engine_on_streams(patch: pytest.MonkeyPatch, model: Path, *words: str, **ext
     with queued(patch, haste=0.2) as cuda:
         late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
         patch.setattr("offload_trainer.engine.build_tiered._device_kernel", late)
-        with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
+        device = cuda.device(staging_bytes=1 << 20, stagings=2)
+        with engine(model, *words, device=device, **extra) as ours:
             yield ours
+        assert set(cuda.bare) <= {device._side.name}  # where an update's copies follow one wait
+        assert not cuda.elsewhere

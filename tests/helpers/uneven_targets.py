@@ -4,20 +4,17 @@ the plain engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from engine_bench import Step, train
 from plain_engine import PlainEngine
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer.data.rows import IGNORED, Batch
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
 LR, DECAY, EPS = 1e-2, 0.1, 1e-3
@@ -77,7 +74,6 @@ def plain_alone(
     at_a_time: int,
     dtype: str,
     lr: float = LR,
-    prepare: Callable[[nn.Module, ModelShape], None] = lambda model, shape: None,
 ) -> list[Step]:
     """Return (loss, norm) of each step of the plain engine, which accumulates `at_a_time` micro-batches a step."""
     words = ["--model", str(folder), "--dtype", dtype, f"optim.eps={EPS}"]
@@ -85,5 +81,4 @@ def plain_alone(
     source = resolve_model(config.model, seed=0)
     use_fp32_products(torch.bfloat16)
     engine = PlainEngine(source, config.model, config.optim)
-    prepare(engine._module.model, source.shape)
     return train(engine, data, accumulate=at_a_time, lr=lr)

@@ -7,10 +7,13 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
+from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW, Hyper
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+MARK = 61440.0  # larger than any weight, and exact in 16 bits
+NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
 FORMATS = {found.moments.name: found for found in ADAMW_FORMATS}
 
 
@@ -40,3 +43,24 @@ def update_stretch(
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     parts = [ParamRange(0, master.numel(), hyper, step)]
     kernel.update_page(PageUpdate(fields, grad, out, parts, form("fp32"), scale, noise=None))
+
+
+def updated(
+    kernel: Kernel,
+    page: tuple[dict[str, torch.Tensor], torch.Tensor],
+    parts: list[ParamRange],
+    *,
+    states: str,
+    first: int = FIRST,
+    given: torch.dtype = torch.bfloat16,
+    wanted: torch.dtype | None = torch.bfloat16,
+    scale: float = 0.37,
+    place: str | torch.device = "cpu",
+) -> list[torch.Tensor]:
+    """Update copies of a page's fields with its gradient on `place`; return them and the new weights."""
+    fields, grad = page
+    here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
+    out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
+    noise, new = None if states == "fp32" else NOISE, None if wanted is None else out
+    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, UNIT, first))
+    return [tensor.cpu() for tensor in (*here.values(), out)]

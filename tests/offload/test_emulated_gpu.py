@@ -1,4 +1,4 @@
-"""Tests of the emulated GPU: the engine trains on it as plain torch does, and it catches what CUDA would not forgive."""
+"""Tests of the emulated GPU: the engine trains on it as plain torch does, and it finds what fails on CUDA."""
 
 from __future__ import annotations
 
@@ -69,11 +69,9 @@ def _memory_freed_too_early(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_caught(plant: Any, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     model, mixed = model_directory(tmp_path / "gpt2", "gpt2"), plant is _rows_on_the_host
-    with emulated_gpu(monkeypatch, haste=0.0, seconds=0.003) as gpu:
-        with (
-            pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu") if mixed else nullcontext()
-        ):
-            trained(gpu, model, drive, RAM)
+    error = pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu") if mixed else nullcontext()
+    with emulated_gpu(monkeypatch, haste=0.0, seconds=0.003) as gpu, error:
+        trained(gpu, model, drive, RAM)
     assert bool(gpu.freed) != mixed
 
 

@@ -10,9 +10,7 @@ from commands import TINY, Run, call, faulty
 from safetensors.torch import load_file
 
 CASES = {
-    "plain, bf16": ["--engine", "plain"],
     "tiered": ["--engine", "tiered", "--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
-    "zero-2 gpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "gpu"],
     "zero-2 cpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu"],
     "zero-3 cpu, fp32": ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu", "--dtype", "fp32"],
     "zero-3 nvme": ["--engine", "deepspeed", "--params", "nvme", "--optimizer", "nvme"],

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import (
-    DROPOUT,
     ON_GPU,
     REFERENCE,
     assert_same,
@@ -25,10 +24,9 @@ from engine_bench import (
     digest,
     engine,
     masters,
-    model_directory,
     train,
 )
-from test_tiered import skip_last_block
+from placements import BEHIND, HOMES, gpt2, skip_last_block
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_description, read_newest
@@ -39,39 +37,7 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
-
-BEHIND = "tiered.overlap=forward"
-AWAY = ["--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"]
-HOMES = {
-    "all in RAM": ["--ram-fraction", "1"],
-    "a third in RAM": ["--ram-fraction", "0.3"],
-    "nothing in RAM": ["--ram-fraction", "0"],
-    "weights in RAM": ["--params", "cpu", "--ram-fraction", "0.3", "tiered.weight_buffers=2"],
-    "weights and gradients on the drive": [*AWAY, "--ram-fraction", "0.3"],
-    "a part on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3"],
-    "all on the device": ["--gpu-fraction", "1"],
-    "state on the device, weights on the drive": [*AWAY, "--gpu-fraction", "0.5", "--ram-fraction", "0.3"],
-}
-
-
-@pytest.fixture(autouse=True)
-def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow down each page's update."""
-    update = Updater._update
-
-    def slow(*given: Any, **words: Any) -> None:
-        time.sleep(0.0007)
-        update(*given, **words)
-
-    monkeypatch.setattr(Updater, "_update", slow)
-
-
-def gpt2(folder: Path, *, tied: bool = True) -> Path:
-    return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
-
-
-# -- the same bits ---------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("nothing_is_small", "slow_pages")
 
 
 # -- every wait is needed --------------------------------------------------------------------------------------------

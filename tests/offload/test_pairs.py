@@ -1,82 +1,165 @@
-"""Test that placement and schedule change no bit, for every pair of placement, schedule, dtype, moments and more.
+"""Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs.
 
 Moments in fp32 are compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
-update overlaps nothing.
+update overlaps nothing. Transfers are immediate, or late and out of order, or queued on a GPU's simulated streams.
+Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from functools import cache, partial
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_bench import DROPOUT, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from test_overlap import HOMES
+from engine_bench import (
+    DROPOUT,
+    ON_GPU,
+    REENTRANT,
+    REFERENCE,
+    Step,
+    assert_same,
+    batches,
+    drives,
+    engine,
+    masters,
+    model_directory,
+    train,
+)
+from late_engines import engine_on_streams, late_engine
+from late_transfers import LateDevice, hasty
+from placements import BY_MODULE, HOMES, OFF, ON
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
+pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
+
+Cell = tuple[str, str]  # column and value
 
 STEPS = 3
-
-Case = tuple[str, str, str, str, int, str, int]
-# Placement, overlap, dtype, moments, micro-batches, activation checkpointing, limit of the norm: found by a search for
-# the fewest rows in which every pair occurs.
-CASES: list[Case] = [
-    ("all in RAM", "off", "fp32", "8bit", 1, "off", 1000),
-    ("all in RAM", "forward", "fp16", "bf16", 3, "on", 1000),
-    ("all in RAM", "backward", "bf16", "fp32", 1, "off", 1),
-    ("a third in RAM", "off", "fp32", "8bit", 1, "off", 1000),
-    ("a third in RAM", "forward", "fp16", "fp32", 3, "off", 1000),
-    ("a third in RAM", "backward", "bf16", "bf16", 3, "on", 1),
-    ("nothing in RAM", "off", "bf16", "8bit", 3, "off", 1),
-    ("nothing in RAM", "forward", "fp16", "fp32", 1, "on", 1000),
-    ("nothing in RAM", "backward", "fp32", "bf16", 3, "on", 1),
-    ("weights in RAM", "off", "bf16", "fp32", 3, "on", 1000),
-    ("weights in RAM", "forward", "fp32", "8bit", 1, "off", 1),
-    ("weights in RAM", "backward", "fp16", "bf16", 3, "on", 1000),
-    ("weights and gradients on the drive", "off", "fp16", "bf16", 3, "off", 1),
-    ("weights and gradients on the drive", "forward", "bf16", "fp32", 1, "on", 1),
-    ("weights and gradients on the drive", "backward", "fp32", "8bit", 1, "on", 1000),
-    ("a part on the device", "off", "bf16", "bf16", 1, "on", 1000),
-    ("a part on the device", "forward", "fp16", "8bit", 3, "off", 1),
-    ("a part on the device", "backward", "fp32", "fp32", 3, "off", 1000),
-    ("all on the device", "off", "fp16", "8bit", 1, "on", 1),
-    ("all on the device", "forward", "bf16", "bf16", 3, "off", 1000),
-    ("all on the device", "backward", "fp32", "fp32", 1, "on", 1000),
-    ("state on the device, weights on the drive", "off", "fp16", "fp32", 3, "on", 1),
-    ("state on the device, weights on the drive", "forward", "bf16", "bf16", 3, "off", 1),
-    ("state on the device, weights on the drive", "backward", "fp32", "8bit", 1, "on", 1000),
+# Architecture, changes to its shape, words, micro-batches of a step.
+SETTINGS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
+    "gpt2, bf16": ("gpt2", DROPOUT, ["optim.max_grad_norm=2"], 1),
+    "gpt2, fp16, bf16 moments": ("gpt2", DROPOUT, ["--dtype", "fp16", "optim.moment_dtype=bf16"], 1),
+    "gpt2, untied, fp32, 8-bit moments": (
+        "gpt2",
+        DROPOUT | {"tied": False},
+        ["--dtype", "fp32", "optim.moment_dtype=8bit", "optim.max_grad_norm=1000"],
+        3,
+    ),
+    "gpt2, some frozen": ("gpt2", DROPOUT, ['model.freeze=["wpe","h.1.mlp"]', "optim.max_grad_norm=2"], 3),
+    "qwen3, sums in 16 bits": ("qwen3", {"tied": False}, ["optim.accumulate_dtype=model"], 3),
+    "mixtral, some experts unused": ("mixtral", {"tied": False, "output_router_logits": True}, [], 2),
+    "opt, layers are dropped": ("opt", {}, ["--dtype", "fp32", "optim.max_grad_norm=0"], 1),
+}
+BLOCKS = {
+    "kept": [OFF],
+    "computed again": [ON],
+    "reentrant": [ON, REENTRANT],
+    "by parts": [OFF, BY_MODULE],
+    "by parts, in one buffer": [ON, BY_MODULE, "tiered.weight_buffers=1"],
+    "inputs on the drive": [ON, "model.offload_activations=nvme"],
+    "breadth-first": [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"],
+}
+COLUMNS = {
+    "home": [*HOMES],
+    "schedule": ["off", "forward", "backward", "backward, with shadow memory"],
+    "setting": [*SETTINGS],
+    "blocks": [*BLOCKS],
+    "device": ["at once", "late", "queued"],
+}
+IMPOSSIBLE = [
+    {"breadth-first", "opt, layers are dropped"},
+    {"reentrant", "mixtral, some experts unused"},
+    *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 
 
-def words_of(dtype: str, moments: str, accumulate: int, checkpointing: str, limit: int) -> list[str]:
-    return [
-        *("--dtype", dtype, "--accumulate", str(accumulate), f"optim.moment_dtype={moments}"),
-        *(f"model.activation_checkpointing={checkpointing}", f"optim.max_grad_norm={limit}"),
-    ]
+def rows() -> list[dict[str, str]]:
+    """Return rows in which every possible pair occurs. The first ones have every pair of placement and schedule."""
+    places = [[(name, value) for value in values] for name, values in COLUMNS.items()]
+    pairs = (frozenset(pair) for columns in combinations(places, 2) for pair in product(*columns))
+    missing = dict.fromkeys(pair for pair in pairs if {value for _, value in pair} not in IMPOSSIBLE)
+    used: Counter[Cell] = Counter()
+    found = []
+    while missing:
+        row = dict(next(iter(missing)))
+
+        def gain(cell: Cell, row: dict[str, str] = row) -> tuple[int, int]:
+            return sum(frozenset((cell, other)) in missing for other in row.items()), -used[cell]
+
+        for cells in places:
+            if (name := cells[0][0]) not in row:
+                row[name] = max((c for c in cells if all({c[1], v} not in IMPOSSIBLE for v in row.values())), key=gain)[
+                    1
+                ]
+        used.update(row.items())
+        found.append(row)
+        for pair in combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+    return found
+
+
+def of_row(row: dict[str, str], number: int) -> Any:
+    """Return the row as a test's parameters; `make test` runs those with the pairs of placement and schedule."""
+    quick = number < len(COLUMNS["home"]) * len(COLUMNS["schedule"]) - 2
+    return pytest.param(row, id=", ".join(row[name] for name in COLUMNS), marks=() if quick else pytest.mark.slow)
+
+
+def data_of(setting: str) -> list[Any]:
+    small = {"rows": 1, "length": 3} if "unused" in setting else {}
+    return batches(STEPS * SETTINGS[setting][3], **small)
 
 
 @cache
-def expected(model: Path, *setting: str | int) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    words = words_of(*setting)  # type: ignore[arg-type]
-    reference = REFERENCE if "optim.moment_dtype=fp32" in words else ("--ram-fraction", "1", "tiered.overlap=off")
-    with engine(model, *reference, *words) as plain:
-        return train(plain, batches(STEPS * int(setting[2])), accumulate=int(setting[2])), masters(plain)
+def expected(model: Path, setting: str, *same: str) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    _, _, words, accumulate = SETTINGS[setting]
+    reference = REFERENCE if not is_stored(setting) else ("--ram-fraction", "1", "tiered.overlap=off")
+    with engine(model, *reference, *words, "--accumulate", str(accumulate), *same) as plain:
+        return train(plain, data_of(setting), accumulate=accumulate), masters(plain)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
-def test_placement_and_schedule_change_no_bit(case: Case, folder: Path, drive: Path) -> None:
-    home, schedule, *setting = case
-    model = model_directory(folder / "gpt2", "gpt2", n_layer=3, **DROPOUT)
-    steps, weights = expected(model, *setting)
-    words = [*HOMES[home], f"tiered.overlap={schedule}", *words_of(*setting)]  # type: ignore[arg-type]
-    with engine(model, *words, drives=[drive]) as ours:
-        assert train(ours, batches(STEPS * case[4]), accumulate=case[4]) == steps
+def is_stored(setting: str) -> bool:
+    """Return whether the setting's moments are rounded when they are stored, with noise for each unit."""
+    return "moments" in setting
+
+
+@pytest.mark.parametrize("row", [of_row(row, number) for number, row in enumerate(rows())])
+def test_placement_and_schedule_change_no_bit(
+    row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, blocks = row["setting"], BLOCKS[row["blocks"]]
+    name, changes, words, accumulate = SETTINGS[setting]
+    model = model_directory(folder / setting, name, **{"n_layer": 3} | changes)
+    # Rounding's noise is drawn by unit; on a GPU bits depend on the number of checkpointed blocks.
+    same = [word for word in blocks if (word == BY_MODULE and is_stored(setting)) or (word in (ON, OFF) and ON_GPU)]
+    schedule, _, shadows = row["schedule"].partition(", ")
+    words = [*words, "--accumulate", str(accumulate), f"tiered.overlap={schedule}", *HOMES[row["home"]]]
+    words += ["tiered.micro_batch_order=depth_first", *blocks]
+    build = {"at once": engine, "late": partial(late_engine, monkeypatch)}
+    build["queued"] = partial(engine_on_streams, monkeypatch)
+    count = 3 if "three" in row["home"] else 1
+    with build[row["device"]](model, *words, drives=drives(drive, count), shadows=0.6 * bool(shadows)) as ours:
+        assert (ours._breadth_first is not None) == (row["blocks"] == "breadth-first" and accumulate > 1)
+        assert any(unit.is_part for unit in ours.offloaded.units) == (BY_MODULE in blocks)
+        steps, weights = expected(model, setting, *same)
+        assert train(ours, data_of(setting), accumulate=accumulate) == steps
         assert_same(masters(ours), weights)
 
 
 def test_every_pair_occurs() -> None:
-    columns = [sorted(set(column), key=str) for column in zip(*CASES, strict=True)]
-    for one, other in combinations(range(len(columns)), 2):
-        assert {(case[one], case[other]) for case in CASES} == set(product(columns[one], columns[other]))
+    for one, other in combinations(COLUMNS, 2):
+        given = {frozenset((row[one], row[other])) for row in rows()}
+        wanted = set(map(frozenset, product(COLUMNS[one], COLUMNS[other]))) - set(map(frozenset, IMPOSSIBLE))
+        assert given == wanted
+
+
+def test_a_missing_wait_would_show(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late rows of the table would fail without the wait for a unit."""
+    hasty(monkeypatch)
+    setting = "qwen3, sums in 16 bits"
+    model = model_directory(folder / setting, "qwen3", tied=False)
+    words = [*SETTINGS[setting][2], *HOMES["weights in RAM"], "--accumulate", "3"]
+    with engine(model, *words, drives=[drive], device=LateDevice()) as ours:
+        assert train(ours, data_of(setting), accumulate=3) != expected(model, setting)[0]

@@ -1,6 +1,4 @@
-"""Tests of the real CUDA device on simulated streams that run late: results match plain torch, and a missing wait would
-show.
-"""
+"""Tests of the real CUDA device on simulated streams that run late; `test_pairs.py` compares its results."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_bench import REENTRANT, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import batches, engine, model_directory, train
 from late_cuda_streams import FakeEvent, FakeStream, queued
 
 from offload_trainer.errors import TrainerError
@@ -18,40 +16,11 @@ from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 
-ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
-HOMES = {
-    "resident": ["--params", "gpu"],
-    "in RAM": ["--params", "cpu", "tiered.weight_buffers=2"],
-    "three buffers": ["--params", "cpu", "tiered.weight_buffers=3"],
-    "on the drive": ["--params", "nvme", "tiered.weight_buffers=2"],
-    "all on the drive": ALL,
-    "checkpointed": [*ALL, "model.activation_checkpointing=on"],
-    "reentrant": [*ALL, "model.activation_checkpointing=on", REENTRANT],
-}
+HOMES = {"resident": ["--params", "gpu"], "in RAM": ["--params", "cpu", "tiered.weight_buffers=2"]}
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-LARGEST = 1 << 20  # bytes; no unit of these models is larger
-
-
-@pytest.mark.parametrize(("home", "accumulate"), [*zip(HOMES, [1, 3, 1, 3, 1, 3, 3], strict=True)])
-def test_queues_that_run_late_change_nothing(
-    home: str, accumulate: int, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bf16, four steps; downloads, uploads and fetches run at random times, or when they are waited for."""
-    model = model_directory(tmp_path / "gpt2", "gpt2")
-    words, data = [*HOMES[home], "--accumulate", str(accumulate)], batches(4 * accumulate)
-    with engine(model, "--engine", "plain", "--accumulate", str(accumulate)) as reference:
-        expected, weights = train(reference, data, accumulate=accumulate), masters(reference)
-    for haste in (0.0, 0.5):
-        with queued(monkeypatch, seed=accumulate, haste=haste) as cuda:
-            device = cuda.device(staging_bytes=LARGEST, stagings=2)
-            with engine(model, *words, drives=[drive], device=device) as ours:
-                assert train(ours, data, accumulate=accumulate) == expected
-                assert_same(masters(ours), weights)
-            assert not cuda.bare
-            assert not cuda.elsewhere
 
 
 WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream, "synchronize")]]
@@ -61,7 +30,7 @@ WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream,
 def test_a_missing_wait_would_show(
     forgotten: list[tuple[type, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above would fail if no stream, or no thread, waited for events."""
+    """Queued rows of `test_pairs.py` would fail if no stream, or no thread, waited for events."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
     with engine(model, "--engine", "plain") as reference:
         expected = train(reference, batches(3))
@@ -99,44 +68,6 @@ def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: 
     with queued(monkeypatch) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
         train(ours, batches(1))
         assert cuda.bare
-
-
-def test_a_copy_is_behind_its_own_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that another thread queues between a wait and its copy neither cancels that wait nor profits from it."""
-    with queued(monkeypatch, haste=0.0) as cuda:
-        stream, values, into = torch.cuda.Stream(), torch.ones(3), torch.zeros(3)
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                into.copy_(values, non_blocking=True)
-
-        stream.wait_event(torch.cuda.current_stream().record_event())
-        other = threading.Thread(target=copy)
-        other.start()
-        other.join()
-        assert cuda.bare == [stream.name]
-        copy()
-        assert cuda.bare == [stream.name]
-
-
-def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    with queued(monkeypatch, haste=0.0):
-        one, other, event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
-        source, middle, end = torch.ones(3), torch.zeros(3), torch.zeros(3)
-        with torch.cuda.stream(one):
-            middle.copy_(source, non_blocking=True)
-            event.record()
-            middle.copy_(2 * source, non_blocking=True)
-        with torch.cuda.stream(other):
-            other.wait_event(event)
-            end.copy_(middle, non_blocking=True)
-        assert not middle.any()
-        assert isinstance(event, FakeEvent)
-        assert not event.query()
-        other.synchronize()
-        assert (middle.tolist(), end.tolist()) == ([1.0] * 3, [1.0] * 3)
-        one.synchronize()
-        assert middle.tolist() == [2.0] * 3
 
 
 def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,110 +12,78 @@ import pytest
 from commands import HELPERS, start
 from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, run_ranks
+from placements import ALL_ON_DRIVES, BY_MODULE, ON
 
 from offload_trainer.errors import LOST
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-COUNT = 3
-INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
-AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
-AWAY += ("tiered.state_copies=2",)
 BEHIND = ("tiered.overlap=forward",)
+AWAY = (*ALL_ON_DRIVES, "tiered.state_copies=2")
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
+GATHERED = ("--params", "cpu", "tiered.weight_transfer=all_gather")
+STORED = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
+MUON = ("optim.name=muon", "--dtype", "fp32", "optim.max_grad_norm=0.3")
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
+    "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=nvme")),
+    "half, 8-bit, frozen": ("gpt2", ("--params", "gpu", *HALF, *STORED)),
+    "experts": ("mixtral", ("--params", "cpu", "--dtype", "fp32", *BEHIND)),
+    "experts on the drive": ("mixtral", (*AWAY, *BEHIND)),
+    "gathered": ("gpt2", (*GATHERED, *BEHIND)),
+    "gathered, layers are dropped": ("opt", (*GATHERED, *BEHIND, "--dtype", "fp32")),
+    "parts on the drive": ("qwen3", (*ALL_ON_DRIVES, ON, BY_MODULE, "model.offload_activations=nvme")),
+    "parts, gathered": ("qwen3", (*GATHERED, ON, BY_MODULE, "tiered.weight_buffers=2")),
+    "Muon": ("gpt2", (*HALF, *MUON)),
+}
+RESUMED = ("half, 8-bit, frozen", "experts on the drive", "Muon")
+MODELS: dict[str, dict[str, Any]] = {"gpt2": DROPOUT, "mixtral": {}, "opt": {}, "qwen3": {"tied": False}}
+MICRO = 12  # micro-batches of a step on all ranks together
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> dict[str, Case]:
+    models = {name: str(model_directory(folder / name, name, **changes)) for name, changes in MODELS.items()}
+    (folder / "drive").mkdir()
+    shared = {"steps": 2, "micro": MICRO, "drives": (str(folder / "drive"),), "evaluate": True}
+    return {
+        name: Case(models[model], words, "", meanwhile=int(name in RESUMED), **shared)
+        for name, (model, words) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Case], folder: Path) -> dict[str, Case]:
+    first = on_ranks(cases, 1, folder / "first")
+    return first | on_ranks(resumed(first), 1, folder / "on")
+
+
+def on_ranks(cases: dict[str, Case], count: int, folder: Path, *, nodes: int = 1) -> dict[str, Case]:
+    """Run the cases on `count` ranks, with results in `folder`."""
+    shared = ("--accumulate", str(MICRO // count))
+    made = {name: replace(case, words=(*case.words, *shared), out=str(folder / name)) for name, case in cases.items()}
+    run_ranks([*made.values()], count=count, folder=folder, nodes=nodes)
+    return made
+
+
+def resumed(cases: dict[str, Case]) -> dict[str, Case]:
+    """Return two more steps from the states that cases of `RESUMED` have saved."""
+    return {f"{n}, resumed": replace(cases[n], load=cases[n].out, skip=2, meanwhile=0) for n in RESUMED}
 
 
 @pytest.mark.slow
-def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Losses, norms, masters and moments match one rank's. All but the first case overlap the update with the forward.
+@pytest.mark.parametrize(("count", "nodes"), [(3, 1), (4, 2)])
+def test_ranks_have_the_bits_of_one(
+    count: int, nodes: int, cases: dict[str, Case], alone: dict[str, Case], tmp_path: Path
+) -> None:
+    """Losses, norms, evaluations, masters and saved states match one rank's, also where ranks need different units.
 
-    A checkpoint resumes with a different number of ranks.
+    A state resumes with another number of ranks, and is the same if it is written while training continues. Each of
+    two nodes has its own memory and files.
     """
-    tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
-    experts = model_directory(tmp_path / "experts", "mixtral")  # not every micro-batch uses all experts
-    (tmp_path / "drive").mkdir()
-    drives = (str(tmp_path / "drive"),)
-    wishes = [
-        Case(
-            str(tied), ("--params", "gpu", "--dtype", "bf16", *HALF, *INPUTS), "", steps=2, micro=COUNT, drives=drives
-        ),
-        Case(str(experts), ("--params", "cpu", "--dtype", "fp32"), "", steps=2, micro=2 * COUNT),
-        Case(str(experts), ("--dtype", "bf16", *AWAY), "", steps=2, micro=2 * COUNT, drives=drives),
-    ]
-
-    def by(ranks: int, name: str, *, cases: list[Case]) -> list[Case]:
-        made = []
-        for number, case in enumerate(cases):
-            behind = BEHIND if ranks > 1 and number else ()
-            words = (*case.words, *behind, "--accumulate", str(case.micro // ranks))
-            made.append(replace(case, words=words, out=str(tmp_path / name / str(number))))
-        return made
-
-    alone = by(1, "alone", cases=[*wishes, replace(wishes[-1], micro=2)])
-    on = replace(wishes[2], load=alone[2].out, skip=2)
-    run_ranks(alone, count=1, folder=tmp_path / "one")  # a separate process with as many threads as theirs
-    several = by(COUNT, "several", cases=[*wishes, on])
-    run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
-    for made, expected in zip(several[: len(wishes)], alone, strict=False):
-        assert made.left == expected.left, expected
-    assert several[2].moved == alone[-1].moved  # the drive bytes of one rank with the micro-batches that each rank has
-    (back,) = by(1, "back", cases=[replace(on, load=several[2].out)])
-    run_ranks([back], count=1, folder=tmp_path / "one again")
-    assert back.left == several[-1].left
-
-
-@pytest.mark.slow
-def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
-    """Each of two nodes of two ranks has its own memory and files, with its own ranks' state."""
-    model = model_directory(tmp_path / "model", "gpt2", **DROPOUT)
-    (tmp_path / "drive").mkdir()
-    case = Case(str(model), (), "", steps=2, micro=4, drives=(str(tmp_path / "drive"),))
-    homes = [
-        ("--params", "gpu", *HALF),
-        ("--params", "cpu", *HALF),
-        ("--params", "cpu", *HALF, *BEHIND),
-        (*AWAY, *BEHIND),
-    ]
-
-    def by(count: int) -> list[Case]:
-        words = [
-            (*one, "--dtype", "bf16", "--accumulate", str(4 // count)) for one in homes[: None if count > 1 else 1]
-        ]
-        return [replace(case, words=one, out=str(tmp_path / f"{count} {n}")) for n, one in enumerate(words)]
-
-    (alone,), several = by(1), by(4)
-    on = [replace(one, out=f"{one.out} on", load=alone.out, skip=2) for one in (alone, several[1], several[-1])]
-    run_ranks([alone, on[0]], count=1, folder=tmp_path / "one")
-    run_ranks([*several, *on[1:]], count=4, folder=tmp_path / "ranks", nodes=2)
-    for made in several:
-        assert (made.seen, made.files) == (alone.seen, alone.files), made.words
-    for made in on[1:]:
-        assert (made.seen, made.files) == (on[0].seen, on[0].files), made.words
-
-
-@pytest.mark.slow
-def test_checkpoints_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Checkpoints move from 3 ranks to 1, 2 and 4, and back, with identical bytes, even if written during training."""
-    model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
-    (tmp_path / "drive").mkdir()
-    frozen = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
-    words = ("--params", "gpu", "--dtype", "bf16", *HALF, *frozen)
-    drives = (str(tmp_path / "drive"),)
-
-    def case(ranks: int, name: str, **more: Any) -> Case:
-        shared = ("--accumulate", str(12 // ranks))
-        return Case(model, (*words, *shared), str(tmp_path / name), steps=1, micro=12, drives=drives, **more)
-
-    first = {ranks: case(ranks, f"first-{ranks}", meanwhile=ranks == 3) for ranks in (1, 2, 3, 4)}
-    second = {ranks: case(ranks, f"second-{ranks}", load=first[3].out, skip=1) for ranks in (1, 2, 4)}
-    for ranks in (3, 1, 2, 4):
-        run_ranks([first[ranks], *filter(None, [second.get(ranks)])], count=ranks, folder=tmp_path / f"ranks-{ranks}")
-        assert first[ranks].files == first[3].files
-    third = [case(3, f"from-{ranks}", load=first[ranks].out, skip=1) for ranks in (1, 2, 4)]
-    run_ranks(third, count=3, folder=tmp_path / "again")
-    for other in (second[2], second[4], *third):
-        assert (other.left[0], other.files) == (second[1].left[0], second[1].files), other
-    assert {"fixed.safetensors", "exp_avg_sq_scales.safetensors"} < first[1].files.keys()
+    made = on_ranks(cases | resumed(alone), count, tmp_path / "ranks", nodes=nodes)
+    for name, case in made.items():
+        assert (case.seen, case.files) == (alone[name].seen, alone[name].files), name
+    assert {"fixed.safetensors", "exp_avg_sq_scales.safetensors"} < made["half, 8-bit, frozen"].files.keys()
 
 
 FAULTY = """

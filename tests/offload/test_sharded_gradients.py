@@ -1,6 +1,5 @@
-"""Tests that gradients of several ranks, simulated by threads, add up to one rank's sums bit for bit.
-
-This holds whichever rank had a gradient, and in whatever order gradients arrived.
+"""Tests of ranks that threads simulate: their gradients add up to one rank's sums bit for bit, whichever rank had one
+and in whatever order they arrived, and a unit is ready only after all of them have updated it.
 """
 
 from __future__ import annotations
@@ -11,21 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
 from test_gradients import model, names, places, sums
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients import norms
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
+from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
+from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Transfers
 
@@ -37,7 +39,9 @@ class Place:
     """The memory and messages that simulated ranks in one process share."""
 
     def __init__(self, world: int, *, nodes: int) -> None:
-        self.world, self.barrier = world, threading.Barrier(world)
+        self.world, self.told, self.parts = world, [0] * world, dict[int, torch.Tensor]()
+        # A barrier each for numbers, for tensors, for reads and for the node's own.
+        self.barriers = [threading.Barrier(world, timeout=300) for _ in range(4)]
         each = world // nodes
         self.nodes = tuple(range(first, first + each) for first in range(0, world, each))
         self.made: dict[tuple[int, int], torch.Tensor] = {}
@@ -45,6 +49,26 @@ class Place:
             (source, to): Queue() for source in range(world) for to in range(world)
         }
         self.given: dict[int, torch.Tensor] = {}
+
+    def exchange(self, rank: int, mine: int) -> list[int]:
+        """Return every rank's number, in order of rank."""
+        self.told[rank] = mine
+        self.barriers[0].wait()
+        told = list(self.told)
+        self.barriers[0].wait()
+        return told
+
+    def join(self, values: torch.Tensor, rank: int) -> None:
+        """All-gather in place: each rank contributes its equal part of `values`."""
+        self.parts[rank] = values.chunk(self.world)[rank].clone()
+        self.barriers[1].wait()
+        values.copy_(torch.cat([self.parts[other] for other in range(self.world)]))
+        self.barriers[1].wait()
+
+    def abort(self) -> None:
+        """Break all barriers, as a closed connection would."""
+        for barrier in self.barriers:
+            barrier.abort()
 
 
 class ThreadOfNode(Node):
@@ -64,7 +88,7 @@ class ThreadOfNode(Node):
         return self._place.made[self.number, number]
 
     def barrier(self) -> None:
-        self._place.barrier.wait(300)
+        self._place.barriers[3].wait()
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         for to, values in out:
@@ -141,7 +165,7 @@ def test_sums_are_those_of_one_rank(
         try:
             return steps(gradients, rank=rank, world=world, barrier=node.barrier)
         except BaseException:
-            place.barrier.abort()
+            place.abort()
             raise
         finally:
             transfers.close()
@@ -204,3 +228,50 @@ def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest
             if (name := place_.weight.name) in arrived:
                 values = whole[unit.index][place_.start :][: place_.weight.numel]
                 assert torch.equal(told[name], alone(values)), name
+
+
+UNITS = [0, 1, 2]
+PAGES = [  # pages of each rank
+    [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)],
+    [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)],
+]
+
+
+@pytest.fixture
+def ranks() -> Any:
+    barrier = threading.Barrier(2, timeout=300)
+    made = [UpdateProgress(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
+    for one in made:
+        one.begin()
+    yield made
+    barrier.abort()
+    for one in made:
+        one.close()
+
+
+def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
+    return [[one.is_ready(unit) for unit in UNITS] for one in ranks]
+
+
+def test_a_unit_is_ready_once_all_ranks_have_updated_it(ranks: list[UpdateProgress]) -> None:
+    first, second = ranks
+    first.completion_callback(0, pages=2)(None)
+    first.completion_callback(2)(None)
+    assert home(ranks) == [[False] * 3] * 2
+    second.completion_callback(0)(None)
+    for one in ranks:
+        one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
+    assert not first.is_ready(1)
+    assert not first.is_ready(2)
+    second.completion_callback(1)(None)
+    for one in ranks:
+        one.wait_for_pages()
+    assert home(ranks) == [[True] * 3] * 2
+
+
+def test_an_error_of_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
+    first, _ = ranks
+    first.completion_callback(2)(TrainerError("the drive is gone"))
+    for unit in UNITS:
+        with pytest.raises(TrainerError, match="the drive is gone"):
+            first.wait(unit)

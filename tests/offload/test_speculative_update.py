@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
-from late_engines import use_late_transfers
-from late_transfers import FailingWrites, LateDevice
-from test_overlap import AWAY, HOMES, gpt2
-from test_tiered import skip_last_block
+from engine_bench import assert_same, batches, engine, masters, plain, saved, train
+from late_transfers import FailingWrites
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, gpt2, hold_up, plant, skip_last_block
 
-from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater, step_params_of
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
@@ -32,56 +30,8 @@ from offload_trainer.plan.tiered.layout import units_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-FULL = "tiered.overlap=backward"
-IN_LINE = "tiered.overlap=off"
-ON_DRIVES = {
-    name: HOMES[name]
-    for name in ("nothing in RAM", "weights in RAM", "weights and gradients on the drive", "a part on the device")
-} | {
-    "sums on the device": ["placement.gradients=gpu", "--ram-fraction", "0.3"],
-    "state on the drive, weights and gradients there": [*AWAY, "--ram-fraction", "0"],
-}
-CLIP = "optim.max_grad_norm=2"
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start every step speculatively, however often steps are clipped."""
-    monkeypatch.setattr(MispredictionWatch, "rarely", True)
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Record, for each step that was started speculatively, how many of its updated pages were kept, and
-    of how many.
-    """
-    found, its = [], SpeculativeStep.kept
-
-    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
-        numbers = its(ahead, *given)
-        found.append((len(numbers), len(ahead.written)))
-        return numbers
-
-    monkeypatch.setattr(SpeculativeStep, "kept", seen)
-    return found
-
-
-def hold_up(ours: TieredEngine) -> None:
-    """Pause the backward at the first block's gradients until the pages of all complete units are updated."""
-    updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
-
-    def wait(_: torch.Tensor) -> None:
-        ahead, end = updater._speculative, time.monotonic() + 300
-        if ahead is not None:
-            complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
-            early = (n for n, page in enumerate(pages) if page.home >= 0 or n in updater.shadows)
-            wanted = {number for number in early if pages[number].unit in complete}
-            while not (ahead.error or wanted <= ahead.written.keys()):
-                assert time.monotonic() < end
-                time.sleep(0.0005)
-
-    ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(wait)
-
+ALL = ["--ram-fraction", "1"]
+UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
@@ -95,7 +45,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     """
     found, unused = [], {1, 2, 4}
     for how in (IN_LINE, FULL):
-        words = [*HOMES["nothing in RAM"], "optim.max_grad_norm=0", "optim.moment_dtype=8bit", how]
+        words = [*HOMES["nothing in RAM"], UNCLIPPED, "optim.moment_dtype=8bit", how]
         with engine(gpt2(folder), *words, drives=[drive]) as ours:
             if how == FULL:
                 hold_up(ours)
@@ -119,33 +69,6 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
     ]
     assert expected.same_for(step_params_of(unit, rule, dict(steps), scale=0.5, noise_seed=7), 0)
     assert not any(expected.same_for(other, 0) for other in others)
-
-
-def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps 2, 4 and 5 of 7 are skipped with transfers in flight. The step after 4 is not speculative, the one after 5
-    is.
-    """
-    model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.max_grad_norm=0"], []
-    ahead = iter([True, True, True, True, False, True, True])
-    monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
-    for how in (IN_LINE, FULL):
-        if how == FULL:
-            use_late_transfers(monkeypatch)
-        given = LateDevice() if how == FULL else None
-        with engine(
-            model, *HOMES["weights and gradients on the drive"], *words, how, drives=[drive], device=given
-        ) as ours:
-            step = [0]
-
-            def plant(grad: torch.Tensor, step: Any = step) -> torch.Tensor:
-                return grad.fill_(float("nan")) if step[0] in (2, 4, 5) else grad
-
-            ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(plant)
-            steps = train(ours, batches(7), before=lambda number, step=step: step.__setitem__(0, number))
-            found.append(str((steps, digest(masters(ours).values()))))
-    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("always")
@@ -174,7 +97,7 @@ def test_pages_are_written_during_the_backward_and_copies_flip_after_it(folder: 
             numbers = sorted(updater._speculative.written)
             seen.append([(n, store.copies.valid(n)) for n in numbers])
 
-        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(look)
+        ours.offloaded.parameters[FIRST][0].register_hook(look)
         train(ours, batches(1))
         ours.synchronize()
         blocks = {unit.index for unit in ours.offloaded.units if unit.block}
@@ -193,9 +116,123 @@ def test_a_unit_reported_too_late_is_not_offered_to_the_next_step(folder: Path, 
             moving.offer(SpeculativeStep(step_params_of((), {}, {}, scale=1.0, noise_seed=None)), 0, None, None)
             seen.append((len(moving._waiting), len(moving._in_slots)))
 
-        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)
+        ours.offloaded.parameters[FIRST][0].register_hook(late)
         train(ours, batches(1))
     assert seen == [(0, 0)]
+
+
+# -- pages in RAM, with shadow memory for their old bytes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("home", "share"), [(ALL, 0.4), ([*AWAY, *ALL], 1.0), (HOMES["sums on the device"], 1.0)])
+def test_pages_in_ram_are_updated_before_the_backward_has_ended(
+    home: list[str], share: float, folder: Path, drive: Path
+) -> None:
+    """The state of later blocks' pages with shadow memory is new when the backward reaches its last block, and its old
+    bytes are kept. No other page in RAM is updated early.
+    """
+    found = dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    with engine(gpt2(folder), *home, UNCLIPPED, FULL, drives=[drive], shadows=share) as ours:
+        hold_up(ours)
+        store, updater = ours.offloaded.store, ours.offloaded.updater
+        state = {number: store.in_memory(number) for number in range(len(store.pages))}
+        before = {number: held.clone() for number, held in state.items() if held is not None}
+
+        def look(_: torch.Tensor) -> None:
+            for number in before.keys() & updater._speculative.written:
+                found[number] = state[number].clone(), updater.shadows._bytes[number].clone()
+
+        ours.offloaded.parameters[FIRST][0].register_hook(look)
+        train(ours, batches(1))
+        ours.synchronize()
+        blocks = [unit.index for unit in ours.offloaded.units if unit.block]
+        later = {number for number in before if store.pages[number].unit in blocks[1:]}
+        shadowed = {number for number in range(len(store.pages)) if number in updater.shadows}
+        assert len(later & shadowed) > 5
+        assert later & shadowed <= found.keys() <= shadowed
+        assert share < 1 or later <= shadowed
+        elements = sum(store.pages[number].elements for number in shadowed)
+        assert elements <= share * sum(page.elements for page in store.pages)
+        for number, (new, old) in found.items():
+            assert torch.equal(old, before[number])
+            assert not torch.equal(new, old)
+            assert torch.equal(new, state[number])  # it is not updated again
+
+
+@pytest.mark.slow
+def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the_same_slots(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that were prefetched for later units do not have to leave their slots to pages in RAM."""
+    read, seen = PageStore.read, list[int]()
+
+    def noted(store: PageStore, number: int, *given: Any, **more: Any) -> Any:
+        seen.append(number)
+        return read(store, number, *given, **more)
+
+    words = ["placement.gradients=gpu", "--ram-fraction", "0.9", "tiered.page_buffers=3", UNCLIPPED, FULL]
+    with engine(gpt2(folder), *words, drives=[drive], shadows=1.0) as ours:
+        hold_up(ours)
+        monkeypatch.setattr(PageStore, "read", noted)
+        train(ours, batches(3))
+        ours.synchronize()
+        ahead = [page.route.number for page in ours.offloaded.updater.pipeline._prefetched]
+        on_drives = [number for number, page in enumerate(ours.offloaded.store.pages) if page.home >= 0]
+    assert len(on_drives) > 2
+    assert sorted(seen) == sorted([*3 * on_drives, *ahead])
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("limit", "skipped"), [(UNCLIPPED, 0), (CLIPPED, 0), (UNCLIPPED, 2)])
+def test_a_step_that_is_decided_while_a_page_is_computed(
+    limit: str,
+    skipped: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: list[tuple[int, int]],
+) -> None:
+    """The first early page of a step is still being computed when the step is decided; no other is begun.
+
+    After such a skipped step, the next one begins with its own pages.
+    """
+    model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
+    step = [0]
+    end = Updater._end_speculation
+
+    def ended(updater: Updater) -> Any:
+        decided.set()
+        return end(updater)
+
+    def slow(updater: Updater, *given: Any, **words: Any) -> None:
+        if updater._speculative is not None and skipped in (0, step[0]):
+            assert decided.wait(300)
+        update(updater, *given, **words)
+
+    monkeypatch.setattr(Updater, "_end_speculation", ended)
+    monkeypatch.setattr(Updater, "_update", slow)
+    for how in (IN_LINE, FULL):
+        with engine(model, *ALL, limit, how, shadows=1.0) as ours:
+            spoil = plant(ours, {skipped: float("nan")})
+
+            def before(number: int, ours: Any = ours, spoil: Any = spoil) -> None:
+                ours.synchronize()
+                decided.clear()
+                step[0] = number
+                spoil(number)
+
+            found.append((str(train(ours, batches(3), before=before)), masters(ours)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+    assert len(kept) == 3 - (skipped > 0)
+    assert skipped or [done for _, done in kept] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_plan_counts_what_is_allocated(share: float, folder: Path) -> None:
+    with engine(gpt2(folder), *ALL, FULL, shadows=share) as ours:
+        planned = [item.bytes for item in ours.candidate.items() if item.name == "shadow memory"]
+        assert ours.offloaded.updater.shadows.nbytes == sum(planned)
+        assert bool(sum(planned)) == bool(share)
 
 
 # -- when steps are often clipped ------------------------------------------------------------------------------------
@@ -236,7 +273,7 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
 ) -> None:
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
         hold_up(ours)
-        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(lambda _: 1 / 0)
+        ours.offloaded.parameters[FIRST][0].register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(ours, batches(1))
         assert threads_left()
@@ -250,9 +287,7 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
     monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: transfers)
-    with engine(
-        gpt2(folder), *ON_DRIVES["state on the drive, weights and gradients there"], FULL, drives=[drive]
-    ) as ours:
+    with engine(gpt2(folder), *ALL_ON_DRIVES, FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))
         ours.synchronize()

@@ -13,20 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import ON_GPU, assert_same, batches, digest, engine, masters, plain, train
-from late_engines import engine_on_streams
+from engine_bench import assert_same, batches, digest, engine, masters, plain, train
 from late_transfers import HeldWrites
-from test_overlap import BEHIND, HOMES, gpt2
-from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
-from test_tiered import skip_last_block
+from placements import BEHIND, FULL, HOMES, gpt2, hold_up, plant, skip_last_block
+from placements import FIRST as HOLD
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.updater import MispredictionWatch
-from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import Future, together
 
@@ -34,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 WEIGHTS_AWAY = "weights and gradients on the drive"
 NOT_CLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
-HOLD = "transformer.h.0.ln_1.weight"  # Its gradient is one of the last.
 
 
 @pytest.fixture
@@ -55,38 +50,28 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("limit", [NOT_CLIPPED, CLIPPED])
+@pytest.mark.parametrize("decided", ["kept", "clipped", "skipped"])
 @pytest.mark.parametrize("file", ["state", "weights"])
 def test_pages_are_complete_before_they_are_used_again(
-    file: str, limit: str, folder: Path, drive: Path, writes: HeldWrites
+    file: str, decided: str, folder: Path, drive: Path, writes: HeldWrites
 ) -> None:
-    """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again."""
-    model = gpt2(folder)
-    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], limit, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        writes.hold[file] = 1
-        assert train(ours, batches(3)) == plain(model, 3, limit)[0]
-        assert_same(masters(ours), plain(model, 3, limit)[1])
-    assert (writes.crossed, writes.hold[file]) == ([], 0)
+    """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again.
 
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("file", ["state", "weights"])
-def test_a_skipped_step_waits_for_speculative_writes(file: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
-    """The old weights overwrite the new ones, and the next step's state goes where the skipped state
+    After a skipped step the old weights overwrite the new ones, and the next step's state goes where the skipped state
     would have gone.
     """
-    with engine(gpt2(folder), *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+    model, limit = gpt2(folder), CLIPPED if decided == "clipped" else NOT_CLIPPED
+    with engine(model, *HOMES[WEIGHTS_AWAY], limit, FULL, drives=[drive]) as ours:
         hold_up(ours)
-        before = {name: tensor.clone() for name, tensor in masters(ours).items()}
-        planted = ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(
-            lambda gradient: gradient.fill_(float("nan"))
-        )
+        before = masters(ours)
         writes.hold[file] = 1
-        assert train(ours, batches(1))[0][1] is None
-        assert_same(masters(ours), before)
-        planted.remove()
-        train(ours, batches(2))
+        if decided == "skipped":
+            spoil = plant(ours, {1: float("nan")}, weight="transformer.wpe.weight")
+            assert train(ours, batches(1), before=spoil)[0][1] is None
+            assert_same(masters(ours), before)
+            spoil(2)
+        assert train(ours, batches(3)) == plain(model, 3, limit)[0]
+        assert_same(masters(ours), plain(model, 3, limit)[1])
     assert (writes.crossed, writes.hold[file]) == ([], 0)
 
 
@@ -124,36 +109,6 @@ def test_a_backward_does_not_wait_for_state_in_flight(folder: Path, drive: Path,
         assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
         assert seen[0] == len(ours.offloaded.store.pages)
     assert not writes.crossed
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
-@pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
-def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
-    complete.
-    """
-    made: dict[int, Any] = {}
-    found: list[bool] = []
-    offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
-
-    def offered(moving: PagePipeline, step: Any, unit: int, mark: Any, error: Any) -> None:
-        made[unit] = mark
-        offer(moving, step, unit, mark, error)
-
-    def looked(its: Any, unit: int, *given: Any, after: Any) -> Any:
-        if ours.offloaded.updater._speculative is not None:
-            found.append(after is made[unit])
-        return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
-
-    with engine_on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        monkeypatch.setattr(PagePipeline, "offer", offered)
-        monkeypatch.setattr(Gradients, "read", looked)
-        monkeypatch.setattr(PlacedWeights, "commit", looked)
-        train(ours, batches(3))
-    assert found
-    assert all(found)
 
 
 def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
@@ -284,19 +239,8 @@ def test_prefetched_state_of_incomplete_units(folder: Path, drive: Path) -> None
     model, found = gpt2(folder), []
     for how in ("tiered.overlap=off", FULL):
         with engine(model, *HOMES["nothing in RAM"], NOT_CLIPPED, how, drives=[drive]) as ours:
-            step = [0]
-
-            def plant(gradient: torch.Tensor, step: Any = step) -> torch.Tensor:
-                return gradient.fill_(float("nan")) if step[0] == 2 else gradient
-
-            ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(plant)
-            unused = skip_last_block(ours, {2, 3})
-
-            def before(number: int, step: Any = step, unused: Any = unused) -> None:
-                step[0] = number
-                unused(number)
-
-            steps = train(ours, batches(4), before=before)
+            hooks = plant(ours, {2: float("nan")}, weight="transformer.wpe.weight"), skip_last_block(ours, {2, 3})
+            steps = train(ours, batches(4), before=lambda step, hooks=hooks: [hook(step) for hook in hooks])
             found.append(str((steps, digest(masters(ours).values()))))
     assert found[0] == found[1]
 
@@ -370,14 +314,11 @@ def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swapped", [1, 3])
-def test_a_unit_out_of_order_gets_slots(
-    swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_out_of_order_gets_slots(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient sums arrive late, when the slots already hold the state of later units."""
     model, offer, late, passed = gpt2(folder), PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
     deciding = threading.Lock()
-    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+    with engine(model, *HOMES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         first = train(ours, batches(1))
         moving = ours.offloaded.updater.pipeline
@@ -385,11 +326,11 @@ def test_a_unit_out_of_order_gets_slots(
 
         def out_of_turn(self: PagePipeline, step: object, unit: int, *more: Any) -> None:
             with deciding:
-                if unit == order[swapped] and not passed.is_set():  # It may also be late on its own.
+                if unit == order[1] and not passed.is_set():  # It may also be late on its own.
                     late.append((step, unit, *more))
                     return
             offer(self, step, unit, *more)
-            if unit == order[swapped + 1]:
+            if unit == order[2]:
                 with deciding:
                     passed.set()
                 end = time.monotonic() + 5

@@ -1,28 +1,26 @@
-"""Tests of prefetching weights to the device: each transfer starts before its unit is needed, and
-bytes match the plan.
+"""Tests of prefetching weights to the device, by blocks or by their modules: each transfer starts before its unit is
+needed, and bytes match the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_bench import REENTRANT, batches, engine, model_directory, train
+from placements import BY_MODULE, OFF, ON
 
+import offload_trainer.offloading.model as offloaded_model
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.config import PlacementSection
-from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.loader import resolve_model
+from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.plan.planner import make_plan
-from offload_trainer.run.planning import as_wished
-from offload_trainer.settings import load_config
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
-ON, OFF, TWO = (f"model.activation_checkpointing={blocks}" for blocks in ("on", "off", 2))
-MODULE = "tiered.fetch_granularity=module"
+TWO = "model.activation_checkpointing=2"
 FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
@@ -31,10 +29,10 @@ KINDS = {
     "untied, breadth-first": ("qwen3", False, [ON, BREADTH]),
     "tied, breadth-first": ("gpt2", True, [ON, BREADTH]),
     "untied, two blocks checkpointed": ("qwen3", False, [TWO]),
-    "untied, by the module, two blocks checkpointed": ("qwen3", False, [TWO, MODULE]),
-    "untied, by the module": ("qwen3", False, [OFF, MODULE]),
-    "tied, by the module, checkpointed": ("gpt2", True, [ON, MODULE]),
-    "untied, by the module, checkpointed": ("qwen3", False, [ON, MODULE]),
+    "untied, by the module, two blocks checkpointed": ("qwen3", False, [TWO, BY_MODULE]),
+    "untied, by the module": ("qwen3", False, [OFF, BY_MODULE]),
+    "tied, by the module, checkpointed": ("gpt2", True, [ON, BY_MODULE]),
+    "untied, by the module, checkpointed": ("qwen3", False, [ON, BY_MODULE]),
     "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
     "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
     "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
@@ -44,28 +42,20 @@ KINDS = {
 Event = tuple[str, int | str]
 
 
-class Watch:
-    """A log of the units that the prefetcher was asked for and started, in order."""
+def log_calls(patch: pytest.MonkeyPatch) -> list[Event]:
+    """Return a list that receives the units that prefetchers are asked for and start, and their passes, in order."""
+    events: list[Event] = []
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.events: list[Event] = []
-        need, start = WeightPrefetcher.need, WeightPrefetcher._start
-        passing, begin = WeightPrefetcher.passing, WeightPrefetcher.begin
+    def log(name: str, event: Callable[..., Event]) -> None:
+        call = getattr(WeightPrefetcher, name)
+        noted = lambda *given, **words: (events.append(event(*given, **words)), call(*given, **words))[1]  # noqa: E731
+        patch.setattr(WeightPrefetcher, name, noted)
 
-        def note(kind: str, what: int | str) -> None:
-            self.events.append((kind, what))
-
-        patch.setattr(WeightPrefetcher, "need", lambda s, unit: (note("need", unit), need(s, unit))[1])
-        patch.setattr(
-            WeightPrefetcher, "_start", lambda s, unit, number: (note("start", unit), start(s, unit, number))[1]
-        )
-        patch.setattr(WeightPrefetcher, "begin", lambda s: (note("begin", ""), begin(s)))
-
-        def watched(stream: WeightPrefetcher, *, backward: bool, then: bool | None) -> Any:
-            note("pass", "backward" if backward else "forward")
-            return passing(stream, backward=backward, then=then)
-
-        patch.setattr(WeightPrefetcher, "passing", watched)
+    log("need", lambda _, unit: ("need", unit))
+    log("_start", lambda _, unit, number: ("start", unit))
+    log("begin", lambda _: ("begin", ""))
+    log("passing", lambda _, *, backward, then: ("pass", "backward" if backward else "forward"))
+    return events
 
 
 def third_step(
@@ -77,21 +67,20 @@ def third_step(
     model = model_directory(folder / "model", architecture, tied=tied)
     words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
     with engine(model, *words) as ours:
-        watch = Watch(patch)
+        events = log_calls(patch)
         train(ours, batches(3 * accumulate), accumulate=accumulate)
         fetched = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
-    begins = [index for index, event in enumerate(watch.events) if event == ("begin", "")]
+    begins = [index for index, event in enumerate(events) if event == ("begin", "")]
     assert len(begins) == 3
-    events = watch.events[begins[1] : begins[2]]
-    config = load_config(["--model", str(model), "--scratch", *(word for word in words if word != REENTRANT)])
-    source = as_wished(resolve_model(config.model, seed=0), config)
-    plan = make_plan(config, source.shape, probe_machine(PlacementSection(), output=str(folder)))
-    planned = sum(moved.read for moved in plan.traffic if moved.place == "device" and moved.phase != "update")
+    events = events[begins[1] : begins[2]]
+    planned = sum(moved.read for moved in ours.plan.traffic if moved.place == "device" and moved.phase != "update")
     return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
 
 
-@pytest.mark.parametrize(("buffers", "accumulate"), [(1, 3), (2, 1), (9, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "buffers", "accumulate"),
+    [case for n, kind in enumerate(KINDS) for case in ((kind, 2, 1), (kind, (1, 9)[n % 2], 3))],
+)
 def test_units_are_fetched_as_planned_and_before_they_are_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,3 +104,50 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
     for index in passes:  # A pass's first unit was started before the pass.
         first = next(unit for kind, unit in events[index:] if kind == "need")
         assert first in [unit for kind, unit in events[:index] if kind == "start"]
+
+
+RAM = ("--params", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return model_directory(folder / "qwen3", "qwen3", tied=False)
+
+
+@pytest.mark.slow
+def test_pieces_of_a_row_are_computed_with_a_part_that_stays(model: Path) -> None:
+    found = []
+    for more in ((BY_MODULE,), ()):
+        with engine(model, *RAM, ON, "model.mlp_chunk=16", "tiered.weight_buffers=1", *more) as ours:
+            names = [unit.name for unit in ours.offloaded.units if unit.is_part]
+            assert "model.layers.0.mlp" in names if more else not names
+            found.append(train(ours, batches(3)))
+    assert found[0] == found[1]
+
+
+def test_a_recomputation_that_keeps_bare_weights_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
+    share buffers.
+    """
+    monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
+    with (
+        engine(model, *RAM, ON, BY_MODULE, "tiered.weight_buffers=2") as ours,
+        pytest.raises(
+            UserError,
+            match=r"a checkpointed part of the model runs with the weights of 3 .*weight_buffers must be at least",
+        ),
+    ):
+        train(ours, batches(1))
+
+
+def test_reading_a_weight_of_another_part_gives_nan(model: Path) -> None:
+    """Absent weights are NaN: code that reads one without calling its module stops the run rather than
+    use old values.
+    """
+    with engine(model, *RAM, OFF, BY_MODULE, "tiered.weight_buffers=1") as ours:
+        mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
+        gate = mlp.gate_proj.weight
+        mlp.down_proj.register_forward_hook(lambda module, given, output: output + gate.sum())
+        loss, norm = train(ours, batches(1))[0]
+        assert loss != loss
+        assert norm is None

@@ -8,19 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import DROPOUT, model_directory
-from forked_ranks import Case, run_ranks
-from test_ranks import BEHIND
 from test_sharded_gradients import Place, ThreadOfNode
-from thread_ranks import Threads
 
-import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
@@ -77,14 +71,14 @@ def of_ranks(
     """Run the ranks' programs. Return each rank's list of correct fetches, or its error, and the elements that each
     read or copied.
     """
-    between, place = Threads(WORLD), Place(WORLD, nodes=1)
+    place = Place(WORLD, nodes=1)
     moved = [0] * WORLD
 
     def of_rank(rank: int) -> Any:
         def join(values: torch.Tensor, number: int) -> None:
             if fails and rank == 1:
                 raise TrainerError("the link is gone")
-            between.join(values, number)
+            place.join(values, number)
 
         def copy(values: torch.Tensor, target: torch.Tensor) -> None:
             moved[rank] += values.numel()
@@ -96,13 +90,13 @@ def of_ranks(
             wanted.fill = lambda into, _: fill(into, copy)  # type: ignore[method-assign]
             return wanted(into)
 
-        node, rounds = ThreadOfNode(rank, place), FetchMatching(lambda mine: between.exchange(rank, mine))
+        node, rounds = ThreadOfNode(rank, place), FetchMatching(lambda mine: place.exchange(rank, mine))
         gathers, transfers = Turns(rounds, "gathers"), Counting(fails=fails and rank == 1)
         shared: SharedReads | Turns = gathers
         fetch: Fetch = gather
         with ExitStack() as stack:
             if kind == "reads":
-                shared, fetch = reads(folder / f"{rank}", node, rounds, between.barrier, transfers, stack)
+                shared, fetch = reads(folder / f"{rank}", node, rounds, place.barriers[2].wait, transfers, stack)
             try:
                 found = []
                 for what in programs[rank]:
@@ -114,7 +108,7 @@ def of_ranks(
                     found.append(torch.equal(into, UNITS[what]))
                 return found
             except Exception as error:
-                between.abort()  # a closed connection breaks the others' waits
+                place.abort()  # a closed connection breaks the others' waits
                 return error
             finally:
                 turns_of(shared).cancel()
@@ -196,39 +190,6 @@ def test_parts_and_remainder_cover_a_unit() -> None:
             part = even_part(elements, ranks=ranks)
             assert part % ALIGN == 0
             assert 0 <= elements - ranks * part < ranks * ALIGN
-
-
-@pytest.mark.slow
-def test_ranks_that_gather_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, norms, masters, moments and evaluation losses match one rank's. Layer drop makes ranks need different
-    units.
-    """
-    monkeypatch.setattr(layout, "SMALL", 0)
-    tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
-    dropped = model_directory(tmp_path / "dropped", "opt")  # each rank drops different layers
-    experts = model_directory(tmp_path / "experts", "mixtral")
-    cases = [
-        Case(str(model), ("--params", "cpu", "--dtype", dtype), "", steps=2, micro=6, evaluate=True)
-        for model, dtype in ((tied, "bf16"), (dropped, "fp32"), (experts, "bf16"))
-    ]
-
-    def by(ranks: int) -> list[Case]:
-        words = (
-            "--accumulate",
-            str(6 // ranks),
-            *(("tiered.weight_transfer=all_gather", *BEHIND) if ranks > 1 else ()),
-        )
-        return [
-            replace(case, words=(*case.words, *words), out=str(tmp_path / f"{ranks}-{number}"))
-            for number, case in enumerate(cases)
-        ]
-
-    made = {ranks: by(ranks) for ranks in (1, 2, 3)}
-    for ranks, of_ranks in made.items():
-        run_ranks(of_ranks, count=ranks, folder=tmp_path / f"ranks-{ranks}")
-    for ranks in (2, 3):
-        for one, expected in zip(made[ranks], made[1], strict=True):
-            assert one.left == expected.left, one
 
 
 def test_a_gather_waits_for_its_buffer() -> None:

@@ -1,4 +1,6 @@
-"""Tests of AdamW on host memory: kernels have the bits of torch.optim.AdamW, however a weight is cut."""
+"""Tests of AdamW on host memory: kernels have the bits of torch.optim.AdamW for every format of moments, however a unit
+is cut.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from update_ranges import ADAMW, form, update_stretch
+from update_ranges import ADAMW, FIRST, FORMATS, MARK, NOISE, UNIT, form, part, update_stretch, updated
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim import kernel_api, kernels, native_adam
+from offload_trainer.optim import kernel_api, kernels, moments, native_adam
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+KERNELS = [TorchKernel, NativeKernel]
 
 
 def numbers(n: int, *, seed: int) -> torch.Tensor:
@@ -30,44 +36,27 @@ def numbers(n: int, *, seed: int) -> torch.Tensor:
     return values
 
 
-def state_of(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return numbers(n, seed=1), numbers(n, seed=2), numbers(n, seed=3).square()
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: int = 3) -> list[torch.Tensor]:
-    """Return master, moments and bf16 weight after `steps` steps, each computed in pieces between `cuts`."""
-    state = [torch.randn(n, generator=torch.Generator().manual_seed(0)), torch.zeros(n), torch.zeros(n)]
-    out = torch.empty(n, dtype=torch.bfloat16)
-    for step in range(1, steps + 1):
-        for start, end in zip([0, *cuts], [*cuts, n], strict=True):
-            master, exp_avg, exp_avg_sq = (tensor[start:end] for tensor in state)
-            update_stretch(
-                kernel,
-                *(master, exp_avg, exp_avg_sq, grad[start:end], out[start:end]),
-                scale=0.37,
-                hyper=replace(ADAMW, lr=1e-3 * step),
-                step=step,
-            )
-    return [*state, out]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
-def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("lr", "decay"), [(1e-3, 0.1), (10.0, 0.1), (3.0, 1 / 3), (0.3, 0.7)])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_bits_of_torch_adamw(
+    kind: type[Kernel], lr: float, decay: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors of decay may be close to zero."""
     monkeypatch.setattr(kernel_api, "CHUNK", 4096)
     n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
-    grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
-    before = grad.clone()
-    master, exp_avg, exp_avg_sq, out = run(kind(), n, grad=grad, cuts=[])
-
-    weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
-    optimizer = torch.optim.AdamW([weight], betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1, fused=True)
+    grad, master = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype), numbers(n, seed=1)
+    before, exp_avg, exp_avg_sq, out = grad.clone(), torch.zeros(n), torch.zeros(n), torch.empty(n).bfloat16()
+    weight = torch.nn.Parameter(master.clone())
+    optimizer = torch.optim.AdamW([weight], betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=decay, fused=True)
     for step in range(1, 4):
-        optimizer.param_groups[0]["lr"] = 1e-3 * step
+        hyper = replace(ADAMW, lr=lr * step, decay=decay)
+        update_stretch(kind(), master, exp_avg, exp_avg_sq, grad, out, scale=0.37, hyper=hyper, step=step)
+        optimizer.param_groups[0]["lr"] = lr * step
         weight.grad = before.float() * 0.37
         optimizer.step()
     assert same_bits(master, weight.data)
@@ -75,30 +64,6 @@ def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch
     assert same_bits(exp_avg_sq, optimizer.state[weight]["exp_avg_sq"])
     assert same_bits(out, weight.data.bfloat16())
     assert same_bits(grad, before)
-
-
-@pytest.mark.parametrize(("lr", "decay"), [(10.0, 0.1), (3.0, 1 / 3), (0.3, 0.7)])
-@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
-def test_decay_factor_close_to_zero_matches_torch_adamw(kind: type[Kernel], lr: float, decay: float) -> None:
-    n = 4096
-    state, grad = state_of(n), numbers(n, seed=4)
-    weight = torch.nn.Parameter(state[0].clone())
-    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=decay, fused=True)
-    weight.grad = grad.clone()
-    optimizer.step()
-    zeros = torch.zeros(n), torch.zeros(n)
-    hyper = AdamW(lr, (0.9, 0.99), 1e-8, decay)
-    update_stretch(kind(), state[0], *zeros, grad, None, scale=1.0, hyper=hyper, step=1)
-    assert same_bits(state[0], weight.data)
-
-
-@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
-def test_bits_do_not_depend_on_where_a_weight_is_cut(kind: type[Kernel]) -> None:
-    n = 70_003
-    grad = numbers(n, seed=4).bfloat16()
-    whole = run(kind(), n, grad=grad, cuts=[])
-    pieces = run(kind(), n, grad=grad, cuts=[1, 8, 21, 4096, 65_537])
-    assert all(map(same_bits, whole, pieces))
 
 
 def test_native_propagates_nan_and_infinity() -> None:
@@ -140,6 +105,93 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     assert torch.equal(out.isnan(), nan)
     assert same_bits(out[~nan], expected[~nan])
     assert (expected.isinf() & ~nan).any()
+
+
+# -- pages of several parts, in every format ---------------------------------------------------------------------------
+
+N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
+PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]
+
+
+def cut(name: str, field: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    per = 256 if "scales" in name else 1
+    return field[start // per : -(-end // per)]
+
+
+def page_of(states: str, start: int = 0, end: int = N) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return elements [start, end) of a page, as a separate page."""
+    fields, grad = random_page(N, form(states))
+    return {name: cut(name, field, start, end) for name, field in fields.items()}, grad[start:end].clamp(-6e4, 6e4)
+
+
+def all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(same_bits, ones, others)) and len(ones) == len(others)
+
+
+@pytest.mark.parametrize("states", FORMATS)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_elements_outside_the_parts_keep_their_bits(kind: type[Kernel], states: str) -> None:
+    """The promise includes 8-bit moments, which decoding and encoding would change."""
+    before, grad = page_of(states)
+    *fields, out = updated(kind(), (before, grad), PARTS, states=states)
+    outside = torch.ones(N, dtype=torch.bool)
+    for changed in PARTS:
+        outside[changed.start : changed.end] = False
+    assert (out[outside] == MARK).all()
+    assert (out[~outside] != MARK).all()
+    for (name, old), tensor in zip(before.items(), fields, strict=True):
+        left = outside[::256] if "scales" in name else outside
+        assert torch.equal(tensor[left], old[left])
+        assert (tensor[~left] != old[~left]).float().mean() > 0.1, name
+    unchanged = updated(kind(), (before, grad), [], states=states)
+    assert all_same(unchanged, [*before.values(), torch.full_like(out, MARK)])
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
+    """The reference composes the functions of moments.py with torch's AdamW."""
+    whole, (before, grad) = part(0, N, 0.1, 7), page_of(states)
+    weight = torch.nn.Parameter(before["master"].clone())
+    optimizer = torch.optim.AdamW([weight], lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1, fused=True)
+    wide = {kind: torch.empty(N) for kind in ("exp_avg", "exp_avg_sq")}
+    for kind, values in wide.items():
+        if states == "8bit":
+            moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
+        else:
+            values.copy_(before[kind])
+    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
+    weight.grad = grad.bfloat16().float() * 0.37
+    optimizer.step()
+    expected = {"master": weight.data}
+    for kind, values in wide.items():
+        expected[kind], noise = torch.empty_like(before[kind]), NOISE.bits(kind, UNIT, FIRST)
+        if states == "bf16":
+            moments.encode_bf16(values, expected[kind], noise=noise)
+        else:
+            scales = expected[f"{kind}_scales"] = torch.empty(N // 256)
+            signed = kind == "exp_avg"
+            moments.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
+    right = [*(expected[name] for name in before), weight.data.bfloat16()]
+    assert all_same(updated(TorchKernel(), (before, grad), [whole], states=states), right)
+
+
+@pytest.mark.parametrize("wanted", [*TYPES, None])
+@pytest.mark.parametrize("given", TYPES)
+@pytest.mark.parametrize("states", FORMATS)
+def test_native_has_the_bits_of_torch(states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
+    page, words = page_of(states), {"states": states, "given": given, "wanted": wanted}
+    assert all_same(*(updated(kind(), page, PARTS, **words) for kind in KERNELS))
+
+
+@pytest.mark.parametrize("states", FORMATS)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_bits_do_not_depend_on_where_a_unit_is_cut(kind: type[Kernel], states: str) -> None:
+    names = [*page_of(states)[0], "out"]
+    whole = updated(kind(), page_of(states), [part(0, N, 0.1, 7)], states=states)
+    for start, end in ((0, 256), (256, 69_888), (69_888, N)):
+        parts = [part(0, end - start, 0.1, 7)]
+        page = updated(kind(), page_of(states, start, end), parts, states=states, first=FIRST + start)
+        assert all_same(page, [cut(name, field, start, end) for name, field in zip(names, whole, strict=True)])
 
 
 # -- choice of kernel --------------------------------------------------------------------------------------------------

@@ -23,25 +23,26 @@ from typing import Any
 
 import pytest
 import torch
+import update_ranges
 from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
-from test_update_page import MARK, STATES
-from update_ranges import ADAMW, form, part
+from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel, clip_ranges
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernels import matches_bitwise, random_page
-from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.plan.tiered.layout import DEVICE
 
 N = 20_000  # not a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
+STATES = [*FORMATS]
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
+BETAS = [(0.3, 0.5), (0.0, 0.0)]
 ROOT = Path(__file__).resolve().parents[2]
 
 Fields = dict[str, torch.Tensor]
@@ -114,25 +115,8 @@ def wild_page(n: int, *, states: str) -> tuple[Fields, torch.Tensor]:
     return fields, of_all_shapes(n, seed=9, dtype=torch.float32)
 
 
-def updated(
-    kernel: Kernel,
-    page: tuple[Fields, torch.Tensor],
-    parts: list[ParamRange],
-    *,
-    states: str,
-    first: int = 4096,
-    given: torch.dtype = torch.bfloat16,
-    wanted: torch.dtype | None = torch.bfloat16,
-    scale: float = 0.37,
-) -> list[torch.Tensor]:
-    """Return the page's fields and its new weights."""
-    place = PLACE if isinstance(kernel, CudaKernel) else torch.device("cpu")
-    fields, grad = page
-    here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
-    out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
-    noise, new = None if states == "fp32" else Noise(1, 2), None if wanted is None else out
-    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, 3, first))
-    return [tensor.cpu() for tensor in (*here.values(), out)]
+def updated(kernel: Kernel, *given: Any, **words: Any) -> list[torch.Tensor]:
+    return update_ranges.updated(kernel, *given, **words, place=PLACE if isinstance(kernel, CudaKernel) else "cpu")
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -145,54 +129,21 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("betas", [ADAMW.betas, *(pytest.param(b, marks=pytest.mark.slow) for b in BETAS)])
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", STATES)
-def test_bits_of_the_cpu(states: str, given: torch.dtype) -> None:
+def test_bits_of_the_cpu(states: str, given: torch.dtype, betas: tuple[float, float]) -> None:
     """All dtypes of new weights, and another factor on the gradient with each."""
+    hyper = ADAMW if betas == ADAMW.betas else replace(ADAMW, betas=betas, eps=1e-6)
+    parts = [part(one.start, one.end, one.hyper.decay, one.step, hyper=hyper) for one in PARTS]
     pages = random_page(N, form(states)), wild_page(N, states=states)
     for page, wanted, scale in zip((*pages, *pages), [*TYPES, None], (0.37, 1.0, 1e30, 1e-30), strict=True):
-        ours, native = (
-            updated(kernel, page, PARTS, states=states, given=given, wanted=wanted, scale=scale)
-            for kernel in (cuda_kernel(), reference())
-        )
-        assert_same(ours, native)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
-@pytest.mark.parametrize("given", TYPES)
-@pytest.mark.parametrize("states", STATES)
-def test_bits_of_the_cpu_for_any_bits(states: str, given: torch.dtype, betas: tuple[float, float]) -> None:
-    hyper, page = replace(ADAMW, betas=betas, eps=1e-6), wild_page(N, states=states)
-    parts = [part(one.start, one.end, one.hyper.decay, one.step, hyper=hyper) for one in PARTS]
-    for scale, wanted in ((1.0, given), (1e-30, torch.float16), (1e30, torch.bfloat16)):
         ours, native, torchs = (
             updated(kernel, page, parts, states=states, given=given, wanted=wanted, scale=scale)
             for kernel in (cuda_kernel(), reference(), TorchKernel())
         )
         assert_same(ours, native)
         assert_same(ours, torchs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("states", STATES)
-def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
-    """The inputs and results of the preceding test include enough values of every kind."""
-    page = wild_page(N, states=states)
-    after = dict(zip([*page[0], "out"], updated(NativeKernel(), page, PARTS, states=states), strict=True))
-    numbers = [page[0]["master"], page[1], after["master"]]
-    numbers += [after[name].float() for name in after if name.startswith("exp_avg") and states != "8bit"]
-    for tensor in numbers:
-        small = tensor.abs()
-        assert ((small > 0) & (small < 1.2e-38)).sum() > 20
-        assert tensor.isnan().sum() > 10
-        assert tensor.isinf().sum() > 10
-        assert (tensor.isfinite() & (small > 1e-3)).sum() > 1000
-    for name in ("exp_avg", "exp_avg_sq") if states == "8bit" else ():
-        scales = after[f"{name}_scales"]
-        assert min(scales.isnan().sum(), (scales == 0).sum(), (scales > 1e-3).sum()) > 3
-        assert ((scales > 0) & (scales < 1.2e-38)).sum() > 3
-        assert len(after[name].unique()) > 200
 
 
 @pytest.mark.slow
@@ -208,12 +159,6 @@ def test_pages_of_any_size_anywhere_in_a_unit(states: str) -> None:
         )
 
 
-def counted_launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    launches, launch = [], CudaKernel._launch
-    monkeypatch.setattr(CudaKernel, "_launch", lambda *given, **also: (launches.append(also), launch(*given, **also)))
-    return launches
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_more_parts_than_a_launch_takes(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,44 +166,11 @@ def test_more_parts_than_a_launch_takes(states: str, monkeypatch: pytest.MonkeyP
     hypers = [replace(ADAMW, lr=0.01 / (i + 1), betas=(0.2 * i, 0.99 - 0.1 * i), eps=10.0**-i) for i in range(1, 5)]
     parts = [part(256 * i, 256 * (i + 1), 0.1 * (i % 3), i + 1, hyper=hypers[i % 4]) for i in range(150) if i % 5]
     page = random_page(n, form(states))
-    kernel, launches = cuda_kernel(), counted_launches(monkeypatch)
+    kernel, launches, launch = cuda_kernel(), [], CudaKernel._launch
+    monkeypatch.setattr(CudaKernel, "_launch", lambda *given, **also: (launches.append(also), launch(*given, **also)))
     ours = updated(kernel, page, parts, states=states)
     assert len(launches) == 2
     assert_same(ours, updated(reference(), page, parts, states=states))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("states", STATES)
-def test_one_launch_updates_several_pages(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts begin and end inside pages and reach over their ends; the CPU's kernel updates page by page."""
-    kernel, launches = cuda_kernel(), counted_launches(monkeypatch)
-    each, count, format = 4096, 5, form(states)
-    ends = [(256, 4096), (4096, 9472), (9728, 3 * each), (4 * each - 512, 5 * each)]
-    parts = [part(start, end, 0.1 * step, step) for step, (start, end) in enumerate(ends, 1)]
-    pages, weights, grads = [], [], []
-    for number in range(count):
-        fields, grad = random_page(each, format)
-        fields = {name: tensor.roll(number) for name, tensor in fields.items()}
-        weight = torch.full((each,), MARK, dtype=torch.bfloat16)
-        pages, weights, grads = [*pages, fields], [*weights, weight], [*grads, grad.roll(3 * number).bfloat16()]
-    rows = [torch.cat([as_bytes(field) for field in (*fields.values(), torch.zeros(4096))]) for fields in pages]
-    state, grad, out = (tensor.to(PLACE) for tensor in (torch.stack(rows), torch.cat(grads), torch.cat(weights)))
-    views, start = {}, 0
-    for name, field in pages[0].items():
-        views[name], start = state[:, start : start + field.nbytes].view(field.dtype), start + field.nbytes
-    noise, first = None if states.endswith("fp32") else Noise(1, 2), 2**32 - 2 * each
-    kernel.update_page(PageUpdate(views, grad, out, parts, format, 0.37, noise, 3, first))
-    assert len(launches) == 1
-    for number, fields in enumerate(pages):
-        here = clip_ranges(parts, number * each, (number + 1) * each)
-        given = (fields, grads[number], weights[number], here, format, 0.37, noise, 3, first + number * each)
-        TorchKernel().update_page(PageUpdate(*given))
-        ours = [*(view[number].cpu() for view in views.values()), out[number * each :][:each].cpu()]
-        assert all(map(torch.equal, map(as_bytes, ours), map(as_bytes, [*fields.values(), weights[number]])))
 
 
 @pytest.mark.slow
@@ -291,6 +203,9 @@ def test_from_any_thread() -> None:
 # -- pages of equal size share a launch --------------------------------------------------------------------------------
 
 
+STORED = ["--ram-fraction", "0.7", "optim.moment_dtype=8bit"]
+
+
 @contextmanager
 def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[tuple[Any, list]]:
     """Yield an engine on simulated streams whose kernel runs late, in its stream's order, and its launches."""
@@ -311,54 +226,33 @@ def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **ex
             yield ours, launches
 
 
-ON_GPU, SOME_ON_GPU = ["--gpu-fraction", "1"], ["--gpu-fraction", "0.3", "--ram-fraction", "0.7"]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
-@pytest.mark.parametrize("formats", [[], ["optim.moment_dtype=8bit"]])
-@pytest.mark.parametrize("words", [ON_GPU, SOME_ON_GPU])
-def test_a_unit_takes_few_launches(
-    words: list[str], formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", [["--gpu-fraction", "1"], ["--gpu-fraction", "0.3", *STORED]])
+def test_a_unit_takes_few_launches_which_wait_until_a_snapshot_has_read_their_pages(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""
-    model = model_directory(tmp_path / "gpt2", "gpt2")
-    with engine(model, "--ram-fraction", "1", *formats) as reference:
-        expected, weights = train(reference, batches(3)), masters(reference)
-    with engine_of_launches(monkeypatch, model, *words, *formats) as (ours, launches):
-        assert train(ours, batches(3)) == expected
+    model, data, may_change = model_directory(tmp_path / "gpt2", "gpt2"), batches(4), PageSnapshot._may_change
+    in_ram = [*words[2:], "--gpu-fraction", "0", "--ram-fraction", "1"]
+    with engine(model, *in_ram) as reference:
+        expected, weights = train(reference, data), masters(reference)
+    (tmp_path / "half").mkdir()
+    with engine_of_launches(monkeypatch, model, *words) as (ours, launches):
+        monkeypatch.setattr(PageSnapshot, "_may_change", lambda *given: (time.sleep(0.01), may_change(*given)))
+        assert train(ours, data[:2]) == expected[:2]
+        writing = threading.Thread(target=ours.snapshot().write, args=[tmp_path / "half"])
+        writing.start()
+        assert train(ours, data[2:]) == expected[2:]
+        writing.join()
         assert_same_masters(masters(ours), weights)
         pages = [page for page in ours.offloaded.store.pages if page.home == DEVICE]
     units = len({page.unit for page in pages})
     assert len(pages) > 6 * units
-    assert len(launches) <= 3 * 3 * units
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_small")
-def test_a_launch_waits_until_a_snapshot_has_read_all_its_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, may_change = model_directory(tmp_path / "gpt2", "gpt2"), PageSnapshot._may_change
-    with engine(model, "--ram-fraction", "1") as reference:
-        expected, weights = train(reference, batches(4)), masters(reference)
-
-    def slowly(*given: Any) -> None:
-        time.sleep(0.01)
-        may_change(*given)
-
-    (tmp_path / "half").mkdir()
-    with engine_of_launches(monkeypatch, model, *ON_GPU) as (ours, _):
-        monkeypatch.setattr(PageSnapshot, "_may_change", slowly)
-        assert train(ours, batches(4)[:2]) == expected[:2]
-        writing = threading.Thread(target=ours.snapshot().write, args=[tmp_path / "half"])
-        writing.start()
-        assert train(ours, batches(4)[2:]) == expected[2:]
-        writing.join()
-    with engine(model, "--ram-fraction", "1", load_weights=False) as other:
+    assert len(launches) <= 4 * 3 * units
+    with engine(model, *in_ram, load_weights=False) as other:
         other.load(tmp_path / "half")
-        assert train(other, batches(4)[2:]) == expected[2:]
-        assert_same_masters(masters(other), weights)
+        assert train(other, data[2:]) == expected[2:]
 
 
 # -- when it is used ---------------------------------------------------------------------------------------------------
@@ -372,6 +266,7 @@ def chosen_here(beside: Kernel, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaKe
 
 @pytest.mark.slow
 def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison includes launches of several pages, with parts that reach over their ends."""
     for beside in (reference(), TorchKernel()):
         kernel, words = chosen_here(beside, monkeypatch)
         assert isinstance(kernel, CudaKernel)

@@ -82,35 +82,23 @@ def test_native_8_bit_is_the_same(n: int, first: int | None) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 1e-25])
-def test_native_8_bit_is_the_same_at_every_bound(scale: float) -> None:
-    """Blocks of any scale agree. Division by 1 is exact, so there the codes change exactly at the boundary."""
-    table = moments.dynamic_map(True)
-    bounds = ((table[1:] + table[:-1]) / 2 * scale).view(torch.int32)
-    near = (bounds[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
+@pytest.mark.parametrize("signed", [True, False])
+def test_native_8_bit_is_the_same_around_every_bound_and_code(signed: bool, scale: float) -> None:
+    """Codes change at bounds to nearest, and at codes stochastically. Division by 1 is exact, so there they do exactly
+    so.
+    """
+    table = moments.dynamic_map(signed)
+    ends = (((table[1:] + table[:-1]) / 2 if signed else table[1:]) * scale).view(torch.int32)
+    near = (ends[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
     x = torch.full((near.numel(), 256), scale)  # the block's largest value keeps its scale unchanged
-    x[:, 7] = near
-    one, other = (encoded(kind(), x.view(-1), signed=True) for kind in BOTH)
-    assert torch.equal(one[0], other[0])
-    codes = one[0].view(-1, 256)[:, 7].view(-1, 5).long()
-    if scale == 1.0:
-        assert torch.equal(codes[:, 0], torch.arange(255))
-        assert torch.equal(codes[:, 4], torch.arange(1, 256))
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.7, 1e-25])
-def test_native_8_bit_stochastically_is_the_same_around_every_code(scale: float) -> None:
-    table = (moments.dynamic_map(False) * scale).view(torch.int32)
-    near = (table[1:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32)
-    x = torch.full((near.numel(), 256), scale)
-    x[:, 7] = near.view(-1).clamp(max=scale)
-    for step in range(5):
-        noise = Noise(1, step).bits("exp_avg_sq", 0, 0)
-        one, other = (encoded(kind(), x.view(-1), signed=False, noise=noise) for kind in BOTH)
+    x[:, 7] = near.clamp(max=scale)
+    for noise in [None] if signed else [Noise(1, step).bits("exp_avg_sq", 0, 0) for step in range(5)]:
+        one, other = (encoded(kind(), x.view(-1), signed=signed, noise=noise) for kind in BOTH)
         assert torch.equal(one[0], other[0])
-        codes = one[0].view(-1, 256)[:, 7].view(-1, 5)
+        codes = one[0].view(-1, 256)[:, 7].view(-1, 5).int()
         if scale == 1.0:
-            # a value that a code represents exactly keeps that code
-            assert torch.equal(codes[:, 2], torch.arange(1, 256, dtype=torch.uint8))
+            for column, first in ((0, 0), (4, 1)) if signed else ((2, 1),):
+                assert torch.equal(codes[:, column], torch.arange(first, first + len(codes), dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import TINY, ask, call
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
-from forked_ranks import Case, run_ranks
+from placements import skip_last_block
 from reference_muon import MuonWithAdamW
 from safetensors.torch import load_file
 
@@ -97,11 +97,14 @@ def by_torch(
         return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)
 
 
-@pytest.mark.parametrize(("architecture", "home"), [*(("gpt2", home) for home in HOMES), ("qwen3", "small pages")])
+@pytest.mark.parametrize(
+    ("architecture", "home"),
+    [*(("gpt2", home) for home in HOMES), ("qwen3", "small pages"), ("mixtral", "small pages")],
+)
 def test_clipped_steps_have_torchs_bits_in_every_placement(
     architecture: str, home: str, models: dict[str, Path], drives: list[Path]
 ) -> None:
-    """Every step is clipped and has two micro-batches."""
+    """Every step is clipped and has two micro-batches. Each expert is a matrix."""
     with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
         steps = train(ours, batches(12), accumulate=2, lr=RATE)
         expected, right = by_torch(models[architecture], 6, *CLIPPED, accumulate=2)
@@ -111,63 +114,17 @@ def test_clipped_steps_have_torchs_bits_in_every_placement(
     assert steps[-1][0] < steps[0][0]
 
 
-@pytest.mark.slow
-def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) -> None:
-    """Two experts of 6,144 elements end together at a multiple of 4,096, so their pages may end there."""
-    words = ["--dtype", "fp32", "--lr", str(RATE)]
-    with engine(models["mixtral"], *MUON, *words, *HOMES["small pages"], drives=drives) as ours:
-        assert train(ours, batches(4), lr=RATE) == by_torch(models["mixtral"], 4, *words)[0]
-        assert_same(masters(ours), by_torch(models["mixtral"], 4, *words)[1])
-        sizes = {page.elements for page in ours.offloaded.store.pages if page.matrices}
-    assert 3 * ALIGN in sizes
-
-
 def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], drives: list[Path]) -> None:
     """Their momentum stays as well, and no weight decay is applied, as in torch."""
     words = ["--dtype", "fp32", "--lr", str(RATE)]
-
-    def without_last_block(trained: Any) -> Any:
-        body, whole = trained._module.model.transformer, trained._module.model.transformer.h
-
-        def before(step: int) -> None:
-            body.h = whole[:-1] if step == 2 else whole
-
-        return before
-
     model, home = models["gpt2"], "all on the drives"
     with engine(model, "--engine", "plain", *words) as reference:
         with_muon(reference, model)
-        expected = train(reference, batches(3), lr=RATE, before=without_last_block(reference))
+        expected = train(reference, batches(3), lr=RATE, before=skip_last_block(reference, {2}))
         right = masters(reference)
     with engine(model, *MUON, *words, *HOMES[home], drives=drives) as ours:
-        assert train(ours, batches(3), lr=RATE, before=without_last_block(ours)) == expected
+        assert train(ours, batches(3), lr=RATE, before=skip_last_block(ours, {2})) == expected
         assert_same(masters(ours), right)
-
-
-@pytest.mark.slow
-def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Ranks own whole matrices, so three of them give the losses, norms and files of one, in clipped steps."""
-    model = str(model_directory(tmp_path / "model", "gpt2"))
-    (tmp_path / "drive").mkdir()
-    words = (*MUON, "--dtype", "fp32", "optim.max_grad_norm=0.3", "--optimizer", "nvme", "--ram-fraction", "0.5")
-    results = []
-    for ranks in (1, 3):
-        case = Case(
-            model,
-            (*words, "--accumulate", str(6 // ranks)),
-            str(tmp_path / str(ranks)),
-            steps=6,
-            micro=6,
-            drives=(str(tmp_path / "drive"),),
-        )
-        run_ranks([case], count=ranks, folder=tmp_path / f"ranks-{ranks}")
-        results.append((case.seen, case.files))
-    assert results[1] == results[0]
-    steps = results[0][0][0]
-    assert len(steps) == 6
-    assert all(norm > 0.3 for _, norm in steps)
-    plain = ("--dtype", "fp32", "optim.max_grad_norm=0.3", "--accumulate", "6")
-    assert steps == by_torch(Path(model), 6, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
 
 
 @pytest.mark.slow

@@ -46,11 +46,7 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
 
 def plant(made: Any, name: str, field: str, value: float) -> None:
     """Set one value of a weight where the engine stores it."""
-    if hasattr(made, "_adam"):
-        master = made._masters[name]
-        held = master.data if field == "master" else made._adam.state[master][field]
-        held.view(-1)[5] = value
-    elif field == "fixed":
+    if field == "fixed":
         unit, place = made.offloaded.state.places[name]
         made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
     else:
@@ -67,14 +63,13 @@ def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
 
 
 ENGINES = {
-    "plain": ["--engine", "plain"],
     "fp32": ["--engine", "tiered", "optim.moment_dtype=fp32"],
     "bf16": ["--engine", "tiered", "optim.moment_dtype=bf16"],
     "8bit": ["--engine", "tiered", "optim.moment_dtype=8bit"],
     "frozen": ["--engine", "tiered", "model.freeze=[ln_f]"],
 }
 PLANTED = [
-    ("plain", "master", NAN),
+    ("fp32", "master", NAN),
     ("fp32", "master", INF),
     ("fp32", "exp_avg_sq", -1e-3),
     ("bf16", "exp_avg", -INF),

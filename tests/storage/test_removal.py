@@ -9,6 +9,7 @@ import ast
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,39 +33,22 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
-THE_ONE = "offload_trainer/storage/owned_dirs.py"
-SINGLE_FILES = {
-    ("offload_trainer/data/tokenfile.py", "unlink"): "our temporary, and a sidecar of other content beside new ids",
-    ("offload_trainer/data/tokenfile.py", "replace"): "a finished token file takes its name",
-    ("offload_trainer/hf.py", "unlink"): "weights of an earlier save into the directory that the Trainer names",
-    ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
-    ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
-    ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
-    (
-        "offload_trainer/run/checks.py",
-        "unlink",
-    ): "the token by which nodes see that they share the run directory",
-    (
-        "offload_trainer/retention.py",
-        "rename",
-    ): "a checkpoint of ours is moved into a scratch directory, which is removed",
-    ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
-    ("offload_trainer/storage/host_memory.py", "ftruncate"): "memory without a name gets its size",
-    (
-        "offload_trainer/storage/tensorfile.py",
-        "ftruncate",
-    ): "a file just made gets its size; ranks write in it",
-    ("offload_trainer/storage/atomic_io.py", "unlink"): "our temporary, by a name with our process's number",
-    ("offload_trainer/storage/atomic_io.py", "replace"): "the one atomic replacement of a file",
-    ("offload_trainer/storage/atomic_io.py", "rename"): "what is finished takes its name",
-    ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
+THE_ONE = "storage/owned_dirs.py"
+SINGLE_FILES = {  # the calls of each module, and what they concern
+    "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
+    "engine/op_builder.py": {"unlink"},  # torch's build lock, behind which nobody works
+    "export/directory.py": {"unlink"},  # the buffers' file in our workplace
+    "hf.py": {"unlink", "replace"},  # weights of an earlier save, and of this one, where the Trainer saves
+    "retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
+    "run/checks.py": {"unlink"},  # the token by which nodes see that they share the run directory
+    "run/directory.py": {"ftruncate"},  # the lock file that this run holds
+    "storage/atomic_io.py": {"unlink", "replace", "rename"},  # our temporary, with our process's number; its new name
+    "storage/host_memory.py": {"ftruncate"},  # memory without a name gets its size
+    "storage/tensorfile.py": {"ftruncate"},  # a file just made gets its size; ranks write in it
+    "trainer.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
 }
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
-ELSEWHERE = {
-    "build_release.py",
-    "damage.py",
-    "kill_and_resume.py",
-}
+ELSEWHERE = {"build_release.py", "damage.py", "kill_and_resume.py"}
 
 
 def removals(path: Path) -> set[str]:
@@ -81,32 +65,12 @@ def removals(path: Path) -> set[str]:
     return found & (RECURSIVE | SINGLE)
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("from shutil import rmtree", "rmtree"),
-        ("import shutil\nshutil.rmtree('x')", "rmtree"),
-        ("import shutil\nshutil.move('x', 'y')", "move"),
-        ("import os\nos.remove('x')", "remove"),
-        ("'a'.replace('b', 'c'); [1].remove(1); file.move(1)", None),
-    ],
-)
-def test_the_search_finds_removals(text: str, name: str | None, tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text(text)
-    assert removals(tmp_path / "x.py") == ({name} if name else set())
-
-
 def test_every_removal_is_known() -> None:
-    """Recursive removals use `removal`, and single files that are unlinked, renamed or replaced are in the table."""
-    seen = set()
-    for path in sorted((HOUSE / "offload_trainer").rglob("*.py")):
-        name = path.relative_to(HOUSE).as_posix()
-        for call in removals(path) if name != THE_ONE else ():
-            assert call not in RECURSIVE, f"{name}: {call}: directories are removed by {THE_ONE}"
-            assert (name, call) in SINGLE_FILES, f"{name}: {call}: why? Name it in the table, or use durable.write_text"
-            seen.add((name, call))
-    assert seen == set(SINGLE_FILES), "the table names what is not there"
-    assert removals(HOUSE / THE_ONE) & RECURSIVE == {"rmdir"}
+    """Directories are removed by one module, and the table has the calls that unlink, rename or replace files."""
+    package = HOUSE / "offload_trainer"
+    found = {path.relative_to(package).as_posix(): removals(path) for path in package.rglob("*.py")}
+    assert found.pop(THE_ONE) & RECURSIVE == {"rmdir"}
+    assert {name: calls for name, calls in found.items() if calls} == SINGLE_FILES
     for path in sorted(path for room in ("scripts", "benchmarks", "soak") for path in (HOUSE / room).glob("*.py")):
         assert path.name in ELSEWHERE or not removals(path) & RECURSIVE, f"{path.name} removes directories"
     for path in [*(HOUSE / "scripts").glob("*.sh"), *(HOUSE / "offload_trainer").rglob("*.sh")]:
@@ -116,91 +80,74 @@ def test_every_removal_is_known() -> None:
 # -- what a start removes on a drive -----------------------------------------------------------------------------------
 
 
-def run_directory(root: Path, name: str) -> Path:
+def run_directory(place: Path) -> None:
     """Make a user's finished run directory, with an empty .lock that no process holds."""
-    run = root / name
-    (run / "checkpoints/step-00000002").mkdir(parents=True)
-    (run / "checkpoints/step-00000002/MANIFEST.json").write_text("{}")
-    (run / ".lock").touch()
-    return run
+    (place / "checkpoints/step-00000002").mkdir(parents=True)
+    (place / "checkpoints/step-00000002/MANIFEST.json").write_text("{}")
+    (place / ".lock").touch()
 
 
-def an_export(root: Path) -> Path:
-    (root / "run-0badcafe").mkdir()
-    (root / "run-0badcafe/model.safetensors").write_text("weights")
-    return root / "run-0badcafe"
+def marked(place: Path, *, content: bytes = b"", link: str = "", beside: bool = False) -> None:
+    """Make a directory with a mark of this content, or a link for a mark, and perhaps a file beside it."""
+    place.mkdir()
+    if link:
+        (place / MARK).symlink_to(link)
+    else:
+        (place / MARK).write_bytes(content)
+    if beside:
+        (place / "notes").touch()
 
 
-def renamed(root: Path) -> Path:
-    return dead_lease(root).rename(root / "run-00000001")
+def dead(place: Path, *, what: str = WHAT, name: str = "", locks: bool = True) -> Path:
+    """Make what a dead process left at `place`, perhaps made under another name, or where there were no locks."""
+    left = died(ScratchDirectory(place.with_name(name or place.name), what=what)).rename(place)
+    if not locks:
+        (place / MARK).write_bytes(owned_dirs._content(f"{what} (no locks here)", place.name))
+    return left
 
 
-def other_mark(root: Path) -> Path:
-    return died(ScratchDirectory(root / "run-0000dead", what="the export to"))
+def linked(place: Path) -> None:
+    place.symlink_to(dead_lease(place.parent.parent))
 
 
-def linked(root: Path) -> Path:
-    elsewhere = dead_lease(root.parent)
-    (root / "run-0000dead").symlink_to(elsewhere)
-    return elsewhere
-
-
-def linked_mark(root: Path) -> Path:
-    run = run_directory(root, "run-0000dead")
-    elsewhere = dead_lease(root.parent)
-    (run / MARK).unlink()
-    (run / MARK).symlink_to(elsewhere / MARK)
-    return run
-
-
-def without_locks(root: Path) -> Path:
-    lease = dead_lease(root)
-    (lease / MARK).write_bytes(owned_dirs._content(f"{WHAT} (no locks here)", lease.name))
-    return lease
-
-
-def anothers(root: Path) -> Path:
-    lease = dead_lease(root)
-    for path in (lease, *lease.iterdir()):
+def anothers(place: Path, *, whole: bool = True) -> None:
+    for path in (dead(place), *place.iterdir()) if whole else (dead(place) / MARK,):
         os.chown(path, NOBODY, NOBODY)
-    return lease
 
 
-def anothers_mark(root: Path) -> Path:
-    lease = dead_lease(root)
-    os.chown(lease / MARK, NOBODY, NOBODY)
-    return lease
-
-
-STAYS: dict[str, Callable[[Path], Path]] = {
-    "a run directory with a lease's name": lambda root: run_directory(root, "run-0123abcd"),
-    "an export": an_export,
-    "a lease that was renamed": renamed,
-    "a workplace for something else": other_mark,
+STAYS: dict[str, Callable[[Path], object]] = {
+    "a run directory with a lease's name": run_directory,
+    "a file": Path.touch,
+    "a file beside an empty mark": partial(marked, beside=True),
+    "a word in the mark": partial(marked, content=b"mine"),
+    "a dangling link as mark": partial(marked, link="/nowhere"),
+    "a dead lease's mark as mark": lambda place: marked(place, link=str(dead_lease(place.parent.parent) / MARK)),
     "a link to a dead lease": linked,
-    "a link as mark": linked_mark,
-    "a lease made where there were no locks": without_locks,
+    "a lease that was renamed": partial(dead, name="run-00000001"),
+    "a workplace for something else": partial(dead, what="the export to"),
+    "a lease made where there were no locks": partial(dead, locks=False),
     "another user's": anothers,
-    "another user's mark": anothers_mark,
+    "another user's mark": partial(anothers, whole=False),
 }
 
 
 @pytest.mark.parametrize("case", STAYS)
 def test_directories_that_no_lease_created_stay(case: str, tmp_path: Path) -> None:
-    """A directory that a lease did not make stays, and the plan does not count it as free."""
+    """The plan does not count them as free, a lease leaves them, and they cannot be removed as a dead one's."""
     if case.startswith("another") and os.geteuid() != 0:
         pytest.skip("only root can make another user's files")
-    root = tmp_path / "offload-trainer"
-    root.mkdir()
-    kept = STAYS[case](root)
-    before = sorted(path for path in kept.rglob("*"))
-    assert before
+    place = tmp_path / "offload-trainer/run-0123abcd"
+    place.parent.mkdir()
+    STAYS[case](place)
+    before = sorted(tmp_path.rglob("*"))
     assert dead_runs(tmp_path) == []
     messages: list[str] = []
     with DriveLease(tmp_path, say=messages.append) as lease:
         assert lease.removed == []
-    assert sorted(path for path in kept.rglob("*")) == before
     assert messages == []
+    with pytest.raises(NotOwned):
+        remove_dead(place, what=WHAT)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # -- the one function --------------------------------------------------------------------------------------------------

@@ -167,26 +167,18 @@ def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch:
 # -- owners and links on a drive ---------------------------------------------------------------------------------------
 
 
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def a_link(path: Path) -> None:
     path.with_name("elsewhere").mkdir()
     dead_lease(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-def a_file(path: Path) -> None:
-    path.write_text("mine")
-
-
-def a_directory(path: Path) -> None:
-    path.mkdir()
-    dead_lease(path)
-
-
-THINGS = {"pipe": a_pipe, "link": a_link, "file": a_file, "directory": a_directory}
+THINGS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "link": a_link,
+    "file": Path.touch,
+    "directory": lambda path: (path.mkdir(), dead_lease(path)),
+}
 
 
 @ROOT
@@ -299,23 +291,14 @@ def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> No
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the order of syncs and renames."""
     order: list[str] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
 
-    def noted_fsync(descriptor: int) -> None:
-        order.append(f"sync {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        fsync(descriptor)
+    def note(name: str, told: Callable[..., str]) -> None:
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, **words: (order.append(told(*given)), call(*given, **words))[1])
 
-    def noted_rename(old: Path, new: Path, **words: object) -> None:
-        order.append(f"name {new}")
-        rename(old, new, **words)  # type: ignore[arg-type]
-
-    def noted_replace(old: Path, new: Path) -> None:
-        order.append(f"name {new}")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "rename", noted_rename)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    note("fsync", lambda descriptor: f"sync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+    note("rename", lambda _, new: f"name {new}")
+    note("replace", lambda _, new: f"name {new}")
     return order
 
 
@@ -490,9 +473,15 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
 def test_builds_of_torchs_extensions_take_turns(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without locks a build's lock is not removed, since its process may be alive."""
+    """Loading async_io also builds pin_memory, and would wait forever for a killed build's lock.
+
+    Without locks it is not removed, since its process may be alive.
+    """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builder, "_build_directory", lambda build: tmp_path / build)
     removed: list[Path] = []
     monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)
-    assert op_builder._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
-    assert len(removed) == (filesystem != "none")
+    for name in ("cpu_adam", "async_io"):
+        assert op_builder._load(SimpleNamespace(name=name, load=lambda verbose: "op")) == "op"
+    builds = ["cpu_adam", "async_io", "pin_memory"] if filesystem != "none" else []
+    assert removed == [tmp_path / name for name in builds]

@@ -1,4 +1,4 @@
-"""Tests of kills between making and marking a directory, and between the last two steps of removing one."""
+"""Tests of drive leases and scratch directories: kills while they are made, removed or listed, and full disks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from synthetic_checkpoints import save
 
 from offload_trainer import retention
+from offload_trainer.errors import TrainerError
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.storage.atomic_io import put_in_place
-from offload_trainer.storage.owned_dirs import MARK, NotOwned, ScratchDirectory, remove_dead, replacing
-from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
+from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, hold, named_in, wait_for_ranks
 
 
 def test_an_empty_directory_blocks_no_start(tmp_path: Path) -> None:
@@ -56,29 +57,6 @@ owned_dirs.ScratchDirectory(pathlib.Path({str(root)!r}) / "run-0123abcd", what="
     assert ScratchDirectory(root / "run-0123abcd", what="page files of").path.exists()
 
 
-@pytest.mark.parametrize("what", ["a file beside it", "a word in the mark", "a link for a mark", "a link", "a file"])
-def test_directories_that_may_be_a_users_stay(what: str, tmp_path: Path) -> None:
-    place = tmp_path / ".export.tmp"
-    if what == "a link":
-        (tmp_path / "theirs").mkdir()
-        place.symlink_to("theirs")
-    elif what == "a file":
-        place.touch()
-    else:
-        place.mkdir()
-        (place / MARK).touch()
-    if what == "a file beside it":
-        (place / "notes").touch()
-    elif what == "a word in the mark":
-        (place / MARK).write_text("mine")
-    elif what == "a link for a mark":
-        (place / MARK).unlink()
-        (place / MARK).symlink_to("/nowhere")
-    with pytest.raises(NotOwned):
-        remove_dead(place, what="the export to")
-    assert os.path.lexists(place)
-
-
 @pytest.mark.parametrize("name", ["export", "my~export", "x~0123abcd"])
 def test_an_interrupted_replacement_leaves_what_was_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,3 +94,53 @@ def test_a_full_disk_keeps_no_old_checkpoint(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(retention, "ScratchDirectory", full)
     assert retention.prune(newest.parent, keep=1) == []
     assert list(newest.parent.iterdir()) == [newest]
+
+
+_KEEP_AND_DIE = """
+import os, sys
+from pathlib import Path
+from offload_trainer.storage import scratch_dir
+folder, left = Path(sys.argv[1]), int(sys.argv[2])
+leases = [scratch_dir.DriveLease(folder / name) for name in ("one", "two")]
+write = scratch_dir.write_text
+def written(path, text):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), 9)
+    write(path, text)
+scratch_dir.write_text = written
+scratch_dir.write_list(folder / "pages", [lease.path for lease in leases])
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_list_cut_short_names_no_directory_that_another_run_removes(writes: int, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    listed = tmp_path / "pages"
+    assert subprocess.run([sys.executable, "-c", _KEEP_AND_DIE, str(tmp_path), str(writes)]).returncode == -9
+    with DriveLease(tmp_path / "one"), DriveLease(tmp_path / "two"):
+        named = named_in(listed)
+        assert [folder.is_dir() for folder in named] == [True] * len(named)
+    assert len(named) == (2 if writes == 4 else 0)
+    if not named:  # their run removes them when it starts again
+        for name in ("one", "two"):
+            with DriveLease(tmp_path / name, listed=listed) as mine:
+                assert list(mine.path.parent.iterdir()) == [mine.path]
+
+
+def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:
+    with DriveLease(tmp_path) as lease:
+        ranks = [hold(lease.path), hold(lease.path)]
+        for rank in ranks:
+            with pytest.raises(TrainerError, match=r"\.ranks: another process has held this lock"):
+                wait_for_ranks(lease.path, say=print, patience=0)
+            os.close(rank)
+        wait_for_ranks(lease.path, say=print, patience=0)
+
+
+def test_no_place_for_a_lease() -> None:
+    with pytest.raises(TrainerError, match="cannot make a private directory"):
+        DriveLease(Path("/proc"))

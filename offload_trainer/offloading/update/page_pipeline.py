@@ -236,9 +236,11 @@ class PagePipeline:
                 return
             self._gradients_ready[unit] = made
             self._order.append(unit)
-            early = [page for page in self._prefetched if page.route.page.unit == unit]
-            self._prefetched = [page for page in self._prefetched if page.route.page.unit != unit]
             offered = self._offered.get(unit, ())
+            # After a skipped step, slots may also hold pages in RAM without shadow memory: these wait for `begin`.
+            numbers = {route.number for route in offered}
+            early = [page for page in self._prefetched if page.route.number in numbers]
+            self._prefetched = [page for page in self._prefetched if page.route.number not in numbers]
             self._put_in_ram(route for route in offered if not route.through_host)
             new = [route for route in offered if route.through_host and route.number not in self._in_slots]
             self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))

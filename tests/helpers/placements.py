@@ -1,0 +1,75 @@
+"""Placements of weights, gradients and state, schedules of the update, and what tests of them share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_bench import DROPOUT, model_directory
+
+BEHIND, FULL, IN_LINE = (f"tiered.overlap={how}" for how in ("forward", "backward", "off"))
+ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
+BY_MODULE = "tiered.fetch_granularity=module"
+AWAY = ["--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"]
+ALL_ON_DRIVES = [*AWAY, "--optimizer", "nvme"]
+HOMES = {
+    "all in RAM": ["--ram-fraction", "1"],
+    "a third in RAM": ["--ram-fraction", "0.3"],
+    "nothing in RAM": ["--ram-fraction", "0"],
+    "weights in RAM": ["--params", "cpu", "--ram-fraction", "0.3", "tiered.weight_buffers=2"],
+    "weights and gradients on the drive": [*AWAY, "--ram-fraction", "0.3"],
+    "a part on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3"],
+    "all on the device": ["--gpu-fraction", "1"],
+    "state on the device, weights on the drive": [*AWAY, "--gpu-fraction", "0.5", "--ram-fraction", "0.3"],
+    "sums on the device": ["placement.gradients=gpu", "--ram-fraction", "0.3"],
+    "sums on the device, weights on the drive": [*AWAY, "placement.gradients=gpu", "--ram-fraction", "0.5"],
+    "sums on the drive": ["placement.gradients=nvme", "--ram-fraction", "0.6"],
+    "two copies on the drive": ["--ram-fraction", "0.3", "tiered.state_copies=2"],
+    "all on three drives": ALL_ON_DRIVES,
+}
+CLIP = "optim.max_grad_norm=2"  # some steps of the small models exceed it
+FIRST = "transformer.h.0.ln_1.weight"  # one of the last gradients of a backward
+
+
+def gpt2(folder: Path, *, tied: bool = True) -> Path:
+    return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
+
+
+def skip_last_block(trained: Any, steps: set[int]) -> Callable[[int], None]:
+    """Return a `before` hook that removes the last block in these steps, so that its weights get no gradient."""
+    body = trained._module.model.transformer
+    whole = body.h
+
+    def before(step: int) -> None:
+        body.h = whole[:-1] if step in steps else whole
+
+    return before
+
+
+def plant(ours: Any, values: dict[int, float], *, weight: str = FIRST) -> Callable[[int], None]:
+    """Return a `before` hook that fills the gradient of `weight` with the value of a step, in the steps of `values`."""
+    step = [0]
+    ours.offloaded.parameters[weight][0].register_hook(
+        lambda gradient: gradient.fill_(values[step[0]]) if step[0] in values else gradient
+    )
+    return lambda number: step.__setitem__(0, number)
+
+
+def hold_up(ours: Any) -> None:
+    """Pause the backward at the first block's gradients until the pages of all complete units are updated."""
+    updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
+
+    def wait(_: torch.Tensor) -> None:
+        ahead, end = updater._speculative, time.monotonic() + 300
+        if ahead is not None:
+            complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
+            early = (n for n, page in enumerate(pages) if page.home >= 0 or n in updater.shadows)
+            wanted = {number for number in early if pages[number].unit in complete}
+            while not (ahead.error or wanted <= ahead.written.keys()):
+                assert time.monotonic() < end
+                time.sleep(0.0005)
+
+    ours.offloaded.parameters[FIRST][0].register_hook(wait)

@@ -1,0 +1,39 @@
+"""Fixtures of tests of the update's schedules."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start every step speculatively, however often steps are clipped."""
+    monkeypatch.setattr(MispredictionWatch, "rarely", True)
+
+
+@pytest.fixture
+def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow down each page's update, so that the next forward, or the backward, is ahead of it."""
+    update = Updater._update
+    monkeypatch.setattr(Updater, "_update", lambda *given, **words: (time.sleep(0.0007), update(*given, **words))[1])
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
+    many.
+    """
+    found, its = [], SpeculativeStep.kept
+
+    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
+        numbers = its(ahead, *given)
+        found.append((len(numbers), len(ahead.written)))
+        return numbers
+
+    monkeypatch.setattr(SpeculativeStep, "kept", seen)
+    return found

@@ -26,6 +26,8 @@ wheel: setup
 gpu-folder: setup
 	$(RUN)/python scripts/gpu_folder.py .gpu
 
+# Each of some hundred processes would compile torch's and transformers' modules again, in 5 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
 test test-all: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
 test: setup check

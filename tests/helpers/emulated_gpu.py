@@ -88,13 +88,13 @@ class EmulatedGpu:
 
     bytes = 24 << 30
 
-    def __init__(self, *, seed: int, haste: float, seconds: float) -> None:
+    def __init__(self, *, seed: int, haste: float, seconds: float, place: torch.device) -> None:
         """Create the streams.
 
         `haste` is the probability that a queue advances at each call. `seconds`: queued work that other threads wait
         for takes at least so long, in which the training thread frees its tensors.
         """
-        self.seconds = seconds
+        self.seconds, self.place, self.methods = seconds, place, _Methods(self)
         self.tags = Tags()
         self.log: list[str] = []
         self.lock = threading.RLock()
@@ -123,7 +123,7 @@ class EmulatedGpu:
         self.tags.put(tensor, _GPU)
 
     def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
-        return CudaDevice(GPU, staging_bytes=staging_bytes, stagings=stagings)
+        return CudaDevice(self.place, staging_bytes=staging_bytes, stagings=stagings)
 
     def stream_now(self) -> Stream:
         return getattr(self.current, "stream", self.compute)
@@ -426,25 +426,16 @@ def _has_tensor(args: Any, kwargs: Any) -> bool:
 
 
 @contextmanager
-def emulated_gpu(
-    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0
+def queued(
+    patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1, seconds: float = 0.0, place: torch.device = CPU
 ) -> Iterator[EmulatedGpu]:
-    """Replace torch's CUDA device, its streams, events and copies with the emulation inside the block."""
+    """Replace CUDA's streams, events and copies with the emulation inside the block; `place` is its device.
+
+    On the CPU tensors have no tags, so that the engine takes the norms of a CPU, which are plain torch's to the bit.
+    """
     if torch.cuda.is_available():
         pytest.skip("the emulation's queues are for the CPU's memory")
-    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds)
-
-    methods = _Methods(gpu)
-    run, backward = threading.Thread.run, torch.autograd._engine_run_backward
-
-    def run_in_modes(thread: threading.Thread) -> None:
-        with _Factories(gpu), _Operations(gpu):
-            run(thread)
-
-    def backward_in_modes(*args: Any, **words: Any) -> Any:
-        with _Factories(gpu):  # torch leaves a mode while the mode handles a call, and hooks run inside this one
-            return backward(*args, **words)
-
+    gpu = EmulatedGpu(seed=seed, haste=haste, seconds=seconds, place=place)
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     replaced = {
         "Stream": lambda *_, **__: Stream(gpu),
@@ -452,28 +443,51 @@ def emulated_gpu(
         "current_stream": lambda *_: gpu.stream_now(),
         "stream": lambda one: gpu.setting("stream", one),
         "device": lambda one: gpu.setting("device", one),
-        "device_of": lambda _: gpu.setting("device", GPU),
         "set_device": lambda one: setattr(gpu.current, "device", one),
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
         "cudart": lambda: runtime,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "is_available": lambda: True,
-        "is_initialized": lambda: False,
-        "synchronize": lambda *_: [one.synchronize() for one in gpu.streams] and None,
-        "empty_cache": lambda: None,
-        "mem_get_info": lambda *_: (gpu.bytes, gpu.bytes),
-        "get_device_name": lambda *_: "Emulated GPU",
-        "get_device_capability": lambda *_: (8, 9),
-        "get_arch_list": lambda: ["sm_89"],
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     }
     with patch.context() as inner:
         for name, value in replaced.items():
             inner.setattr(torch.cuda, name, value)
-        inner.setattr(threading.Thread, "run", run_in_modes)
-        for name, value in methods.replaced().items():
+        for name in ("copy_", "record_stream"):
+            inner.setattr(_T, name, gpu.methods.replaced()[name])
+        yield gpu
+
+
+@contextmanager
+def emulated_gpu(patch: pytest.MonkeyPatch, **how: Any) -> Iterator[EmulatedGpu]:
+    """Replace torch's CUDA device with the emulation inside the block; `how` as for `queued`."""
+    with queued(patch, place=GPU, **how) as gpu, patch.context() as inner:
+        run, backward = threading.Thread.run, torch.autograd._engine_run_backward
+
+        def run_in_modes(thread: threading.Thread) -> None:
+            with _Factories(gpu), _Operations(gpu):
+                run(thread)
+
+        def backward_in_modes(*args: Any, **words: Any) -> Any:
+            with _Factories(gpu):  # torch leaves a mode while the mode handles a call, and hooks run inside this one
+                return backward(*args, **words)
+
+        replaced = {
+            "device_of": lambda _: gpu.setting("device", GPU),
+            "current_device": lambda: 0,
+            "device_count": lambda: 1,
+            "get_rng_state": lambda *_: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+            "is_available": lambda: True,
+            "is_initialized": lambda: False,
+            "synchronize": lambda *_: [one.synchronize() for one in gpu.streams] and None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda *_: (gpu.bytes, gpu.bytes),
+            "get_device_name": lambda *_: "Emulated GPU",
+            "get_device_capability": lambda *_: (8, 9),
+            "get_arch_list": lambda: ["sm_89"],
+        }
+        for name, value in replaced.items():
+            inner.setattr(torch.cuda, name, value)
+        for name, value in gpu.methods.replaced().items():
             inner.setattr(_T, name, value)
+        inner.setattr(threading.Thread, "run", run_in_modes)
         inner.setattr(torch.autograd, "_engine_run_backward", backward_in_modes)
         with _Factories(gpu), _Operations(gpu):
             yield gpu

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import EmulatedGpu, queued
 from engine_bench import engine
-from late_cuda_streams import FakeCuda, queued
 from late_transfers import LateDevice, LateTransfers
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -36,7 +36,7 @@ class QueuedKernel:
 
     name = "queued"
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: EmulatedGpu) -> None:
         self._cuda, self._kernel = cuda, TorchKernel()
 
     def update_page(self, page: PageUpdate) -> None:

@@ -101,7 +101,7 @@ def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: st
         (lambda c: _edit(c, lambda m: m["files"].update({"model": {"bytes": 1, "crc32": 1}})), "model is not a file"),
         (lambda c: _edit(c, lambda r: r.update(config=[]), name="run.json"), "config should be"),
     ],
-    ids=str,
+    ids=["special file", "directory", "kind"],
 )
 def test_damaged_checkpoints_are_refused_with_what_to_do(
     change: Callable[[Path], object], wrong: str, tmp_path: Path

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import queued
 from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_cuda_streams import queued
 from late_engines import late_engine
 from small_architectures import ARCHITECTURES
 from torch import nn

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import queued
 from engine_bench import (
     DROPOUT,
     REENTRANT,
@@ -23,7 +24,6 @@ from engine_bench import (
     plain,
     train,
 )
-from late_cuda_streams import queued
 from late_engines import use_late_transfers
 from late_transfers import LateDevice, LateTransfers
 from sample_plans import SHAPES, machine, wish

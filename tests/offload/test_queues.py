@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_gpu import Event, Stream, Work, queued
 from engine_bench import batches, engine, model_directory, train
-from late_cuda_streams import FakeEvent, FakeStream, queued
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream, "synchronize")]]
+WAITS = [[(Stream, "wait_event")], [(Event, "synchronize"), (Stream, "synchronize")]]
 
 
 @pytest.mark.parametrize("forgotten", WAITS, ids=["streams", "threads"])
@@ -79,11 +79,11 @@ def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         filled: list[torch.Tensor] = []
         arrival = device.fetch(lambda staging: (filled.append(staging), read)[1], into, after=device.mark())
         filled[0].fill_(3.0)
-        assert [kind for kind, _ in device._to_device.queue] == []
+        assert [work.kind for work in device._to_device.queue] == []
         reader = threading.Thread(target=read.finish_part)
         reader.start()
         reader.join()
-        assert [kind for kind, _ in device._to_device.queue] == ["wait", "copy", "record"]
+        assert [work.kind for work in device._to_device.queue] == ["wait", "copy", "record"]
         assert not into.any()
         arrival.wait()
         assert bool((into == 3.0).all())
@@ -136,9 +136,9 @@ def test_copies_to_the_host_keep_their_memory_and_block_nothing(monkeypatch: pyt
     """A kept input waits only for what computed it, leaves on its own stream, and returns on another one."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)
-        device._to_host.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))
+        device._to_host.queue.append(Work("copy", lambda: pytest.fail("a gradient was waited for")))
         kept = device.keep(values, host)
-        assert values.data_ptr() in cuda.recorded
+        assert cuda.recorded(values)
         returned = device.copy_back(host, back, after=device.mark(), ready=kept)
         returned.arrival.wait()
         returned.left.wait()

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 import torch
 import update_ranges
+from emulated_gpu import queued
 from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
-from late_cuda_streams import queued
 from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.errors import TrainerError
@@ -217,7 +217,7 @@ def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **ex
         def late(table: Any, given: Any, **size: int) -> None:
             launches.append(size)
             copied = type(table).from_buffer_copy(table)
-            cuda.put(cuda.stream_now(), "update", partial(launch, copied, given, **size))
+            cuda.queue("update", partial(launch, copied, given, **size))
 
         patch.setattr(kernel, "_launch", late)
         patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: kernel)

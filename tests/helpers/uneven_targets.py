@@ -9,16 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from engine_bench import Step, train
-from plain_engine import PlainEngine
+from engine_bench import Step, engine, train
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer.data.rows import IGNORED, Batch
-from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.settings import load_config
 
 LR, DECAY, EPS = 1e-2, 0.1, 1e-3
 COUNTS = (3, 0, 25)  # Targets of each micro-batch in a cycle of three.
@@ -80,10 +76,7 @@ def plain_alone(
     prepare: Callable[[nn.Module, ModelShape], None] = lambda model, shape: None,
 ) -> list[Step]:
     """Return (loss, norm) of each step of the plain engine, which accumulates `at_a_time` micro-batches a step."""
-    words = ["--model", str(folder), "--dtype", dtype, f"optim.eps={EPS}"]
-    config = load_config(words)
-    source = resolve_model(config.model, seed=0)
-    use_fp32_products(torch.bfloat16)
-    engine = PlainEngine(source, config.model, config.optim)
-    prepare(engine._module.model, source.shape)
-    return train(engine, data, accumulate=at_a_time, lr=lr)
+    words = ("--engine", "plain", "model.random_init=false", "--dtype", dtype, f"optim.eps={EPS}")
+    with engine(folder, *words) as alone:
+        prepare(alone._module.model, alone.shape)
+        return train(alone, data, accumulate=at_a_time, lr=lr)

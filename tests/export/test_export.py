@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.directory import export
+from offload_trainer.export import directory
+from offload_trainer.export.directory import done_before, export, write_final
+from offload_trainer.export.sources import final_export
 from offload_trainer.model.loader import resolve_model, write_config
+from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
+pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")
 
 ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"]
 
@@ -93,54 +97,6 @@ def test_weights_in_16_bit_come_in_exactly(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with engine(tmp_path, "model.random_init=false", "--dtype", "fp32", "model.attention=eager") as made:
         assert_equal(masters(made), {name: value.float() for name, value in model.state_dict().items()})
-
-
-def rewrite(directory: Path, change: Any) -> None:
-    held = load_file(directory / "model.safetensors")
-    save_file(dict(change(held)), directory / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("llama, untied", lambda held: ((key.removeprefix("model."), value) for key, value in held.items())),
-        ("gpt2", lambda held: ((key.removeprefix("transformer."), value) for key, value in held.items())),
-        ("qwen3, tied", lambda held: ((key.replace("model.embed_tokens", "lm_head"), v) for key, v in held.items())),
-        ("qwen3, tied", lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}),
-    ],
-    ids=["no prefix", "no prefix, gpt2", "tied under its other name", "tied twice"],
-)
-def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path) -> None:
-    """Checkpoint variants that transformers' loader accepts are accepted, and give the same weights."""
-    model = reference(ARCHITECTURES[name])
-    model.save_pretrained(tmp_path)
-    rewrite(tmp_path, change)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
-    source = resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-    assert_equal(dict(source.weights()), dict(expected.named_parameters()))
-    assert_equal(dict(source.weights()), dict(model.named_parameters()))
-
-
-@pytest.mark.slow
-def test_a_separate_head_in_a_model_that_ties_it(tmp_path: Path) -> None:
-    """A separate head in a model that config.json declares tied is refused.
-
-    transformers would keep both weights; training the tied one would silently lose the other.
-    """
-    reference(ARCHITECTURES["qwen3, tied"]).save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
-    with pytest.raises(UserError, match=r"lm_head\.weight and model\.embed_tokens\.weight hold different values"):
-        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-
-
-@pytest.mark.slow
-def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
-    reference(ARCHITECTURES["mixtral, experts"]).save_pretrained(tmp_path)
-    gone = next(key for key in load_file(tmp_path / "model.safetensors") if "experts.2.w1" in key)
-    rewrite(tmp_path, lambda held: ((key, value) for key, value in held.items() if key != gone))
-    with pytest.raises(UserError, match=r"experts\.0\.w1|gate_up_proj is"):
-        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
 
 
 DAMAGE = {
@@ -260,8 +216,6 @@ def test_an_export_keeps_the_keys_of_the_configuration_that_it_began_from(tmp_pa
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check finds a changed value, and names missing and converted weights; no export remains."""
-    from offload_trainer.export import directory
-
     write = directory._write_shards
 
     def wrong(weights: Any, place: Path, *, all_there: bool, **rest: Any) -> None:
@@ -322,23 +276,6 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     export(run, tmp_path / "out", dtype="bf16", check=True)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: Path) -> None:
-    from offload_trainer.checkpoint import reading
-    from offload_trainer.retention import complete_checkpoints, prune
-
-    root = trained / "checkpoints"
-    for step in (4, 5):
-        (root / f"step-{step:08d}").mkdir()
-        manifest = {"format": 2, "step": step, "identity": {}, "layout": {}, "files": {}}
-        (root / f"step-{step:08d}/MANIFEST.json").write_text(json.dumps(manifest))
-    with reading(root / "step-00000003"):
-        prune(root, keep=1)
-        assert [path.name for path in complete_checkpoints(root)] == ["step-00000003", "step-00000005"]
-    prune(root, keep=1)
-    assert [path.name for path in complete_checkpoints(root)] == ["step-00000005"]
-
-
 # -- page files of a run that died -----------------------------------------------------------------------------------
 
 
@@ -354,3 +291,53 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
             assert dead.exists()
         with DriveLease(tmp_path) as another:
             assert another.removed == [dead]
+
+
+# -- weights that a run exports at its end: their record describes the weights that are there --------------------------
+
+
+@pytest.mark.slow
+def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill during writing, the record of the new weights does not apply to an earlier run's weights."""
+    record: Any = SimpleNamespace(identity={}, run={"config": {}})
+
+    def written(source: Any, destination: Path, **_: Any) -> None:
+        new = destination.with_name("new")
+        new.mkdir()
+        if destination.exists():
+            destination.rename(destination.with_name("old"))
+        new.rename(destination)
+
+    def killed(source: Any, destination: Path, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(directory, "write_model", written)
+    write_final(iter(()), [], tmp_path, record=record, step=10)
+    found = final_export(tmp_path)
+    assert found.step == 10
+    monkeypatch.setattr(directory, "write_model", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_final(iter(()), [], tmp_path, record=record, step=20)
+    assert final_export(tmp_path) is None
+    monkeypatch.setattr(directory, "write_model", written)
+    write_final(iter(()), [], tmp_path, record=record, step=20)
+    found = final_export(tmp_path)
+    assert found.step == 20
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(*words: str) -> Any:
+        return SimpleNamespace(identity={}, run={"config": load_config(list(words)).model_dump(mode="json")})
+
+    monkeypatch.setattr(directory, "write_model", lambda source, destination, **_: destination.mkdir())
+    write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
+    same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
+    told = done_before(tmp_path, same, begins_at=0, restarts=False, exports=True)
+    assert told.startswith("done before: 10 steps")
+    with pytest.raises(UserError, match=r"which differs in optim\.lr and left no checkpoint"):
+        done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, restarts=False, exports=True)

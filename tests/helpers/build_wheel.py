@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from build_release import copy_of, distribution, unpacked
 
-from build_release import copy_of, distribution, unpacked  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 # Python files, and the data files that they read.
 CARRIED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload_trainer").rglob("*") if path.is_file()}

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.storage.owned_dirs import (
-    ScratchDirectory,
-)
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
-
-
 NOBODY = 65534
-
-
 WHAT = "page files of"
 
 

@@ -1,7 +1,7 @@
 """Run commands in forks of a process that has imported the libraries once: importing is most of a small run's time.
 
     forks = Forks()             # Forks(stock=True): DeepSpeed is imported too
-    process = forks.start([script, words...], stdout=path, stderr=path, env=..., cwd=...)   # as subprocess.Popen
+    process = forks.start([script, words...], stdout=path, stderr=path, env=...)   # as subprocess.Popen
 
 The parent computes nothing and has one thread, so a fork is as good as a new process. The environment, directory,
 umask and files are set before anything runs, the script runs as `__main__`, and exit codes and signals are real.
@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import json
+import math
 import os
 import random
 import runpy
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,78 +40,50 @@ class Forks:
 
     def __init__(self, *, stock: bool = False) -> None:
         offline = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._parent = subprocess.Popen(
-            [sys.executable, __file__, *["stock"] * stock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=offline
-        )
-        self._codes: dict[int, int] = {}
+        words = [sys.executable, __file__, *["stock"] * stock]
+        self._parent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=offline)
+        self._folder = tempfile.TemporaryDirectory()  # has a file with the exit code of each fork that has ended
+        self._count = itertools.count()
         atexit.register(self.close)
 
-    def start(
-        self, argv: list[str], *, stdout: Path, stderr: Path, env: dict[str, str], cwd: Path | None = None
-    ) -> Fork:
+    def start(self, argv: list[str], *, stdout: Path, stderr: Path, env: dict[str, str]) -> Fork:
         assert self._parent.stdin
+        assert self._parent.stdout
         umask = os.umask(0)
         os.umask(umask)
-        files = [str(stdout), str(stderr)]
-        wish = {"argv": argv, "files": files, "env": env, "cwd": str(cwd or Path.cwd()), "umask": umask}
-        self._parent.stdin.write(json.dumps(wish).encode() + b"\n")
+        code = Path(self._folder.name) / str(next(self._count))
+        wish = {"argv": argv, "files": [str(stdout), str(stderr)], "env": env, "cwd": str(Path.cwd())}
+        self._parent.stdin.write(json.dumps(wish | {"umask": umask, "code": str(code)}).encode() + b"\n")
         self._parent.stdin.flush()
-        while (said := self._hear(None)) and "started" not in said:
-            pass
-        return Fork(said["started"], self)
-
-    def code(self, pid: int, timeout: float | None) -> int | None:
-        """Return the exit code as Popen does, waiting up to `timeout` seconds; None if the process is still running."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while pid not in self._codes:
-            left = None if until is None else until - time.monotonic()
-            if not self._hear(left) and left is not None and left <= 0:
-                return None
-        return self._codes[pid]
-
-    def _hear(self, timeout: float | None) -> dict[str, Any]:
-        """Return the parent's next message, or {} if none arrives in time."""
-        assert self._parent.stdout
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._parent.stdout, selectors.EVENT_READ)
-            if not waiting.select(timeout):
-                return {}
-        line = bytearray()
-        while not line.endswith(b"\n"):  # Read byte by byte: a buffer would hide lines from the selector.
-            byte = os.read(self._parent.stdout.fileno(), 1)
-            assert byte, "the parent of the forks has ended"
-            line += byte
-        said = json.loads(line)
-        if "started" in said:
-            self._codes.pop(said["started"], None)  # Drop the exit code of an earlier process with the same pid.
-        if "ended" in said:
-            self._codes[said["ended"]] = said["code"]
-        return said
+        return Fork(int(self._parent.stdout.readline()), code)
 
     def close(self) -> None:
         assert self._parent.stdin
         self._parent.stdin.close()
         self._parent.wait(300)
+        self._folder.cleanup()
 
 
 class Fork:
     """A forked command with the part of subprocess.Popen's interface that tests use."""
 
-    def __init__(self, pid: int, forks: Forks) -> None:
-        self.pid, self._forks = pid, forks
+    def __init__(self, pid: int, code: Path) -> None:
+        self.pid, self._code = pid, code
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forks.code(self.pid, 0)
+        if self.returncode is None and self._code.exists():
+            self.returncode = int(self._code.read_text())
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        self.returncode = self._forks.code(self.pid, timeout)
-        if self.returncode is None:
-            self.send_signal(signal.SIGKILL)
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        return self.returncode
+    def wait(self, timeout: float = math.inf) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                self.send_signal(signal.SIGKILL)
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -120,7 +94,7 @@ class Fork:
 
 
 def serve() -> list[str] | None:
-    """Fork for each request on stdin and report each exit.
+    """Fork for each request on stdin, tell its pid, and write its exit code to the request's file.
 
     Return the command's words in each fork, and None in the parent when stdin ends.
     """
@@ -130,31 +104,29 @@ def serve() -> list[str] | None:
     gc.collect()
     # Without this, each fork would copy all of it in its last garbage collection, which takes most of a second.
     gc.freeze()
-    children: dict[int, int] = {}  # pidfd -> pid
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(0, selectors.EVENT_READ)
-        while True:
-            for key, _ in waiting.select():
-                if key.fd in children:
-                    pid = children.pop(key.fd)
-                    waiting.unregister(key.fd)
-                    os.close(key.fd)
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    os.write(told, json.dumps({"ended": pid, "code": code}).encode() + b"\n")
-                    continue
-                line = sys.stdin.buffer.readline()
-                if not line:
-                    return None
-                assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
-                pid = os.fork()
-                if not pid:
-                    for descriptor in (told, *children):
-                        os.close(descriptor)
-                    return _become(json.loads(line))
-                descriptor = os.pidfd_open(pid)
-                children[descriptor] = pid
-                waiting.register(descriptor, selectors.EVENT_READ)
-                os.write(told, json.dumps({"started": pid}).encode() + b"\n")
+    files: dict[int, str] = {}  # of the forks that run
+
+    def note_ends(*_: object) -> None:
+        for pid, file in list(files.items()):
+            with suppress(ChildProcessError):  # this call has interrupted another one, which has just seen the end
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del files[pid]
+                    Path(f"{file}.part").write_text(str(os.waitstatus_to_exitcode(status)))
+                    os.replace(f"{file}.part", file)
+
+    signal.signal(signal.SIGCHLD, note_ends)
+    while line := sys.stdin.buffer.readline():
+        assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
+        wish = json.loads(line)
+        if not (pid := os.fork()):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(told)
+            return _become(wish)
+        files[pid] = wish["code"]
+        note_ends()  # it may have ended before its file was known
+        os.write(told, f"{pid}\n".encode())
+    return None
 
 
 def _load_libraries() -> None:
@@ -168,12 +140,9 @@ def _load_libraries() -> None:
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 
-    if "stock" in sys.argv:
-        _load_deepspeed()
-
-
-def _load_deepspeed() -> None:
-    """Import DeepSpeed for a CPU. Cache py-cpuinfo's answer, which takes a second each time and never changes."""
+    if "stock" not in sys.argv:
+        return
+    # DeepSpeed for a CPU, with py-cpuinfo's answer, which takes a second each time and never changes.
     os.environ["DS_ACCELERATOR"] = "cpu"
     import cpuinfo
     import deepspeed.ops.adam

@@ -45,7 +45,7 @@ class PlainEngine:
     def __init__(
         self, source: ModelSource, model: ModelSection, optim: OptimSection, *, load_weights: bool = True
     ) -> None:
-        self._dtype = DTYPES[model.dtype]
+        self.shape, self._dtype = source.shape, DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
         self._module = source.build(

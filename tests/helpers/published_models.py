@@ -2,15 +2,19 @@
 
 published_models.py write DIR
 published_models.py read DIR ...
+published_models.py llamacpp CASES
 
 The first writes one model directory for each of MODELS. The second prints a JSON list of what `read` returns for each
-directory. Both run in transformers 4.57 and 5.
+directory. Both run in transformers 4.57 and 5. The third prints one of what `log_probabilities` returns for each
+(file, size of the vocabulary, prompts of ids) of a JSON list.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,9 +154,39 @@ def read(directory: Path) -> dict[str, Any]:
     }
 
 
+def log_probabilities(file: str, vocabulary: int, prompts: list[list[int]]) -> list[list[float]]:
+    """Return llama.cpp's log-probabilities of the next token after each prompt, computed in fp32 if the file is."""
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path = file
+    settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.cpuparams.n_threads = 256, 1, 0, 1
+    settings.warmup, settings.verbosity, settings.fit_params = False, -1, False
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(settings)
+    # The answer has no probabilities if its token ends the text or is part of a character. The bias chooses the token,
+    # and the probabilities are those without it.
+    bias = {"temperature": 0, "logit_bias": [[prompts[-1][-1], 1000]]}
+    found = []
+    for ids in prompts:
+        body = {"prompt": ids, "n_predict": 1, "n_probs": vocabulary, "cache_prompt": False, **bias}
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            told = json.load(answer)["completion_probabilities"][0]["top_logprobs"]
+        by_id = {token["id"]: token["logprob"] for token in told}
+        found.append([by_id[number] for number in range(vocabulary)])
+    return found
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "write":
         for name in MODELS:
             write(Path(sys.argv[2]) / name, name)
-    else:
+    elif sys.argv[1] == "read":
         print(json.dumps([read(Path(directory)) for directory in sys.argv[2:]]))
+    else:
+        print(json.dumps([log_probabilities(*case) for case in json.loads(sys.argv[2])]), flush=True)
+        os._exit(0)  # the threads of llama.cpp's servers never end

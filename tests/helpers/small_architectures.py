@@ -14,11 +14,9 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3Config,
 )
-from transformers.initialization import no_init_weights
 
 _COMMON = {
     "hidden_size": 32,
@@ -58,15 +56,3 @@ ARCHITECTURES = {
 def reference(config, seed: int = 5):
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
-
-
-# Models get two layers each, if the configuration's defaults produce a valid model at all.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-
-
-def small(config: object) -> PreTrainedModel:
-    for key in _LAYERS:
-        if isinstance(getattr(config, key, None), int) and getattr(config, key) > 2:
-            setattr(config, key, 2)
-    with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -21,30 +21,25 @@ from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.attention import SharedRows, share_rows
+from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.planner import make_plan
 
 UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # not visible as tensors
-# Values of model.activation_checkpointing, and whether block inputs are in host memory.
-KEPT = {
-    "on": ("on", False),
-    "in host memory": ("on", True),
-    "a third": ("a third", False),
-    "a third in host memory": ("a third", True),
-    "off": ("off", False),
-}
 
 
 def config_of(
     shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, ranks: int = 1, **model: Any
 ) -> TrainConfig:
-    """Return the configuration of a model with the keys `shape` of its config.json, and more keys of `model`."""
+    """Return the configuration of a model with the keys `shape` of its config.json, and more keys of `model`.
+
+    `kept` is a value of model.activation_checkpointing; after it, " in RAM" offloads the blocks' inputs.
+    """
     (folder / "config.json").write_text(json.dumps(shape))
-    checkpointed, offloaded = KEPT[kept]
-    if checkpointed == "a third":
-        checkpointed = max(1, (shape.get("num_hidden_layers") or shape["n_layer"]) // 3)
-    model |= {"name": str(folder), "random_init": True, "activation_checkpointing": checkpointed}
+    checkpointed, _, offloaded = kept.partition(" in ")
+    model |= {"name": str(folder), "random_init": True}
+    model["activation_checkpointing"] = int(checkpointed) if checkpointed.isdigit() else checkpointed
     if offloaded:
         model["offload_activations"] = "cpu"
     return TrainConfig.model_validate(
@@ -90,12 +85,15 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
             share_rows(module.model, SharedRows(torch.empty_like, count=count))
             length //= count
             positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
-        tied = {} if session else _take_apart(module)
+        tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)
+        parameters = without_values(module.model, dtype=torch.bfloat16, place=tokens.device, separate=not session)
+        for uses in parameters.values():
+            memory, waiting = torch.empty(uses[0].shape, dtype=torch.bfloat16), list[torch.Tensor]()
+            for use in uses:
+                use.data = memory
+                use.register_post_accumulate_grad_hook(partial(_hand_over, waiting if len(uses) > 1 else None))
         if config.model.offload_activations:
             _keep_inputs_elsewhere(module)
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(partial(_hand_over, tied))
-        tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)
         tracker = _Peak()
         tracker.track_external(module, tokens)
         with tracker:
@@ -112,34 +110,13 @@ class _Peak(MemTracker):
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _note
 
 
-def _hand_over(tied: dict[int, list[torch.Tensor]], parameter: torch.nn.Parameter) -> None:
+def _hand_over(waiting: list[torch.Tensor] | None, parameter: torch.nn.Parameter) -> None:
     """Drop a complete gradient; a tied weight's first one is kept until that of its other use is added."""
     gradient, parameter.grad = parameter.grad, None
-    waiting = tied.get(parameter.untyped_storage()._cdata)
-    if waiting is None or gradient is None:
-        return
     if waiting:
         waiting.pop().add_(gradient)
-    else:
+    elif waiting is not None:
         waiting.append(gradient)
-
-
-def _take_apart(module: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
-    """Give each use of a tied weight its own parameter on the same memory, as the engine does.
-
-    Return an empty list for waiting gradients, keyed by the storage of each tied weight.
-    """
-    seen: set[int] = set()
-    tied: dict[int, list[torch.Tensor]] = {}
-    for part in module.modules():
-        for key, parameter in part._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in seen:
-                part._parameters[key] = torch.nn.Parameter(parameter.detach())
-                tied[parameter.untyped_storage()._cdata] = []
-            seen.add(id(parameter))
-    return tied
 
 
 def _keep_inputs_elsewhere(module: Any) -> None:

@@ -35,14 +35,11 @@ def test_the_mean_is_over_all_targets_of_a_step(words: tuple[str, ...], pretrain
         assert ours.eval_loss(data[1]) == 0.0
 
 
-def test_equal_counts_have_weights_of_exactly_one() -> None:
+def test_equal_counts_have_weights_of_exactly_one_and_a_step_that_counts_nothing_is_refused() -> None:
     for count in (1, 3, 48, 1023, 4096):
         for batches_of_a_step in (1, 2, 3, 5, 7, 64):
             assert weights_in_step([count] * batches_of_a_step) == [1.0] * batches_of_a_step
     assert weights_in_step([3, 0, 9]) == [0.75, 0.0, 2.25]
-
-
-def test_a_step_that_counts_nothing_is_refused(pretrained: Path) -> None:
     with pytest.raises(TrainerError, match="a step of 2 micro-batches has no target in the loss: all are -100"):
         weights_in_step([0, 0])
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_bench import (
-    ON_GPU,
-    REENTRANT,
-    REFERENCE,
-    Step,
-    assert_same,
-    batches,
-    engine,
-    masters,
-    model_directory,
-    train,
-)
+from engine_bench import ON_GPU, REENTRANT, assert_same, batches, engine, masters, model_directory, plain, train
 
-import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile
 
@@ -43,25 +30,17 @@ WAYS = {
 }
 
 
-@cache
-def plain(model: Path) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    with engine(model, *REFERENCE, "--accumulate", "2", "model.activation_checkpointing=off") as reference:
-        return train(reference, batches(6), accumulate=2), masters(reference)
-
-
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", NOISY)
-def test_dropout_is_the_same_in_every_placement(
-    architecture: str, way: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_is_the_same_in_every_placement(architecture: str, way: str, folder: Path, drive: Path) -> None:
     """bf16 with two micro-batches gives the same bits in every placement, whatever else draws random numbers in
     between.
     """
     if ON_GPU and "plain" in way:
         pytest.skip("plain torch's AdamW is CUDA's here, with other last bits")
-    monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
-    expected, weights = plain(model)
+    expected, weights = plain(model, 3, "--accumulate", "2", "model.activation_checkpointing=off", accumulate=2)
     with engine(model, "--accumulate", "2", *WAYS[way], drives=[] if "plain" in way else [drive]) as ours:
 
         def between(step: int) -> None:

@@ -12,12 +12,15 @@ import pytest
 import tiny_models
 import torch
 from sample_plans import machine, wish
+from transformers import PreTrainedModel, Trainer
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model import meta_trace
+from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.probes import blocks
+from offload_trainer.model.shape import no_weight_decay_names
 from offload_trainer.plan.planner import checkpointed_blocks, make_plan
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -182,3 +185,43 @@ def test_wrong_parts_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = examine("Mamba", tmp_path / "divided", "modules")
     assert result.outcome == "wrong"
     assert "a loss is NaN" in result.why
+
+
+# -- weight decay -----------------------------------------------------------------------------------------------------
+
+
+def tiny(name: str, **changes: Any) -> PreTrainedModel:
+    return meta_model(tiny_models.tiny_config(tiny_models.kinds()[name], **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "spared"),
+    [
+        ("GptOss", {}, {"gate_up_proj_bias", "down_proj_bias"}),
+        ("Cohere", {"use_qk_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+        ("Mamba", {}, {"A_log"}),
+        ("GPT2", {}, set()),
+    ],
+)
+def test_biases_and_norms_of_two_dimensions_do_not_decay(name: str, changes: dict[str, Any], spared: set[str]) -> None:
+    found = no_weight_decay_names(tiny(name, **changes))
+    assert {ending for ending in spared for name in found if name.endswith(ending)} == spared
+    assert all(name.endswith(tuple(spared)) for name in found)
+
+
+@pytest.mark.slow
+def test_every_architecture_decays_what_transformers_decays() -> None:
+    """The exceptions are vectors, which never decay here (sinks, residual scales, Mamba's D), and A_log."""
+    differences, built = [], 0
+    for kind in tiny_models.kinds():
+        try:
+            model = tiny(kind)
+        except Exception:  # transformers builds no tiny model of it
+            continue
+        built += 1
+        weights = {name: tensor for name, tensor in model.named_parameters() if tensor.dim() > 1}
+        theirs = set(Trainer.get_decay_parameter_names(None, model)) & weights.keys()  # type: ignore[arg-type]
+        ours = weights.keys() - no_weight_decay_names(model)
+        differences += [(kind, name) for name in ours ^ theirs if not name.endswith(".A_log")]
+    assert built > 150
+    assert not differences

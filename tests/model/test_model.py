@@ -6,20 +6,23 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_architectures import _COMMON, ARCHITECTURES, reference
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2PreTrainedModel
+from small_architectures import ARCHITECTURES, reference
+from transformers import AutoModelForCausalLM, GPT2PreTrainedModel, PreTrainedModel
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
+
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -79,10 +82,10 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
         assert torch.equal(value, plain_buffers[key]), key
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_closed_form_counts_match_transformers(name: str) -> None:
-    shape = resolve_model(ModelSection(name=name), seed=0).shape
-    assert gpt2_shape(PRESETS[name]) == shape
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in PRESETS), ("gpt2-mini", "fp32")])
+def test_closed_form_counts_match_transformers(name: str, dtype: str) -> None:
+    shape = resolve_model(ModelSection(name=name, dtype=dtype), seed=0).shape
+    assert gpt2_shape(PRESETS[name], item_bytes=2 if dtype == "bf16" else 4) == shape
     if name == "gpt2-10b":
         assert shape.parameters == 10_279_239_680
 
@@ -90,8 +93,8 @@ def test_closed_form_counts_match_transformers(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-mini", "gpt2-10b"])
 def test_step_0_loss_of_every_preset_is_ln_of_the_vocabulary(name: str) -> None:
-    """Only the depth is reduced: two layers, or one in wide models, so that the test stays small."""
-    overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
+    """Only the depth is reduced, and the vocabulary of wide models, on which the loss of each logit does not depend."""
+    overrides = {"n_layer": 2} if PRESETS[name]["n_embd"] <= 1280 else {"n_layer": 1, "vocab_size": 1000}
     source = resolve_model(ModelSection(name=name, overrides=overrides, activation_checkpointing="off"), seed=0)
     ours = source.build(dtype=torch.float32)
     with torch.no_grad():
@@ -156,67 +159,64 @@ def test_a_configuration_that_cannot_be_read(content: str, tmp_path: Path) -> No
         resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
 
 
-# Architectures with keys of their published checkpoints that today's models have no place for
-_ROTARY = "self_attn.rotary_emb.inv_freq"
-_LLAMA = {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 2}
-_GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-_LATENT = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}  # fmt: skip
-LEFTOVERS = {
-    "llama": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "llama, without the prefix": (_LLAMA, [f"layers.{{}}.{_ROTARY}"]),
-    "llama, with scales of a cache": (_LLAMA, ["model.layers.{}.self_attn.k_scale"]),
-    "llama, of more layers": (_LLAMA, ["model.layers.{}7.mlp.up_proj.weight"]),
-    "mistral": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "qwen2": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "phi": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "stablelm": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "persimmon": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
-    "falcon": (_LLAMA, ["transformer.h.{}.self_attention.rotary_emb.inv_freq"]),
-    "gpt_neox": (
-        _LLAMA, [f"gpt_neox.layers.{{}}.attention.{key}" for key in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    ),
-    "gpt2": (_GPT, ["transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"]),
-    "gptj": ({**_GPT, "rotary_dim": 8}, ["transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"]),
-    "gpt_neo": (
-        {**_COMMON, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]},
-        ["transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"],
-    ),
-    "codegen": ({**_GPT, "rotary_dim": 8}, ["transformer.h.{}.attn.causal_mask"]),
-    "deepseek_v3": ({**_LLAMA, **_LATENT}, ["model.layers.2{}.eh_proj.weight"]),
-    "qwen3_next": (
-        {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
-         "shared_expert_intermediate_size": 16},
-        ["mtp.{}.fc.weight"],
+Held = dict[str, torch.Tensor]  # what a file holds
+
+
+def added(*keys: str) -> Callable[[Held], Held]:
+    return lambda held: held | {key.format(layer): torch.ones(4) for key in keys for layer in range(2)}
+
+
+def renamed(before: str, after: str) -> Callable[[Held], Held]:
+    return lambda held: {key.replace(before, after): value for key, value in held.items()}
+
+
+# Published checkpoints have keys that today's models have no place for, and other names of weights.
+SPELLINGS: dict[str, tuple[str, Callable[[Held], Held]]] = {
+    "old buffers": ("llama, untied", added("model.layers.{}.self_attn.rotary_emb.inv_freq")),
+    "old buffers, gpt2": ("gpt2", added("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias")),
+    "a key without the prefix": ("llama, untied", added("layers.{}.self_attn.rotary_emb.inv_freq")),
+    "scales of a cache": ("llama, untied", added("model.layers.{}.self_attn.k_scale")),
+    "more layers": ("llama, untied", added("model.layers.{}7.mlp.up_proj.weight")),
+    "no prefix": ("llama, untied", renamed("model.", "")),
+    "no prefix, gpt2": ("gpt2", renamed("transformer.", "")),
+    "tied under its other name": ("qwen3, tied", renamed("model.embed_tokens", "lm_head")),
+    "tied twice": (
+        "qwen3, tied", lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEFTOVERS)
-def test_keys_that_transformers_does_not_read(name: str, tmp_path: Path) -> None:
-    """They are left out, and the plan names those that transformers warns about. Every weight has its bits.
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Every weight has the bits that transformers reads. Other keys are left out, and the plan names those that
+    transformers warns about.
 
     Of buffers that the model computes, by their own names, it says nothing.
     """
-    words, keys = LEFTOVERS[name]
-    reference(AutoConfig.for_model(name.split(",")[0], **words)).save_pretrained(tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    held |= {key.format(layer): torch.ones(4) for key in keys for layer in range(2)}
-    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    architecture, change = SPELLINGS[name]
+    model = reference(ARCHITECTURES[architecture])
+    save_changed(model, tmp_path, change)
     expected, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     source = resolve_model(ModelSection(name=str(tmp_path)), seed=0)
     given = dict(source.weights())
-    assert given.keys() == dict(expected.named_parameters()).keys()
-    assert all(torch.equal(given[key], value) for key, value in expected.named_parameters())
+    assert given.keys() == dict(expected.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    for one in (expected, model):
+        assert all(torch.equal(given[key], value) for key, value in one.named_parameters())
     warned = sorted(info["unexpected_keys"] - dict(expected.named_buffers()).keys())
     notes = [note for note in source.shape.notes if note.startswith("weights: ")]
     assert len(notes) == bool(warned)
     if warned:
         assert notes[0].startswith(f"weights: {len(warned)} tensors have no place in {type(expected).__name__}")
         assert notes[0].endswith(": " + ", ".join(warned))
+
+
+def save_changed(model: PreTrainedModel, folder: Path, change: Callable[[Held], Held], **config: Any) -> None:
+    """Save a model with what `change` makes of its tensors, and more keys in its configuration."""
+    model.save_pretrained(folder)
+    held = change(load_file(folder / "model.safetensors"))
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    there = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(there | config))
 
 
 @pytest.mark.parametrize(("shards", "single"), [(True, False), (False, True), (True, True), ("gone", True)])
@@ -256,36 +256,54 @@ def test_weights_in_the_file_that_the_configuration_names(tmp_path: Path) -> Non
             resolve_model(ModelSection(name=str(tmp_path)), seed=0)
 
 
-@pytest.mark.parametrize("kind", ["integers", "scales of a quantization_config"])
-def test_quantised_weights_are_refused(kind: str, tmp_path: Path) -> None:
-    """transformers would dequantise them by its configuration; read as they are, they would be other weights."""
-    model, name = reference(ARCHITECTURES["llama, untied"]), "model.layers.1.mlp.up_proj.weight"
-    model.save_pretrained(tmp_path)
-    held = load_file(tmp_path / "model.safetensors") | {f"{name}_scale": torch.ones(1)}
-    if kind == "integers":
-        held[name] = held[name].to(torch.uint8)
-    else:
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "own"}}))
-    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    expected = f"quantised, which is not read here: {name}{'' if kind == 'integers' else '_scale'}\n"
-    with pytest.raises(UserError, match=re.escape(expected)):
-        resolve_model(ModelSection(name=str(tmp_path)), seed=0)
-
-
-def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
-    reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    held["model.norm.weight"] = torch.zeros(7)
-    held["extra.weight"] = torch.zeros(2)
+def misfitting(held: Held) -> Held:
     del held["model.layers.1.self_attn.k_proj.weight"]
-    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return held | {"model.norm.weight": torch.zeros(7), "extra.weight": torch.zeros(2)}
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+QUANTISED = "quantised, which is not read here: "
+REFUSED: dict[str, tuple[str, Callable[[Held], Held], list[str]]] = {
+    # transformers would dequantise them by its configuration; read as they are, they would be other weights.
+    "integers": (
+        "llama, untied",
+        lambda held: held | {UP: held[UP].to(torch.uint8), f"{UP}_scale": torch.ones(1)},
+        [f"{QUANTISED}{UP}\n"],
+    ),
+    "scales of a quantization_config": (
+        "llama, untied", lambda held: held | {f"{UP}_scale": torch.ones(1)}, [f"{QUANTISED}{UP}_scale\n"]
+    ),
+    "weights that do not fit": (
+        "llama, untied",
+        misfitting,
+        [
+            "missing: model.layers.1.self_attn.k_proj.weight",
+            "unexpected: extra.weight",
+            r"misshapen: model\.norm\.weight is \(7,\), the model wants \(32,\)",
+        ],
+    ),
+    # transformers would keep both weights; training the tied one would silently lose the other.
+    "a separate head in a model that ties it": (
+        "qwen3, tied",
+        lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1},
+        ["lm_head.weight and model.embed_tokens.weight hold different values"],
+    ),
+    "experts that are not all there": (
+        "mixtral, experts",
+        lambda held: {key: held[key] for key in held if "layers.0." not in key or "experts.2.w1" not in key},
+        [r"experts\.0\.w1|gate_up_proj is"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_cannot_be_used_are_named(name: str, tmp_path: Path) -> None:
+    architecture, change, told = REFUSED[name]
+    config = {"quantization_config": {"quant_method": "own"}} if "quantization_config" in name else {}
+    save_changed(reference(ARCHITECTURES[architecture]), tmp_path, change, **config)
     with pytest.raises(UserError) as caught:
         resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-    text = str(caught.value)
-    assert "missing: model.layers.1.self_attn.k_proj.weight" in text
-    assert "unexpected: extra.weight" in text
-    assert "misshapen: model.norm.weight is (7,), the model wants (32,)" in text
+    assert all(re.search(pattern, str(caught.value)) for pattern in told)
 
 
 def test_a_directory_without_weights_asks_for_scratch(tmp_path: Path) -> None:

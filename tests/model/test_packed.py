@@ -1,4 +1,6 @@
-"""Tests of packed rows: each document has the loss and gradients that it has alone, or the model is refused."""
+"""Tests of packed rows: each document has the loss and gradients that it has alone, or the model is refused; and of
+which architectures can split rows among ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,29 @@ import pytest
 import torch
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.llama import modeling_llama
 
-from offload_trainer.config import ModelSection
 from offload_trainer.data.loss_mask import Encoded
 from offload_trainer.data.packing import RowMaker
-from offload_trainer.data.rows import Batch, RowReader
+from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
+from offload_trainer.model.attention import DividedAttention
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes import rows
-from offload_trainer.model.probes.rows import refuse_crossing
+from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
@@ -95,7 +107,6 @@ def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
     model.set_attn_implementation(attention)
     rows = rows_of(talks(), tmp_path)
     inputs, targets, positions = rows.inputs, rows.targets, rows.positions
-    assert positions is not None
     assert int((targets != -100).sum()) == count
     loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)
     assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
@@ -151,7 +162,6 @@ def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     first = next(reader.validation_batches(micro_batch=2, limit=2))
     assert first.inputs.tolist() == [ids[:6], ids[6:12]]
     assert first.targets.tolist() == [ids[1:7], ids[7:13]]
-    assert first.positions is not None
     assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
     assert next(reader.train_batches(first.state, micro_batch=2)).positions is not None
     plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
@@ -161,16 +171,8 @@ def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
 def test_masks_are_in_the_plan(tmp_path: Path) -> None:
     """A block keeps as many mask bytes on a CPU as autograd saves in a real forward."""
     length, rows = 48, 2
-    words = [
-        "--model",
-        "gpt2-mini",
-        "--dtype",
-        "fp32",
-        "model.activation_checkpointing=off",
-        "model.overrides.n_layer=2",
-    ]
-    section = load_config(words).model
-    assert isinstance(section, ModelSection)
+    words = "--model gpt2-mini --dtype fp32 model.activation_checkpointing=off model.overrides.n_layer=2"
+    section = load_config(words.split()).model
     apart, crossed = (resolve_model(section, seed=0, packed=on) for on in (True, False))
     module = apart.build(dtype=torch.float32)
     ids = torch.randint(5, 99, (rows, length))
@@ -187,8 +189,80 @@ def test_masks_are_in_the_plan(tmp_path: Path) -> None:
         module(ids, ids, None, None, positions)
     masks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     counted, without = apart.shape.on_gpu, crossed.shape.on_gpu
-    assert counted is not None
-    assert without is not None
     kept = counted.kinds[0].kept.at(rows, length) - without.kinds[0].kept.at(rows, length)
     assert 2 * kept == sum(masks.values())
     assert counted.before.pair == 1  # one byte for each pair of a row's tokens
+
+
+# -- rows that ranks share --------------------------------------------------------------------------------------------
+
+CUT = ("gpt2", "llama, untied", "qwen3, tied", "granite, scaled", "mixtral, experts", "qwen2moe, shared expert")
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+UNDIVIDED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "a recurrence": (ARCHITECTURES["falcon-h1, whose head reads a scale of the body"], "in 2 pieces"),
+    "chunks": (Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=8), "in 2 pieces .* Leave it out"),
+    "soft-capped": (ARCHITECTURES["gemma2, soft-capped"], "runs with eager attention, and it needs sdpa"),
+    "slopes": (BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4), "eager attention"),
+    "its own": (FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "its own"),
+    "of length": (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), r"rotary positions \(dynamic\) depend on the length"),
+}
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    config._attn_implementation = None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
+def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta(kind(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=16))
+    refuse_pieces(model)
+    monkeypatch.setattr(DividedAttention, "_seen", lambda *_: None)
+    with pytest.raises(UserError, match="in 2 pieces"):
+        refuse_pieces(model)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_models_that_mix_tokens_only_in_attention_can_be_divided(name: str) -> None:
+    refuse_pieces(on_meta(ARCHITECTURES[name]))
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_other_models_are_refused_by_name(name: str) -> None:
+    config, told = UNDIVIDED[name]
+    model = on_meta(config)
+    with pytest.raises(UserError, match=f"parallel.sequence: .*{type(model).__name__}.*{told}"):
+        refuse_pieces(model)
+
+
+def test_the_routers_loss_is_refused() -> None:
+    model = on_meta(ARCHITECTURES["mixtral, experts"])
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="set it to false"):
+        refuse_pieces(model)
+
+
+def test_a_probe_that_could_not_fail_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If separate pieces match whole rows, the trial did not exercise attention."""
+    monkeypatch.setattr("offload_trainer.model.probes.rows._compare_pieces", lambda tiny: (0.0, 0.0))
+    with pytest.raises(UserError, match="computes something else"):
+        refuse_pieces(on_meta(ARCHITECTURES["gpt2"]))
+
+
+def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:
+    tokens = torch.arange(2 * 13).view(2, 13)
+    targets = tokens[:, 1:].clone()
+    targets[:, 8:] = IGNORED
+    whole = Batch(inputs=tokens[:, :-1], targets=targets, state=DataState(7), seed=3)
+    pieces = [whole.piece(number, of=3) for number in range(3)]
+    assert torch.equal(torch.cat([piece.inputs for piece in pieces], 1), whole.inputs)
+    assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), whole.targets)
+    places = [piece.positions.tolist() for piece in pieces if piece.positions is not None]
+    assert places == [[list(range(first, first + 4))] * 2 for first in (0, 4, 8)]
+    assert [piece.counted for piece in pieces] == [8, 8, 0]
+    assert {piece.state for piece in pieces} == {whole.state}
+    assert len({piece.seed for piece in pieces} | {whole.seed}) == 4  # each piece has its own dropout
+    assert whole.piece(0, of=1) is whole

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from sample_plans import SHAPES, machine, wish
-from small_architectures import small
+from tiny_models import kinds
 from tracked_bytes import config_of, planned, tracked
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.model import meta_trace
 from offload_trainer.model import shape as model_shape
+from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan, workload
@@ -38,17 +39,14 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 48, "first_k_dense_replace": 1},
     "opt": {"model_type": "opt", "vocab_size": 3000, "hidden_size": 64, "ffn_dim": 256, "word_embed_proj_dim": 64}
     | {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512, "dropout": 0.0},
-}
-# These run without checkpointing only: with it, blocks keep more than their input.
-UNUSUAL: dict[str, dict[str, Any]] = {
+    # Without checkpointing only: with it, blocks keep more than their input. Gemma 2 keeps the attention matrices, and
+    # ProphetNet computes whole logits whatever model.loss_chunk says.
     "gemma2, eager attention": {**_SMALL, "model_type": "gemma2", "head_dim": 16},
     "prophetnet, whole logits": {"model_type": "prophetnet", "vocab_size": 3000, "hidden_size": 64, "dropout": 0.0}
     | {"num_encoder_layers": 1, "num_decoder_layers": 4, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 256}
     | {"num_encoder_attention_heads": 4, "encoder_ffn_dim": 256, "max_position_embeddings": 2048}
     | {"attention_dropout": 0.0, "activation_dropout": 0.0},
-}
-# At their full depth, without memory.
-LARGE: dict[str, dict[str, Any]] = {
+    # At their full depth, without memory
     "gpt2-xl": PRESETS["gpt2-xl"],
     "Llama-3-8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
@@ -68,31 +66,49 @@ ESTIMATED = {
 SPECIAL = ("Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text")
 
 
-def assert_planned(config: TrainConfig, source: ModelSource) -> None:
-    """Assert that the plan is at most 2 % below and 8 % above the tracked bytes."""
-    found = tracked(config, source)
-    assert 0.98 * found <= planned(config, source) <= 1.08 * found
+def assert_planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
+    """Assert that the plan is at most 2 % below and 8 % above the tracked bytes; return those."""
+    found = tracked(config, source, session=session)
+    assert 0.98 * found <= planned(config, source, session=session) <= 1.08 * found
+    return found
 
 
+_PIECE = {"vocab_size": 300, "length": 512, "loss_chunk": 256}
+CASES: list[tuple[str, str, dict[str, int]]] = [
+    ("gpt2", "on", {"loss_chunk": 128}),
+    ("gpt2", "1 in RAM", {}),
+    ("gpt2", "off", {"loss_chunk": 128}),
+    ("llama, untied", "on in RAM", {"loss_chunk": 128}),
+    ("llama, untied", "off", {}),
+    ("mistral, windows", "1", {"loss_chunk": 128}),
+    ("mixtral, experts", "on", {}),
+    ("deepseek, latent attention", "1 in RAM", {}),
+    ("deepseek, latent attention", "off", {"loss_chunk": 128}),
+    ("opt", "1", {}),
+]
+LONGER: list[tuple[str, str, dict[str, int]]] = [
+    ("gemma2, eager attention", "off", {"loss_chunk": 128}),
+    ("prophetnet, whole logits", "off", {"loss_chunk": 128}),
+    ("gpt2-xl", "off", {"rows": 4, "length": 1024, "loss_chunk": 1024}),
+    ("Llama-3-8B", "on", {"rows": 4, "length": 1024, "loss_chunk": 1024}),
+    # Of one rank, including all-to-alls, which are replaced by copies of the same size
+    ("gpt2", "on", _PIECE | {"ranks": 2}),
+    ("llama, untied", "off", _PIECE | {"ranks": 4}),
+]
+
+
+@pytest.mark.usefixtures("counted_once")
 @pytest.mark.parametrize(
-    ("name", "kept", "chunk"),
-    [
-        ("gpt2", "on", 128),
-        ("gpt2", "a third in host memory", 4096),
-        ("gpt2", "off", 128),
-        ("llama, untied", "in host memory", 128),
-        ("llama, untied", "off", 4096),
-        ("mistral, windows", "a third", 128),
-        ("mixtral, experts", "on", 4096),
-        ("deepseek, latent attention", "a third in host memory", 4096),
-        ("deepseek, latent attention", "off", 128),
-        ("opt", "a third", 4096),
-    ],
+    ("name", "kept", "more"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONGER)]
 )
-def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, chunk: int, tmp_path: Path) -> None:
+def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, more: dict[str, int], tmp_path: Path) -> None:
     """The loss has one or several chunks, and the row a length that was not counted before."""
-    config = config_of(MODELS[name], kept, folder=tmp_path, rows=3, length=320, loss_chunk=chunk)
-    assert_planned(config, resolve_model(config.model, seed=0))
+    size = {"rows": 3, "length": 320, "loss_chunk": 4096} | more
+    shape = MODELS[name] | ({"vocab_size": size.pop("vocab_size")} if "vocab_size" in size else {})
+    config = config_of(shape, kept, folder=tmp_path, **size)
+    source = resolve_model(config.model, seed=0)
+    assert_planned(config, source)
+    assert source.shape.whole_logits == (name == "prophetnet, whole logits")
 
 
 @pytest.mark.parametrize("session", [False, True])
@@ -100,23 +116,14 @@ def test_gradients_of_a_tied_weight_are_counted_as_they_are_added(session: bool,
     """Few rows under a large vocabulary: a run adds both gradients in place, autograd in a session to a third."""
     shape = {**_SMALL, "model_type": "qwen2", "vocab_size": 30_000, "tie_word_embeddings": True}
     config = config_of(shape, "on", folder=tmp_path, rows=1, length=64)
-    source = resolve_model(config.model, seed=0)
-    found = tracked(config, source, session=session)
-    assert 0.98 * found <= planned(config, source, session=session) <= 1.08 * found
+    found = assert_planned(config, resolve_model(config.model, seed=0), session=session)
     assert found >= (4 if session else 3) * 2 * 64 * 30_000  # the weight and its gradients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kept"), [("gpt2-xl", "off"), ("Llama-3-8B", "on")])
-def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, kept: str, tmp_path: Path) -> None:
-    config = config_of(LARGE[name], kept, folder=tmp_path, rows=4, length=1024)
-    assert_planned(config, resolve_model(config.model, seed=0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept", "chunk"),
-    [("llama, untied", "a third", 96), ("mixtral, experts", "on", 300), ("deepseek, latent attention", "off", 300)],
+    [("llama, untied", "1", 96), ("mixtral, experts", "on", 300), ("deepseek, latent attention", "off", 300)],
 )
 def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     name: str, kept: str, chunk: int, tmp_path: Path
@@ -131,36 +138,7 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
         for size in (chunk, "off")
     )
     source = with_tiles(resolve_model(pieces.model, seed=0))
-    assert_planned(pieces, source)
-    assert tracked(pieces, source) < planned(whole, source)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kept", "ranks"), [("gpt2", "on", 2), ("llama, untied", "off", 4)])
-def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
-    name: str, kept: str, ranks: int, tmp_path: Path
-) -> None:
-    """The bytes are one rank's, including all-to-alls, which are replaced by copies of the same size."""
-    shape = MODELS[name] | {"vocab_size": 300}
-    config = config_of(shape, kept, folder=tmp_path, rows=3, length=512, ranks=ranks, loss_chunk=256)
-    assert_planned(config, resolve_model(config.model, seed=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_planned_bytes_follow_eager_attention_and_whole_logits(name: str, tmp_path: Path) -> None:
-    """ProphetNet computes whole logits whatever model.loss_chunk says; Gemma 2 keeps the attention matrices."""
-    config = config_of(UNUSUAL[name], "off", folder=tmp_path, rows=3, length=320, loss_chunk=128)
-    source = resolve_model(config.model, seed=0)
-    assert_planned(config, source)
-    assert source.shape.whole_logits == (name == "prophetnet, whole logits")
-
-
-def test_presets_in_closed_form_are_as_counted() -> None:
-    """The 16-bit case is in tests/model/test_model.py."""
-    for name in ("gpt2-mini", "gpt2-10b"):
-        shape = resolve_model(ModelSection(name=name, dtype="fp32"), seed=0).shape
-        assert shape == gpt2_shape(PRESETS[name], item_bytes=4)
+    assert assert_planned(pieces, source) < planned(whole, source)
 
 
 def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
@@ -168,7 +146,6 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
     given = {"model_type": "mamba", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(given))
     shape = resolve_model(ModelSection(name=str(tmp_path), random_init=True, attention="eager"), seed=0).shape
-    assert shape.on_gpu is not None
     block = shape.on_gpu.kinds[0]
     assert block.kept.token > 64 * 2 * 2
     assert block.kept.at(2, 1000) > 900 * block.kept.at(2, 1) > 0
@@ -182,16 +159,11 @@ def test_dropout_and_eager_attention_need_more(tmp_path: Path) -> None:
         for overrides in ({}, {"resid_pdrop": 0.1, "attn_pdrop": 0.1})
     )
     assert plain.on_gpu == plain.on_cpu
-    assert plain.on_cpu is not None
-    assert dropping.on_cpu is not None
-    assert dropping.on_gpu is not None
     assert plain.on_cpu.kinds[0].kept.pair == dropping.on_gpu.kinds[0].kept.pair == 0
     assert dropping.on_cpu.kinds[0].kept.pair >= 8 * 2  # a 16-bit number for each of 8 heads
-    assert plain.on_gpu is not None
     # dropout masks of one byte each
     assert dropping.on_gpu.kinds[0].kept.token == plain.on_gpu.kinds[0].kept.token + 2 * 256
     eager = resolve_model(ModelSection(name="gpt2-mini", attention="eager"), seed=0).shape
-    assert eager.on_gpu is not None
     assert eager.on_gpu.kinds[0].kept.pair > 0
 
 
@@ -222,35 +194,37 @@ def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.FixtureRequest) -> None:
-    """Default configurations with two layers, built as in tests/model/test_weight_decay.py, are counted unless listed.
+    """Default configurations with two layers are counted unless listed.
 
-    Without --exhaustive, only the listed ones, some with features of their own and every tenth other one are tested.
+    Without --exhaustive, only some with features of their own and every tenth other one are tested.
     """
     known = {name for names in ESTIMATED.values() for name in names}
-    names = {kind: kind.__name__.removesuffix("Config") for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
-    kinds = sorted(names, key=names.__getitem__)
-    if not request.config.getoption("--exhaustive"):
-        others = [kind for kind in kinds if names[kind] not in known]
-        kinds = [kind for kind in kinds if names[kind] in {*known, *SPECIAL} or others.index(kind) % 10 == 0]
+    others = sorted(kinds().keys() - known)
+    every = 1 if request.config.getoption("--exhaustive") else 10
     shapes = dict[str, ModelShape]()
-    for kind in kinds:
+    for name in {*others[::every], *SPECIAL, "Blt", "CTRL"}:
         with suppress(AssertionError):  # the defaults do not build a model
-            shapes[names[kind]] = shape_of(kind)
+            shapes[name] = shape_of(kinds()[name])
     for name in ("Blt", "CTRL"):  # their sizes are stored elsewhere, or their blocks are unknown
         assert min(shapes[name].layers, shapes[name].hidden, shapes[name].widths) > 0
     counted = {name: shape for name, shape in shapes.items() if shape.on_gpu is not None}
     assert set(shapes) - set(counted) <= known
-    assert len(counted) > 0.7 * (len(kinds) - len(known))
+    assert len(counted) > 0.7 * len(others[::every])
     for shape in map(counted.__getitem__, SPECIAL):
-        assert shape.on_gpu is not None
         assert len(shape.on_gpu.blocks) == shape.layers
         assert min(part.kept.at(1, 65536) for part in shape.on_gpu.kinds) > 65536 * shape.hidden
 
 
 def shape_of(kind: Any) -> ModelShape:
     """Return the shape of a small model; raise AssertionError if the defaults do not build one."""
+    layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
     try:
-        model = small(kind())
+        config = kind()
+        for key in layers:
+            if isinstance(getattr(config, key, None), int):
+                setattr(config, key, min(2, getattr(config, key)))
+        with no_init_weights():
+            model = meta_model(config)
     except Exception as error:  # a package is missing, or keys do not fit each other
         raise AssertionError from error
     return model_shape.model_shape(model, ModelSection(name="gpt2", random_init=True))

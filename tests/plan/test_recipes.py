@@ -1,4 +1,6 @@
-"""Tests of the recipes: the needs stated in their headers match the plan, and each trains when scaled down."""
+"""Tests of the recipes: the needs stated in their headers match the plan, and each trains when scaled down; and of
+docs/scaling.md, whose table has the seconds of `plan --parallel`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import pytest
 from commands import call
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from offload_trainer.cli import main
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.plan import described
 from offload_trainer.run.planning import MemoryFallbacks, model_of, planned
 from offload_trainer.settings import load_config
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +48,8 @@ NAMED: dict[str, PretrainedConfig] = {
     "Qwen/Qwen3-8B": Qwen3Config(**_QWEN, **_OF_8B, tie_word_embeddings=False),
     "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(**_QWEN | _MOE, tie_word_embeddings=False),
 }
+ROWS = re.findall(r"^\| `(--machine [^`]+)` \| (.+) \|$", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE)
+assert len(ROWS) >= 8
 TINY = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
 TINY |= {"num_experts_per_tok": 2}
@@ -106,3 +111,28 @@ def test_a_recipe_trains_scaled_down(name: str, tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert len(list((run.output / "checkpoints").glob("step-*"))) >= 1
+
+
+@pytest.mark.usefixtures("counted_once")
+@pytest.mark.parametrize(("words", "cells"), ROWS, ids=[words for words, _ in ROWS])
+def test_a_row_of_the_scaling_table_is_what_the_plan_says(
+    words: str, cells: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in NAMED:
+        if name in words:
+            words = words.replace(name, f"{folder_of(NAMED[name], tmp_path)} --scratch")
+    assert main(["plan", "--parallel", "--json", *shlex.split(words)]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    def told(name: str) -> str:
+        """Return the seconds of the fastest mode with that name, or why there is none."""
+        modes = [mode for mode in found["modes"] if mode["name"].startswith(name)]
+        if not modes:
+            return "refused"
+        if not modes[0]["fits"]:
+            return "does not fit"
+        ranks = f", {modes[0]['name'].split(' x ')[0]}" * name.startswith("tensor")
+        return format_seconds(modes[0]["step"]) + ranks
+
+    tokens = format_count(found["tokens_per_step"])
+    assert " | ".join([tokens, *map(told, ("tiered", "ZeRO-2", "ZeRO-3", "tensor"))]) == cells

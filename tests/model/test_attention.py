@@ -74,9 +74,20 @@ def test_torch_decides_which_heads_the_card_supports(
     monkeypatch.setattr(attention, "SDPAParams", params)
     monkeypatch.setattr(attention, "can_use_flash_attention", lambda _: flash)
     monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda _: cudnn)
-    query, key = SimpleNamespace(is_cuda=True), object()
-    assert attention.needs_whole_heads(query, key, key, dropout=0.1) == needs  # type: ignore[arg-type]
-    assert asked[0] == (query, key, key, None, 0.1, True, True)
+    monkeypatch.setattr(attention, "_WHOLE", {})
+    about = {
+        "shape": (1, 4, 8, 16),
+        "stride": lambda: (512, 128, 16, 1),
+        "dtype": torch.bfloat16,
+        "requires_grad": True,
+    }
+    query, key = SimpleNamespace(is_cuda=True, **about), SimpleNamespace(**about)
+    for _ in range(2):  # torch is asked once
+        assert attention.needs_whole_heads(query, key, key, dropout=0.1) == needs  # type: ignore[arg-type]
+    assert asked == [(query, key, key, None, 0.1, True, True)]
+    wider = SimpleNamespace(**about | {"shape": (1, 2, 8, 16)})
+    attention.needs_whole_heads(query, wider, key, dropout=0.1)  # type: ignore[arg-type]
+    assert len(asked) == 2
 
 
 def test_torch_accepts_the_arguments() -> None:

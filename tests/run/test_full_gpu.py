@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_gpu import emulated_gpu
-from engine_bench import model_directory
+from engine_bench import cached_counts, model_directory
 from late_engines import QueuedKernel
 
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu, gpu_full_told
@@ -35,7 +35,7 @@ def run(
     text.write_text("".join(f"line {number} of a text\n" for number in range(1500)))
     given = ["--model", str(model), "--scratch", "--data", str(text), "--output", str(folder / "run"), *words]
     given += ["--steps", str(STEPS), "--seq-len", "16", "--micro-batch", "2", "train.eval_rows=4"]
-    given += ["data.tokenizer=builtin", "tiered.page_size=8192"]
+    given += ["data.tokenizer=builtin", "tiered.page_size=8192", "optim.kernel=torch"]
     with pytest.MonkeyPatch.context() as patch, emulated_gpu(patch, seed=seed, haste=0.3) as gpu:
         for name, value in {"OMP_NUM_THREADS": 1, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
             patch.setenv(name, str(value))
@@ -44,7 +44,8 @@ def run(
         patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
         patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
-        train_run(load_config(given))
+        with cached_counts():
+            train_run(load_config(given))
         return gpu.allocations
 
 

@@ -206,6 +206,8 @@ def main() -> None:
             for name in names:
                 pipes[name].send(setting)
                 seconds.setdefault((name, setting), []).append(pipes[name].recv())
+    for pipe in pipes.values():
+        pipe.send(None)
     print(f"{n / 1e6:.0f} M elements, medians of {arguments.rounds}; tried threads {threads}\n")
     print("\n".join(table(masters, seconds, n)))
 

@@ -132,7 +132,7 @@ def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path) -> None:
     def resumed(before: int | str, *, on_gpu: bool, more: str = "false") -> int | str:
         settings = {"model": {"activation_checkpointing": before}}
         asked = config.model_copy(update={"model": wish(f"model.offload_activations={more}").model})
-        return _with_resumed_choices(asked, settings, models, world=1, on_gpu=on_gpu).model.activation_checkpointing
+        return _with_resumed_choices(asked, settings, models, on_gpu=on_gpu).model.activation_checkpointing
 
     for number in (45, "on", "off"):
         assert resumed(number, on_gpu=True) == number

@@ -180,10 +180,10 @@ class DeepSpeedEngine:
     def synchronize(self) -> None:
         """Return immediately, because a step has finished when `train_step` returns."""
 
-    @torch.no_grad()
     def abandon_step(self) -> None:
         raise TrainerError("DeepSpeed keeps no state of the last step while the next one runs")
 
+    @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._engine.eval()
         return float(self._engine(*batch.arguments(_device(), training=False)))

@@ -38,7 +38,7 @@ class Counting(Transfers):
     """Transfers that count the elements read, and may fail."""
 
     def __init__(self, *, fails: bool) -> None:
-        super().__init__(threads=1)
+        super().__init__()
         self.moved, self.fails = 0, fails
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:

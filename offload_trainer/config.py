@@ -322,7 +322,7 @@ class ParallelSection(_Section):
 
 
 class TieredSection(_Section):
-    """Buffer sizes, overlap and I/O of the tiered engine."""
+    """Buffer sizes, schedule and copies of the tiered engine."""
 
     page_size: Annotated[int, Field(ge=4096)] = Field(
         4 << 20,

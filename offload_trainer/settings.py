@@ -169,7 +169,7 @@ class _Draft:
         """Drop steps or epochs of the file if the command line has the other."""
         train = self.values.get("train", {})
         steps, epochs = "train.steps" in self.worded, "train.epochs" in self.worded
-        if epochs and not steps and train["epochs"] != "auto":
+        if epochs and not steps and train.get("epochs", "auto") != "auto":
             train.pop("steps", None)
         elif steps and not epochs:
             train.pop("epochs", None)
@@ -276,7 +276,8 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
         here = term.here
         if text is not None and plain(text) in ("false", "no", "off", "0", "none"):
             if value not in ("on", "true"):
-                return "leave it out"
+                default = all_keys()[key].get_default()
+                return f"use {_written(key, None, as_flag=as_flag)}" if value == default else "leave it out"
             here = f"{key}={'off' if value == 'on' else 'false'}"
     else:
         instead = None if text is None else value_of(key, text)
@@ -382,15 +383,16 @@ def _read_file(path: Path, draft: _Draft) -> None:
 def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each key."""
     for name, value in content.items():
-        yield from _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+        inside = isinstance(value, dict) and value != {}
+        yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
 
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
     """Return the error messages for an unknown section, which may be a flat key or section of another trainer."""
     if isinstance(values, dict) and nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields:
         values = None
-    found = _flat({section: None if values == {} else values})
-    texts = ((key, None if value is None or isinstance(value, list) else str(value)) for key, value in found)
+    found = _flat({section: values})
+    texts = ((key, None if value is None or isinstance(value, list | dict) else str(value)) for key, value in found)
     return [_no_key(f"{path}: {key}", key, text) for key, text in texts]
 
 

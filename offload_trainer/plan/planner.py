@@ -494,7 +494,7 @@ def any_placement_fits(
     return False
 
 
-# -- values of `auto` that need no comparison of plans: dtype, checkpointing, row length and batch sizes ---------------
+# -- values of `auto` that need no comparison of plans: dtype, checkpointing and row length ----------------------------
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
 LONGEST_ROW = 1024

@@ -171,7 +171,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
     By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
-    10 to 13 s. On a new machine, the first build of the update kernel comes before that; the run would build it
+    5 to 13 s. On a new machine, the first build of the update kernel comes before that; the run would build it
     otherwise.
 
     | what | s | what it decides |

@@ -34,6 +34,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
+from offload_trainer.safe_files import read_back
 from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes
 
@@ -94,6 +95,7 @@ def plan_run(
     before = config_to_resume(config.save) or (like.model_dump(mode="json") if like else {})
     config = _with_template_date(_with_resumed_copies(config, nodes=nodes), before)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
+    machine = _with_resumed_speeds(machine, config, nodes=nodes)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
     source = again.source if again else model_of(config)
@@ -389,22 +391,41 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
 
     Without this, `state_copies=auto` could choose 1, and the page files could not be resumed from.
     """
+    if config.tiered.state_copies != "auto" or not _has_page_files(config, nodes=nodes):
+        return config
+    return config.with_keys("tiered", state_copies=2)
+
+
+def _with_resumed_speeds(machine: MachineProfile, config: TrainConfig, *, nodes: int) -> MachineProfile:
+    """Return the machine with the drives' rates by which the run's existing page files are laid out, if it has any.
+
+    With other rates since, pages would be distributed in another way, and the files could not be resumed from.
+    """
+    if len(machine.drives) < 2 or not _has_page_files(config, nodes=nodes):
+        return machine
+    try:
+        before = read_back(Path(config.save.output) / "machine.json", MachineProfile, fix="")
+    except UserError:
+        return machine
+    rates = {drive.directory: drive.rates for drive in before.drives}
+    drives = (replace(drive, rates=rates.get(drive.directory, drive.rates)) for drive in machine.drives)
+    return replace(machine, drives=tuple(drives))
+
+
+def _has_page_files(config: TrainConfig, *, nodes: int) -> bool:
+    """Return whether the run would resume from page files."""
     from offload_trainer.offloading.pages.manifest import read_description
     from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
-    section = config.tiered
-    if section.state_copies != "auto" or config.save.resume != "auto":
-        return config
-    if nodes > 1 or config.placement.engine_name != "tiered":
-        return config
+    if config.save.resume != "auto" or nodes > 1 or config.placement.engine_name != "tiered":
+        return False
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
-        if not folders:
-            return config
-        read_description(folders[0])
+        if folders:
+            read_description(folders[0])
     except (OSError, ValueError, UserError):  # the later check of the page files reports this
-        return config
-    return config.with_keys("tiered", state_copies=2)
+        return False
+    return bool(folders)
 
 
 def _with_resumed_choices(

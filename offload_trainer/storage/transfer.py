@@ -220,7 +220,7 @@ class Workers:
 
 
 class Transfers:
-    """Transfers with preadv and pwritev, on four reader threads and four writer threads for each drive.
+    """Transfers with preadv and pwritev, on four reader and four writer threads times the drives, which share them.
 
     A buffer is a contiguous CPU tensor that no other code touches until the future completes. Reads and writes never
     wait for each other. Each call moves at most `_BLOCK` bytes. With two or eight threads, or with calls of 1 MiB, a

@@ -192,16 +192,18 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "axolotl.yaml"
     path.write_text(
         "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\nfp16: false\ndatasets:\n  - path: x\n"
-        "zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}\n"
+        "zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}\nfoo: {bar: {}}\nbf16: false\n"
         "optimizer: {lr: 3, weight_decay: 0.1}\ntrain: {max_steps: 100}\n"
     )
     message = told(str(path))
-    assert message.startswith("10 mistakes")
+    assert message.startswith("12 mistakes")
     for here in (
         "base_model: unknown key; use model.name=gpt2",
         "learning_rate: unknown key; use optim.lr=2e-05",
         f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
         "fp16: unknown key; leave it out",
+        "bf16: unknown key; use model.dtype=bf16|fp16|fp32",
+        "foo.bar: unknown key",
         "datasets: unknown key; use data.path=TEXT",
         "zero_optimization.stage: unknown key; use deepspeed.zero_stage=3 --engine deepspeed",
         "zero_optimization.offload_optimizer.device: unknown key; use placement.optimizer=cpu",

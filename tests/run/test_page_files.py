@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from commands import KILL, TINY, Run, ask, call, faulty
 from dead_run_files import dead_lease, died
 from safetensors.torch import load_file
+from sample_plans import timed
 
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export.sources import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
-from offload_trainer.run.planning import _with_resumed_copies
+from offload_trainer.run.planning import _with_resumed_copies, _with_resumed_speeds
 from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
@@ -330,6 +332,17 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
     assert (before["model"]["mlp_chunk"], before["train"]["micro_batch_size"]) == ("off", 2)
     assert config_to_resume(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
+    wish = load_config(["--output", str(tmp_path / "run")])
+    first = timed().drives[0]
+    then, now = (
+        replace(timed(), drives=(first, replace(timed(mixed=speed).drives[0], directory="/other")))
+        for speed in (1e8, 2e8)
+    )
+    known = (tmp_path / "run/machine.json").read_bytes()
+    (tmp_path / "run/machine.json").write_text(json.dumps(then.to_json()))
+    assert _with_resumed_speeds(now, wish, nodes=1).drives == then.drives
+    assert _with_resumed_speeds(now, wish, nodes=2).drives == now.drives
+    (tmp_path / "run/machine.json").write_bytes(known)
     run = call(*words, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 3
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text

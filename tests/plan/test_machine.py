@@ -222,13 +222,14 @@ def test_named_machines() -> None:
         assert machine.gpu
         assert machine.drives[0].rates
         every = [*machine.rates.matmul.values(), *machine.rates.update.values(), machine.rates.to_device]
+        every += [machine.rates.from_device, machine.rates.both_ways]
         assert all(isinstance(rate, Rate) for rate in every)
         links = [machine.links.network, machine.links.message] if name in CLUSTERS else []
         assert (machine.gpus in (4, 8)) == bool(links)
         assert all(one and one.source for one in (*every, *links))
         cited = ["github.com/" in rate.source for rate in every if rate and rate.origin == "measured"]
         assert all(cited)
-        assert len(cited) >= 2 or name == "v100-32gb"  # nothing is published for that card
+        assert len(cited) >= 2 or name == "v100-32gb"  # of that card nothing is published
     with pytest.raises(UserError, match="neither a file"):
         read_machine("v100")
 

@@ -55,12 +55,15 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def fills_gpu(error: BaseException | None) -> bool:
     """Return whether this error of torch, or one that caused it, says that a GPU has too little free memory."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, GpuFull) or ("CUDA" in text and ("out of memory" in text or "ALLOC_FAILED" in text)):
+    while error is not None and not isinstance(error, PeerFailed):
+        if isinstance(error, GpuFull) or _FULL.search(str(error)):
             return True
         error = error.__cause__
     return False
+
+
+# What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
+_FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
-from offload_trainer.ranks import all_gather_json, on_rank_zero
+from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
     IoCount,
@@ -142,6 +142,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             try:
                 if state.step and state.step == job.unvalidated:
                     _evaluate(job, state.step)
+                    job.unvalidated = 0
                 last = state.step + 1 == job.train.steps
                 validates = _due(state.step + 1, job.train.eval_every) or last
                 job.to_save.begin("step", validates=validates)
@@ -173,7 +174,7 @@ def _keep(job: Job, state: TrainState) -> None:
     Without a checkpoint of it the run goes on from an older one. That is so if the update was under way, and after the
     last step, whose validation is due.
     """
-    if job.engine.world > 1 or job.cannot_save or state.step in (0, job.train.steps):
+    if place_here()[1] > 1 or job.cannot_save or state.step in (0, job.train.steps):
         return
     try:
         job.checkpoints.synchronize()

@@ -114,6 +114,7 @@ class TieredEngine:
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
+        self._updating = False
         batches = [self._piece(batch) for batch in batches]
         scale = self._scale.value
         rules = self._rules(lr)
@@ -127,9 +128,8 @@ class TieredEngine:
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
             self.offloaded.begin()
-        loss, self._updating = float(mean), False
         return StepResult(
-            loss=loss,
+            loss=float(mean),
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
@@ -225,8 +225,8 @@ class TieredEngine:
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
+        self._updating = True  # until the caller begins something else, which knows then that this step is done
         if finite:
-            self._updating = True
             self.offloaded.step(rules, scale=factor / self._scale.value)
         self.offloaded.clear()
         self._scale = self._scale.after_step(finite=finite)
@@ -237,6 +237,7 @@ class TieredEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
+        self._updating = False
         piece = self._piece(batch)
         with self.offloaded.forward(then=False):
             loss = float(self._module(*piece.arguments(self._place, training=False)))

@@ -189,9 +189,10 @@ def keep_rates(machine: MachineProfile) -> None:
 
 
 def keep_free(machine: MachineProfile, *, more: int) -> None:
-    """Store that plans for this GPU leave `more` bytes of it free, beside those that this profile says."""
+    """Store that plans for this GPU leave `more` bytes of it free than so far, at most a quarter in all."""
     with _changed() as stored:
-        stored["kept_free"][machine.gpu] = machine.kept_free + more
+        before = stored["kept_free"].get(machine.gpu)
+        stored["kept_free"][machine.gpu] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:

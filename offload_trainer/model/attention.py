@@ -56,11 +56,14 @@ def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     tensors = tuple((one.shape, one.stride(), one.dtype, one.requires_grad) for one in (query, key, value))
     asked = tensors, dropout, flash_sdp_enabled(), cudnn_sdp_enabled()
     if asked not in _WHOLE:
+        if len(_WHOLE) >= _MOST:
+            _WHOLE.clear()
         params = SDPAParams(query, key, value, None, dropout, True, True)
         _WHOLE[asked] = not (can_use_flash_attention(params) or can_use_cudnn_attention(params))
     return _WHOLE[asked]
 
 
+_MOST = 1000  # lengths of rows may vary
 _WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
 
 

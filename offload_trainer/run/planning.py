@@ -126,8 +126,8 @@ def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[
 
 
 def more_free(machine: MachineProfile, *, missing: int) -> int:
-    """Return the bytes by which plans for a GPU that lacked `missing` bytes (0: not known) need less of it."""
-    return max(missing, int(_MORE_FREE * machine.gpu_bytes))
+    """Return the bytes by which plans for a GPU that lacked `missing` bytes (0: unknown) need less: 2 to 10 % of it."""
+    return min(max(missing, int(_MORE_FREE * machine.gpu_bytes)), machine.gpu_bytes // 10)
 
 
 def shared_plan(own: Planned) -> Planned:

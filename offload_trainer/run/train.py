@@ -37,7 +37,7 @@ from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.ranks import end_if_node_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
-from offload_trainer.retention import complete_checkpoints
+from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import machine_rates, resume
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
 from offload_trainer.run.checks import (
@@ -56,6 +56,7 @@ from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
+from offload_trainer.storage.atomic_io import open_to_append
 from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes
@@ -88,10 +89,14 @@ def train_run(
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     setup, checkpoint = _set_up(config, planned, log)
-    unvalidated = 0
-    while full := _ended_full(setup, nodes, checkpoint, unvalidated, instead=instead, build=build):
-        setup, checkpoint = _with_room(config, setup, full)
-        unvalidated = full.unvalidated
+    began = read_state(checkpoint).step if checkpoint else 0
+    full = _ended_full(setup, nodes, checkpoint, 0, instead=instead, build=build)
+    while full:
+        try:
+            setup, checkpoint = _with_room(config, setup, full, began=began)
+            full = _ended_full(setup, nodes, checkpoint, full.unvalidated, instead=instead, build=build)
+        except UserError as error:  # something has been written
+            raise TrainerError(f"{full}, and with less on it {error}") from error
 
 
 def _ended_full(
@@ -115,30 +120,39 @@ def _ended_full(
     return None
 
 
-def _with_room(config: TrainConfig, before: Setup, full: GpuFull) -> tuple[Setup, Path | None]:
+def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int) -> tuple[Setup, Path | None]:
     """Return the setup of a plan that needs less of the GPU, and the checkpoint to go on from, if any.
 
-    Raises TrainerError if none fits, and for several ranks or DeepSpeed, whose next start plans so.
+    `began`: the step at which the run began; it resumes from checkpoints that it has saved since. Raises UserError if
+    no plan fits, and TrainerError for several ranks or DeepSpeed, whose next start plans so.
     """
     gc.collect()
     torch.cuda.empty_cache()
-    machine = before.planned.machine
+    machine, log, output = before.planned.machine, before.log, before.output
     more = more_free(machine, missing=full.missing)
-    keep_free(machine, more=more)
     text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
-    if before.plan.world > 1 or before.plan.engine != "tiered":
-        raise TrainerError(f"{text}; {RERUN_HINT}")
-    if complete_checkpoints(before.output / "checkpoints"):  # at the first start there may have been none to resume
-        config = config.with_keys("save", resume="auto")
-    planned, moved = plan_with_room(config, before.planned, more=more)
-    try:
+    saved = complete_checkpoints(output / "checkpoints")
+    if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
+        config = config.with_keys("save", resume=str(saved[-1]))
+    together = before.plan.world > 1 or before.plan.engine != "tiered"
+    planned, moved = (None, []) if together else plan_with_room(config, before.planned, more=more)
+    if planned is not None:
         refuse(planned)
-    except UserError as error:
-        raise TrainerError(f"{text}, but then {error}") from error
-    if not moved:
-        raise TrainerError(f"{text}, and --force keeps all that is on it; {RERUN_HINT} without it")
-    before.log.say(f"{text}; on the GPU: {', '.join(moved)}")
-    return replace(before, planned=planned), refuse_output(planned)
+    if planned is not None and not moved:
+        raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
+    try:
+        keep_free(machine, more=more)
+    except (OSError, TrainerError) as error:
+        log.say(f"note: later plans will not know that: {error}")
+    if planned is None:
+        raise TrainerError(f"{text}; {RERUN_HINT}")
+    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
+        log.say(f"{text}; on the GPU: {', '.join(moved)}")
+    log.file = None
+    setup, checkpoint = replace(before, planned=planned), refuse_output(planned)
+    if checkpoint:
+        resume.verify(setup, checkpoint)
+    return setup, checkpoint
 
 
 def use_deterministic_algorithms() -> None:
@@ -298,6 +312,12 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             job.telemetry.report = LiveReport(output / "report.html", page, say=job.say)
         try:
             state = trainer.train(job, asked, resume=resume_from)
+        except GpuFull as full:
+            if asked.stop:
+                raise Interrupted(
+                    f"{full}, and the run was asked to stop; {RERUN_HINT}", signal_number=asked.stop
+                ) from full
+            raise
         except Exception:
             if job.telemetry and job.telemetry.report:
                 job.telemetry.report.end(failed=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +17,10 @@ from emulated_gpu import emulated_gpu
 from engine_bench import cached_counts, model_directory
 from late_engines import QueuedKernel
 
+from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu, gpu_full_told
 from offload_trainer.machine.rate_cache import cache_file
+from offload_trainer.run.build import build_engine
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import load_config
 
@@ -31,11 +37,21 @@ def run(
     `share`: how much more of the GPU stays free then; 2 MB, a third of this model's state.
     """
     folder.mkdir(exist_ok=True)
+    (folder / "drive").mkdir(exist_ok=True)
     model, text = model_directory(folder / "model", "gpt2", vocab_size=4096, n_layer=2), folder / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(1500)))
-    given = ["--model", str(model), "--scratch", "--data", str(text), "--output", str(folder / "run"), *words]
+    given = ["--model", str(model), "--scratch", "--data", str(text), "--output", str(folder / "run")]
     given += ["--steps", str(STEPS), "--seq-len", "16", "--micro-batch", "2", "train.eval_rows=4"]
-    given += ["data.tokenizer=builtin", "tiered.page_size=8192", "optim.kernel=torch"]
+    given += ["data.tokenizer=builtin", "tiered.page_size=8192", "optim.kernel=torch", "--nvme", str(folder / "drive")]
+    engines: list[weakref.ref[Engine]] = []
+
+    def build(*setup: Any, **more: Any) -> Engine:
+        gc.collect()
+        assert not [engine for engine in engines if engine()], "the engine of the failed attempt keeps its memory"
+        made = build_engine(*setup, **more)
+        engines.append(weakref.ref(made))
+        return made
+
     with pytest.MonkeyPatch.context() as patch, emulated_gpu(patch, seed=seed, haste=0.3) as gpu:
         for name, value in {"OMP_NUM_THREADS": 1, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
             patch.setenv(name, str(value))
@@ -45,7 +61,7 @@ def run(
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
         patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
         with cached_counts():
-            train_run(load_config(given))
+            train_run(load_config([*given, *words]), build=build)
         return gpu.allocations
 
 
@@ -54,9 +70,8 @@ def results(folder: Path) -> tuple[list[object], list[object], dict[str, bytes]]
     output = folder / "run"
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     numbers = [[step[key] for key in ("step", "tokens", "loss", "grad_norm", "lr")] for step in steps]
-    validations = [
-        json.loads(line)["validation_loss"] for line in (output / "evaluations.jsonl").read_text().splitlines()
-    ]
+    told = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
+    validations = [[one["step"], one["validation_loss"]] for one in told]
     saved = output / "checkpoints" / f"step-{STEPS:08d}"
     files = {
         path.name: path.read_bytes()
@@ -66,32 +81,57 @@ def results(folder: Path) -> tuple[list[object], list[object], dict[str, bytes]]
     return numbers, validations, files
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Return the folder of a run that nothing disturbs, and the number of its allocations on the GPU."""
-    folder = tmp_path_factory.mktemp("alone")
-    return folder, run(folder, *SAVED)
+HALF = ["--gpu-fraction", "0.5", "--ram-fraction", "0.2"]
+CASES = {
+    "on the GPU": SAVED,
+    "updated during the backward": [*SAVED, "--gpu-fraction", "0.4", "--ram-fraction", "0", "tiered.overlap=backward"],
+    "fp16, during the forward": [*SAVED, *HALF, "--dtype", "fp16", "tiered.overlap=forward"],
+    "block by block, inputs away": [
+        *SAVED, *HALF, "--params", "cpu", "--accumulate", "2", "tiered.micro_batch_order=breadth_first",
+        "model.activation_checkpointing=on", "model.offload_activations=cpu",
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("tries", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "tries"), [("on the GPU", 2), *(pytest.param(case, 14, marks=pytest.mark.slow) for case in CASES)]
+)
 def test_a_run_goes_on_with_the_same_bits(
-    tries: int, alone: tuple[Path, int], tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+    case: str, tries: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The GPU is full at a random allocation of the start, a forward, a backward, an update or a validation."""
-    folder, allocations = alone
-    expected, draw = results(folder), random.Random(seed)
+    allocations = run(tmp_path / "alone", *CASES[case])
+    expected, draw = results(tmp_path / "alone"), random.Random(seed)
+    kept = 0
     for number in range(tries):
         at, here = draw.randrange(1, allocations + 1), tmp_path / str(number)
-        run(here, *SAVED, fails=lambda count, at=at: count == at, seed=number)
+        capsys.readouterr()
+        run(here, *CASES[case], fails=lambda count, at=at: count == at, seed=number)
+        said = capsys.readouterr().err
         assert results(here) == expected, at
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the GPU ran out of memory")]
-        assert len(told) == 1
-        assert "state on the GPU 5." in told[0]
+        assert said.count("the GPU ran out of memory") == 1
+        assert re.search(r"on the GPU: (state|weights|gradients)", said)
+        assert "the GPU ran out of memory" in (here / "run/log.txt").read_text()
+        kept += "no checkpoint of step" not in said and "resumed from" in said
         assert json.loads((here / "cache" / cache_file().name).read_text())["kept_free"] == {"Emulated GPU": 2_060_000}
+    assert kept or case == "updated during the backward"
+
+
+def test_a_full_forward_goes_on_from_the_step_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not from an older checkpoint, which would give the same bits: here step 3, and checkpoints are made at 4 only."""
+    words = ["--save-every", "4", "data.validation=0"]
+    allocations = run(tmp_path / "alone", *words)
+    run(tmp_path / "full", *words, fails=lambda number: number == allocations - 150)
+    said = capsys.readouterr().err
+    assert "resumed from" in said
+    assert "step-00000003" in said
+    assert results(tmp_path / "full")[2] == results(tmp_path / "alone")[2]
 
 
 def test_a_gpu_that_stays_full_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"asked for.*but then this does not fit: gpu needs .* and has 1.03 GB"):
+    with pytest.raises(
+        TrainerError, match=r"asked for.*and with less on it this does not fit: gpu needs .* and has 1.03 GB"
+    ):
         run(tmp_path, *SAVED, fails=lambda number: number > 300, share=0.02)
 
 

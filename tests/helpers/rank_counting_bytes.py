@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def count() -> None:
     )
     # not empty while an exchange is created for matching rounds, which do not count as gathers
     of_rounds: list[bool] = []
+    summing, all_reduce_numbers = threading.local(), ranks.all_reduce  # it gathers numbers, which are no weights
     sending: list[bool] = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
     def laying_out(self: Any, name: str, flat: torch.Tensor) -> None:
@@ -110,8 +112,16 @@ def count() -> None:
 
     def make_all_gather(values: torch.Tensor, number: int, *, group: Any) -> None:
         each = len(group.members)
-        counts["from_others"] += values.nbytes // each * (each - 1)
+        if not getattr(summing, "on", False):
+            counts["from_others"] += values.nbytes // each * (each - 1)
         all_gather_parts(values, number, group=group)
+
+    def sum_up(values: torch.Tensor, *, group: Any) -> None:
+        summing.on = True
+        try:
+            all_reduce_numbers(values, group=group)
+        finally:
+            summing.on = False
 
     def to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
         counts["pieces"] += parts.nbytes // len(parts) * (len(parts) - 1)  # all parts except its own
@@ -122,6 +132,7 @@ def count() -> None:
         (tiered, "all_to_all", to_all),
         (PendingGather, "fill", filling),
         (ranks, "all_gather_parts", make_all_gather),
+        (ranks, "all_reduce", sum_up),
         (ShardedGradients, "_lay_out", laying_out),
         (ShardedGradients, "_add_up", adding),
         (ShardedGradients, "_sent_and_received", sent_and_received),

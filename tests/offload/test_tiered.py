@@ -275,7 +275,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(folder: Path) -> None:
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
     """Forty steps on the same two rows end near the loss of fp32 moments."""
-    model = model_directory(folder / "gpt2", "gpt2")
+    model = model_directory(folder / "two layers", "gpt2", n_layer=2)
     losses = []
     for wished in ([f"optim.moment_dtype={states}"], []):
         with engine(model, *wished) as ours:

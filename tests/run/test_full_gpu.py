@@ -30,9 +30,14 @@ SAVED = ["--save-every", "3", "train.eval_every=2"]
 
 
 def run(
-    folder: Path, *words: str, fails: Callable[[int], bool] = lambda number: False, share: float = 0.002, seed: int = 0
+    folder: Path,
+    *words: str,
+    fails: Callable[[int], bool] = lambda number: False,
+    size: int = GPU_BYTES,
+    share: float = 0.002,
+    seed: int = 0,
 ) -> int:
-    """Train in `folder`/run on an emulated GPU that is full at some allocations; return their number.
+    """Train in `folder`/run on an emulated GPU of `size` bytes, full at some allocations; return their number.
 
     `share`: how much more of the GPU stays free then; 2 MB, a third of this model's state.
     """
@@ -56,7 +61,7 @@ def run(
         for name, value in {"OMP_NUM_THREADS": 1, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
             patch.setenv(name, str(value))
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
-        gpu.bytes, gpu.fails = GPU_BYTES, fails
+        gpu.bytes, gpu.fails = size, fails
         patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
         patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
@@ -81,15 +86,18 @@ def results(folder: Path) -> tuple[list[object], list[object], dict[str, bytes]]
     return numbers, validations, files
 
 
-HALF = ["--gpu-fraction", "0.5", "--ram-fraction", "0.2"]
+HALF = 1_006_000_000  # of the GPU, where half of the state fits
 CASES = {
-    "on the GPU": SAVED,
-    "updated during the backward": [*SAVED, "--gpu-fraction", "0.4", "--ram-fraction", "0", "tiered.overlap=backward"],
-    "fp16, during the forward": [*SAVED, *HALF, "--dtype", "fp16", "tiered.overlap=forward"],
-    "block by block, inputs away": [
-        *SAVED, *HALF, "--params", "cpu", "--accumulate", "2", "tiered.micro_batch_order=breadth_first",
-        "model.activation_checkpointing=on", "model.offload_activations=cpu",
-    ],
+    "on the GPU": (GPU_BYTES, SAVED),
+    "updated during the backward": (HALF, [*SAVED, "--ram-fraction", "0", "tiered.overlap=backward"]),
+    "fp16, during the forward": (HALF, [*SAVED, "--dtype", "fp16", "tiered.overlap=forward"]),
+    "block by block, inputs away": (
+        HALF,
+        [
+            *SAVED, "--params", "cpu", "--accumulate", "2", "tiered.micro_batch_order=breadth_first",
+            "model.activation_checkpointing=on", "model.offload_activations=cpu",
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -100,20 +108,22 @@ def test_a_run_goes_on_with_the_same_bits(
     case: str, tries: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The GPU is full at a random allocation of the start, a forward, a backward, an update or a validation."""
-    allocations = run(tmp_path / "alone", *CASES[case])
+    size, words = CASES[case]
+    allocations = run(tmp_path / "alone", *words, size=size)
     expected, draw = results(tmp_path / "alone"), random.Random(seed)
     kept = 0
     for number in range(tries):
         at, here = draw.randrange(1, allocations + 1), tmp_path / str(number)
         capsys.readouterr()
-        run(here, *CASES[case], fails=lambda count, at=at: count == at, seed=number)
+        run(here, *words, fails=lambda count, at=at: count == at, size=size, seed=number)
         said = capsys.readouterr().err
         assert results(here) == expected, at
         assert said.count("the GPU ran out of memory") == 1
         assert re.search(r"on the GPU: (state|weights|gradients)", said)
         assert "the GPU ran out of memory" in (here / "run/log.txt").read_text()
         kept += "no checkpoint of step" not in said and "resumed from" in said
-        assert json.loads((here / "cache" / cache_file().name).read_text())["kept_free"] == {"Emulated GPU": 2_060_000}
+        told = json.loads((here / "cache" / cache_file().name).read_text())
+        assert told["kept_free"] == {"Emulated GPU": int(0.002 * size)}
     assert kept or case == "updated during the backward"
 
 

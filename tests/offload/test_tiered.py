@@ -210,15 +210,20 @@ def test_state_resumes_in_another_placement_bit_for_bit(
         steps = train(ours, data[:half], accumulate=accumulate)
         saved(ours, tmp_path / "half")
         steps += train(ours, data[half:], accumulate=accumulate)
-        whole, weights = saved(ours, tmp_path / "whole"), masters(ours)
+        whole = saved(ours, tmp_path / "whole")
     if "optim.moment_dtype=8bit" not in words:
         assert steps == plain(model, 4, *words, accumulate=accumulate)[0]
     extra = {} if "plain" in after else {"load_weights": False}
     with engine(model, *after, *words, drives=drives(folder, 3), **extra) as other:
         other.load(tmp_path / "half")
         assert train(other, data[half:], accumulate=accumulate) == steps[2:]
-        assert_same(masters(other), weights)
-        assert "plain" in after or saved(other, tmp_path / "again") == whole
+        assert saved(other, tmp_path / "again")["engine.json"] == whole["engine.json"]
+    assert_same(tensors(tmp_path / "again"), tensors(tmp_path / "whole"))  # in a file their order may differ
+
+
+def tensors(state: Path) -> dict[str, torch.Tensor]:
+    files = state.glob("*.safetensors")
+    return {f"{path.stem}: {name}": tensor for path in files for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize(

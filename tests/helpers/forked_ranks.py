@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 from commands import Run, run_all, start
 from engine_bench import Step, batches, engine, masters, train
@@ -193,6 +194,12 @@ def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
     ranks.join()
 
 
+def assert_no_open_port() -> None:
+    """Assert that this process listens at no TCP port that another machine could reach."""
+    found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert all(address.ip in ("127.0.0.1", "::1") for address in found), found
+
+
 def main(after: Callable[[Case], None] = lambda case: None) -> None:
     """Be one of the ranks: run each case, then call `after` with it."""
     layout.SMALL = 0  # Offload embeddings and norms of small models too, as those of large models are.
@@ -204,6 +211,8 @@ def main(after: Callable[[Case], None] = lambda case: None) -> None:
         case = Case(**told)
         case.run()
         after(case)
+    if nodes == "1":
+        assert_no_open_port()
     ranks.wait_for_all()
 
 

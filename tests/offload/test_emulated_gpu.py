@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,17 +25,17 @@ CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "during the forward": ([*RAM, "tiered.overlap=forward"], 1),
     "during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
     "by the module": ([*RAM, "tiered.fetch_granularity=module"], 1),
-    "fp16": ([*RAM, "--dtype", "fp16"], 1),
+    "fp16": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 3),
 }
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
 def trained(
-    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1
+    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1, limit: float = 0
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Return the steps and masters of four steps without clipping on the emulated GPU."""
+    """Return the steps and masters of four steps on the emulated GPU, without clipping unless there is a limit."""
     device = gpu.device(staging_bytes=1 << 20, stagings=2)
-    given = [*words, "--accumulate", str(accumulate), "optim.max_grad_norm=0"]
+    given = [*words, "--accumulate", str(accumulate), f"optim.max_grad_norm={limit}"]
     with engine(model, *given, drives=[drive], device=device) as ours:
         return train(ours, batches(4 * accumulate), accumulate=accumulate), masters(ours)
 
@@ -65,14 +64,42 @@ def _memory_freed_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EmulatedGpu, "record_stream", lambda *_: None)
 
 
-@pytest.mark.parametrize("plant", [_rows_on_the_host, _memory_freed_too_early])
-def test_a_planted_fault_is_caught(plant: Any, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    model, mixed = model_directory(tmp_path / "gpt2", "gpt2"), plant is _rows_on_the_host
-    error = pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu") if mixed else nullcontext()
-    with emulated_gpu(monkeypatch, haste=0.0, seconds=0.003) as gpu, error:
-        trained(gpu, model, drive, RAM)
-    assert bool(gpu.freed) != mixed
+def test_clipped_steps_do_not_depend_on_the_placement(
+    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's norms, by which gradients are clipped, are not plain torch's to the bit."""
+    model, found = model_directory(tmp_path / "gpt2", "gpt2"), []
+    for words in (["--params", "gpu", "placement.gradients=gpu"], DRIVE):
+        with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
+            found.append(trained(gpu, model, drive, words, accumulate=2, limit=0.1))
+    assert all(norm is not None and norm > 0.1 for _, norm in found[0][0])
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
+def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks in each forward whether rows are packed (`find_packed_sequence_indices`)."""
+    model, found = model_directory(tmp_path / "gpt2", "gpt2"), []
+    for accumulate in (1, 3):
+        with emulated_gpu(monkeypatch) as gpu, engine(model, *RAM, device=gpu.device()) as ours:
+            before = gpu.host_waits
+            train(ours, batches(accumulate), accumulate=accumulate)
+            found.append(gpu.host_waits - before)
+    assert found[0] <= found[1] <= found[0] + 2
+
+
+def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither rows that stay on the host nor memory that is freed too early goes unnoticed."""
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    mixed = pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu")
+    for owner, name, fault, error in (
+        (rows, "_copied", lambda tensor, place: tensor, mixed),
+        (EmulatedGpu, "record_stream", lambda *_: None, nullcontext()),
+    ):
+        with monkeypatch.context() as patch, emulated_gpu(monkeypatch, haste=0.0, seconds=0.003) as gpu, error:
+            patch.setattr(owner, name, fault)
+            trained(gpu, model, drive, RAM)
+        assert bool(gpu.freed) == (owner is EmulatedGpu)
 
 
 def test_devices_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,16 +165,16 @@ def test_three_micro_batches_run_before_any_copy_arrives(home: int) -> None:
             assert torch.equal(kept[place.start : place.start + place.weight.numel], expected), place.weight.name
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_units_may_be_in_different_tiers(ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_may_be_in_different_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing units on the device, in RAM and on a drive together does not change the sums that the update reads, or
     the norm, which a GPU adds in an order of its own.
     """
-    monkeypatch.setattr(Gradients, "_ordered", ordered)
     units = model(tied=True)
     file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
-    found = []
-    for homes in ([DEVICE, RAM, 0, DEVICE], [0, 0, 0, 0], [RAM] * 4, [RAM, 0, DEVICE, 0]):
+    found: dict[bool, list[tuple[float, torch.Tensor]]] = {False: [], True: []}
+    placed = ([DEVICE, RAM, 0, DEVICE], [0, 0, 0, 0], [RAM] * 4, [RAM, 0, DEVICE, 0])
+    for ordered, homes in product(found, placed):
+        monkeypatch.setattr(Gradients, "_ordered", ordered)
         with sums(units, homes, device=LateDevice(), files=[file]) as gradients:
             for seed in range(3):
                 hand_over(gradients, units, last=seed == 2, seed=seed)
@@ -185,11 +185,12 @@ def test_units_may_be_in_different_tiers(ordered: bool, tmp_path: Path, monkeypa
                     gradients.read(unit.index, 0, buffer, after=None).wait()
                 else:
                     buffer.copy_(inside)
-            found.append((global_norm(gradients.norms()), torch.cat(read)))
+            found[ordered].append((global_norm(gradients.norms()), torch.cat(read)))
     file.close()
-    for norm, read in found[1:]:
-        assert norm == found[0][0]
-        assert torch.equal(read, found[0][1])
+    for (right, sums_right), *others in found.values():
+        for norm, read in others:
+            assert norm == right
+            assert torch.equal(read, sums_right)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -99,6 +99,7 @@ def ends(*_):
     rank, fault = int(sys.argv[1]), sys.argv[2]
     forked_ranks.join(rank, 2, Path(sys.argv[3]))
     ranks.barrier()
+    forked_ranks.assert_no_open_port()
     if rank and fault == "stalls":
         time.sleep(600)
     if rank:
@@ -112,7 +113,10 @@ sys.exit(cli.main(["train"]))
 
 @pytest.mark.parametrize("fault", ["stalls", "ends"])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
-    """A rank that fails reports its reason, and the others stay silent; a rank that stalls is named."""
+    """A rank that fails reports its reason, and the others stay silent; a rank that stalls is named.
+
+    Neither listens where another machine could connect.
+    """
     script = tmp_path / "run_with_fault.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n{FAULTY}")
     told = [tmp_path / f"told-{rank}" for rank in range(2)]

@@ -227,12 +227,11 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     assert skipped or [done for _, done in kept] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 def test_the_plan_counts_what_is_allocated(share: float, folder: Path) -> None:
     with engine(gpt2(folder), *ALL, FULL, shadows=share) as ours:
         planned = [item.bytes for item in ours.candidate.items() if item.name == "shadow memory"]
-        assert ours.offloaded.updater.shadows.nbytes == sum(planned)
-        assert bool(sum(planned)) == bool(share)
+        assert ours.offloaded.updater.shadows.nbytes == sum(planned) > 0
 
 
 # -- when steps are often clipped ------------------------------------------------------------------------------------

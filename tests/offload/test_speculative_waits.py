@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import assert_same, batches, digest, engine, masters, plain, train
+from late_engines import engine_on_streams
 from late_transfers import HeldWrites
 from placements import BEHIND, FULL, HOMES, gpt2, hold_up, plant, skip_last_block
 from placements import FIRST as HOLD
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.updater import MispredictionWatch
+from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import Future, together
 
@@ -109,6 +112,35 @@ def test_a_backward_does_not_wait_for_state_in_flight(folder: Path, drive: Path,
         assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
         assert seen[0] == len(ours.offloaded.store.pages)
     assert not writes.crossed
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
+def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+    """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
+    complete.
+    """
+    made: dict[int, Any] = {}
+    found: list[bool] = []
+    offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
+
+    def offered(moving: PagePipeline, step: Any, unit: int, mark: Any, error: Any) -> None:
+        made[unit] = mark
+        offer(moving, step, unit, mark, error)
+
+    def looked(its: Any, unit: int, *given: Any, after: Any) -> Any:
+        if ours.offloaded.updater._speculative is not None:
+            found.append(after is made[unit])
+        return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
+
+    with engine_on_streams(monkeypatch, gpt2(folder), *HOMES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        monkeypatch.setattr(PagePipeline, "offer", offered)
+        monkeypatch.setattr(Gradients, "read", looked)
+        monkeypatch.setattr(PlacedWeights, "commit", looked)
+        train(ours, batches(3))
+    assert found
+    assert all(found)
 
 
 def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(

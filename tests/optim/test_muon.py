@@ -1,4 +1,4 @@
-"""Tests of Muon: the bits of torch.optim.Muon and AdamW for every placement, over ranks, resumes and in sessions."""
+"""Tests of Muon: the bits of torch.optim.Muon and AdamW for every placement, after resumes and in sessions."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ pause~FILE                   it waits until FILE exists (5 minutes)
 full~DIR, low~DIR            the filesystem of DIR has no byte left, or 1 MB
 sh~COMMAND                   a shell runs the command
 EIO                          the call fails with an input/output error
+plan~FILE                    FILE gets the plan, the machine and the threads of `setup`
 broken                       the file of a writer becomes one that is always full
 lose~pipe, lose~terminal     stdout and stderr have no reader any more
 nan                          the call's result is multiplied by NaN
@@ -33,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from forked_child import lose_streams
 
 from offload_trainer.cli import main
@@ -67,6 +69,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
     "measure": ("offload_trainer.machine.bench:bench_machine", lambda *_: True),
     "plan": ("offload_trainer.run.planning:resolve_and_plan", lambda *_: True),
+    "setup": ("offload_trainer.run.train:Setup", lambda *_: True),  # planned, with its data
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
     "build": (f"{ENGINE}.__init__", lambda *_: True),
     "load": (f"{ENGINE}.load", lambda *_: True),
@@ -121,6 +124,8 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
             os.truncate(filler, filler.stat().st_size - (1 << 20))
     elif name == "sh":
         subprocess.run(argument, shell=True, check=True)
+    elif name == "plan":
+        Path(argument).write_text(repr((given[0].plan, given[0].machine, torch.get_num_threads())))
     elif name == "EIO":
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     elif name == "broken":

@@ -122,7 +122,10 @@ def test_programs_import_names_that_exist() -> None:
 
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-UNSAFE = re.compile(r"\btorch\.load\((?!.*weights_only=True)|\bpickle\.(?!Unpickler\b)|object_list\(|\.\w+_object\(")
+UNSAFE = re.compile(
+    r"\btorch\.load\b(?!\(.*weights_only=True)|\btorch\.serialization\.load\b|\bpickle\.(?!Unpickler\b)"
+    r"|\.\w*object_list\b|\.\w+_object\b"
+)
 # Modules that parse JSON otherwise than by `safe_files`, and the reason.
 JSON = {
     "data.documents": "users' own text, a line at a time",
@@ -143,6 +146,8 @@ def test_only_one_module_reads_pickles() -> None:
         assert not {"torch.load", "torch.serialization"} & imports(path), module
         assert ("torch.load(" in text) == reads, module
         assert not UNSAFE.search(text), module
+    for bad in ("torch.load(f)", "map(torch.load, fs)", "torch.serialization.load(f)", "dist.gather_object(x)"):
+        assert UNSAFE.search(bad), bad
 
 
 def test_all_json_of_ours_goes_through_the_one_reader() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import TINY, call
+from published_templates import tokenizer_of
 from sample_chats import CHATS
 from test_telemetry import a_step
 from tokenizers import processors
@@ -29,6 +30,7 @@ from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import EvalRecord
 
 TOKENS = 12
+TRAINED = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b[:12]}] for a, b in CHATS * 3]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    words = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2", "--data", folder / "chat.jsonl"]
-    return call(*words, output=folder / "run").output
+    return call(*TRAINED, "--data", folder / "chat.jsonl", output=folder / "run").output
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +62,18 @@ def likeliest(directory: Path, ids: list[int]) -> list[int]:
     return found[len(ids) :]
 
 
-def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path) -> None:
+def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path, tmp_path: Path) -> None:
+    """The same run without checkpoints leaves the same weights, in its export alone."""
+    last = call(*TRAINED, "--save-every", "0", "--data", run.parent / "chat.jsonl", output=tmp_path / "last").output
     tokenizer = load_tokenizer(str(exported))
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
     expected = likeliest(exported, ids)
     messages: list[str] = []
-    places = ((run, None), (run, 0), (exported, None), (exported, 0))
+    places = [(path, most) for path in (run, exported, last) for most in (None, 0)]
     for path, most in places:
         with inference_model(path, say=messages.append, most_bytes=most) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read from the disk for each token" in line for line in messages) == 2
+    assert sum("read from the disk for each token" in line for line in messages) == 3
     texts = {
         sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append, most_bytes=most)
         for path, most in places
@@ -276,3 +279,53 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     assert runs_in(done) == found[:1]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "nothing")
+
+
+# A template that trl knows, the model's kind and its settings.
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama3_2": ("llama", {}),
+    "qwen3_5_think": (
+        "qwen3_5_text",
+        {
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "glm4moe": ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "gptoss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_of_a_trained_model_end_by_themselves(name: str, tmp_path: Path) -> None:
+    """After training on conversations, `chat` and transformers on the export stop behind each of 20 answers."""
+    kind, more = FAMILIES[name]
+    tokenizer = tokenizer_of(name)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 1024}
+    config = AutoConfig.for_model(kind, **sizes, **more, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    config.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    questions = [f"{word} {number}?" for word in ("Before", "Behind", "Near", "Far") for number in range(5)]
+    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": one[:-1] + "."}] for one in questions]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    words = ["--model", tmp_path / "model", "--scratch", "--data", tmp_path / "chat.jsonl", "data.validation=0"]
+    asked = [{"role": "user", "content": "x" * 10}, {"role": "assistant", "content": "x" * 10}]
+    length = len(tokenizer.apply_chat_template(asked, return_dict=True)["input_ids"]) + 24
+    words += ["--seq-len", length, "--micro-batch", "20", "--steps", "60", "--lr", "5e-3", "data.packing=off"]
+    trained = call(*words, output=tmp_path / "run").output
+    export(trained, tmp_path / "export", dtype="fp32", check=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    for question in questions:
+        (answer,) = chat(trained, [question], tokens=60, temperature=0, say=lambda line: None, show=False)
+        assert len(tokenizer(answer)["input_ids"]) < 40, answer
+        messages = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        found = model.generate(**ids, max_new_tokens=60, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+        assert len(found) < 60
+        assert found[-1] in torch.tensor(model.generation_config.eos_token_id)
+        assert tokenizer.decode(found, skip_special_tokens=True).strip() == answer

@@ -228,6 +228,25 @@ def refused(*words: object, output: Path) -> str:
     return printed[0]
 
 
+def without_newest(record: bytes) -> bytes:
+    """Return a record with a damaged byte in its newest slot."""
+    half = len(record) // 2
+    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
+    at = numbers.index(max(numbers)) * half + 60
+    return record[:at] + b"~" + record[at + 1 :]
+
+
+@pytest.mark.slow
+def test_the_older_record_counts_while_its_pages_do(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words = ["--nvme", place, *ALL]
+    killed("record=3", *words, output=tmp_path / "run")
+    (file,) = (place / "offload-trainer").glob("*/record")
+    file.write_bytes(without_newest(file.read_bytes()))
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 2
+    assert left(run.output) == alone
+
+
 @pytest.mark.slow
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
@@ -256,15 +275,12 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     state, record = whole["state"], whole["record"]
-    half = len(record) // 2
-    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
-    at = numbers.index(max(numbers)) * half + 60
     older = f"of step {step - 1}, newer .*of another step .*One slot of their record is damaged, and the other"
     for name, content, why, resumes in (
         ("state", state[::-1], "state: page 0, .* of another step or run", True),
         ("state", state[:-4096], "state is not there, or is shorter", False),
         ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole", False),
-        ("record", record[:at] + b"~" + record[at + 1 :], older, None),
+        ("record", without_newest(record), older, None),
         ("run.json", None, "run.json cannot be read: it is not there", True),
     ):
         (lease / name).unlink() if content is None else (lease / name).write_bytes(content)

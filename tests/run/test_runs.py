@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -107,15 +108,23 @@ def test_nvme_is_really_used_and_left_clean(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiered", *(pytest.param(f"zero-{name}", marks=STOCK_KERNELS) for name in ("2 cpu", "3 nvme weights"))]
+    ("name", "sent", "code", "step"),
+    [
+        ("tiered", "kill", -KILL, 12),
+        pytest.param("zero-2 cpu", "kill", -KILL, 12, marks=STOCK_KERNELS),
+        pytest.param("zero-2 cpu", "INT", 130, 16, marks=STOCK_KERNELS),  # saves everything
+        pytest.param("zero-3 nvme weights", "kill", -KILL, 12, marks=STOCK_KERNELS),
+    ],
 )
-def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
+def test_kill_9_or_interrupt_and_resume_bit_for_bit(
+    name: str, sent: str, code: int, step: int, finished, drive: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     saved = output / "checkpoints/step-00000012/MANIFEST.json"
-    killed = faulty(f"pause~{saved}+kill@line=16", *words(name, drive), output=output)
-    assert (killed.code, len(killed.steps)) == (-KILL, 16), killed.text
+    killed = faulty(f"pause~{saved}+{sent}@line=16", *words(name, drive), output=output)
+    assert (killed.code, len(killed.steps)) == (code, 16), killed.text
     run = call(*words(name, drive), output=output)
-    assert "resumed from" in run.text
+    assert re.search(f"resumed from .*step-{step:08d}", run.text), run.text
     assert_same_run(run, finished(name))
 
 

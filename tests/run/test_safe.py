@@ -12,7 +12,9 @@ import pytest
 import torch
 from commands import TINY, ask, command, environment, faulty
 from small_architectures import ARCHITECTURES, reference
+from synthetic_checkpoints import save
 
+from offload_trainer.checkpoint import read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
@@ -97,3 +99,12 @@ def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path:
         trusted = path.is_relative_to(tmp_path / "cache") and path.suffix != ".lock"  # other users may not write these
         whole = 0o777 if path.is_dir() or path.parent.name == "offload-trainer" else 0o644 if trusted else 0o666
         assert stat.S_IMODE(mode) == whole & ~umask, f"{path}: {stat.S_IMODE(mode):o}"
+
+
+def test_a_checkpoints_file_is_no_link_to_outside(tmp_path: Path) -> None:
+    """A link is refused although size and CRC-32 of the file outside are those of the manifest."""
+    checkpoint = save(tmp_path / "run", 1)
+    (checkpoint / "engine.json").rename(tmp_path / "outside")
+    (checkpoint / "engine.json").symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match=r"engine\.json, which lies outside"):
+        read_manifest(checkpoint)

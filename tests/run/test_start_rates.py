@@ -164,14 +164,17 @@ def two_ranks(drive: Path, output: Path, fault: str) -> list[Run]:
 
 @pytest.mark.slow
 def test_two_ranks_measure_once(cache: Path, drive: Path, tmp_path: Path) -> None:
-    """Rank 0 measures before the plan is printed, and the next start takes the rates from the cache."""
-    runs = two_ranks(drive, tmp_path / "first", "0:TERM@step=1")
+    """Rank 0 measures before the plan is printed, and both ranks go on with it; the next start takes cached rates."""
+    told = [tmp_path / "plan-0", tmp_path / "plan-1"]
+    plans = ";".join(f"{rank}:plan~{path}@setup" for rank, path in enumerate(told))
+    runs = two_ranks(drive, tmp_path / "first", f"0:TERM@step=1;1:kill@measure;{plans}")
     assert [run.code for run in runs] == [128 + signal.SIGTERM] * 2, runs
     lines = runs[0].text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("measured this machine in"))
     assert [line.partition(" ")[0] for line in lines[first : first + 2]] == ["measured", "plan:"]
     assert runs[0].text.count("plan: ") == 1
     assert not runs[1].text
+    assert told[0].read_text() == told[1].read_text()
     (again, _) = two_ranks(drive, tmp_path / "second", "0:TERM@step=1")
     assert "measured this machine" not in again.text
     for name in ("first", "second"):

@@ -27,9 +27,10 @@ from offload_trainer.telemetry.metrics import (
     median_speed,
     mfu,
     perplexity,
+    read_evaluations,
     read_metrics,
 )
-from offload_trainer.telemetry.sinks import JsonLines, Screen, is_live
+from offload_trainer.telemetry.sinks import JsonLines, Screen, Telemetry, is_live
 
 CONTRACT = (
     "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes nvme_written_bytes "
@@ -223,6 +224,26 @@ def test_tails(tmp_path, tail, kept):
     lines.write('{"step": 6}')
     lines.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]
+
+
+def test_telemetry_writes_both_files_and_resumes(tmp_path):
+    messages = []
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, live=False))
+    for step in (1, 2, 3):
+        first.step(a_step(step))
+    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
+    first.close()
+    assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
+
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, live=False))
+    for step in (3, 4):
+        again.step(a_step(step, loss=1.0))
+    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
+    again.close()
+    assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row.step, row.loss) for row in metrics] == [(1, 3.99), (2, 3.98), (3, 1), (4, 1)]
+    assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]
 
 
 # --- screen ---

@@ -115,13 +115,17 @@ def _loop(model: Any, output: Path) -> None:
     with session.micro_batch(last=True):
         model(**batch_of(0, session.rank)).loss.backward()
     said = []
-    for clip in (partial(torch.nn.utils.clip_grad_norm_, model.parameters()), session.clip_grad_norm_):
+
+    def backward_outside() -> None:
+        optimizer.zero_grad()
+        model(**batch_of(0, session.rank)).loss.backward()
+        session.clip_grad_norm_(1.0)
+
+    for refused in (partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0), backward_outside):
         try:
-            clip(1.0)
+            refused()
         except UserError as error:
             said.append(str(error))
-        optimizer.zero_grad()
-        model(**batch_of(0, session.rank)).loss.backward()  # outside micro_batch
     (output / f"refused-{session.rank}.json").write_text(json.dumps(said))
 
 

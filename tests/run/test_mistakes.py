@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "ids without their tokenizer": ("--data large.bin", "name it with --tokenizer"),
     "ids of unknown width": ("--data odd.bin", "odd.bin"),
     "text where conversations are said to be": ("--data text.jsonl data.format=chat", "messages"),
-    "conversations without an answer": ("--data asked.jsonl", "give them answers"),
+    "conversations without an answer": ("--data asked.jsonl", "give answers"),
     "no such template": ("--data chat.jsonl data.chat_template=nowhere.jinja", "nowhere.jinja"),
     "no such tokenizer": ("--tokenizer nowhere", "nowhere"),
     "no such validation text": ("--validation-data nowhere.txt", "nowhere.txt"),

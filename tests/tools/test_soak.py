@@ -127,7 +127,7 @@ def cacheless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damaged_files_are_refused(kind: str, seed: int, tmp_path: Path) -> None:
     """soak/damage.py tries thousands."""
     found = search(made(kind, tmp_path), examples=30, number=seed)
-    assert found["refused"] > 10
+    assert found["refused"] > 4
 
 
 @pytest.mark.usefixtures("cacheless")

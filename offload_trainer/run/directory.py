@@ -60,6 +60,15 @@ class Log:
     above: Callable[[], AbstractContextManager[None]] = nullcontext
     clear: str = ""
 
+    @contextmanager
+    def opened(self, output: Path) -> Iterator[None]:
+        """Write to log.txt of the run directory, too, within this context."""
+        with open(open_to_append(output / "log.txt"), "ab", buffering=0) as self.file:
+            try:
+                yield
+            finally:
+                self.file = None
+
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
@@ -177,7 +186,7 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     First removes leftovers of killed runs. `lock`: the descriptor from `held`. Its file has the pid while the run
     lives, so content found at the start means that a run was killed.
     """
-    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
+    with log.opened(output):
         try:
             with _ends_told(log):
                 if os.fstat(lock).st_size:
@@ -196,7 +205,6 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
                 yield
         finally:
             os.ftruncate(lock, 0)
-            log.file = None
 
 
 def write_known(planned: Planned, data: RunData) -> None:

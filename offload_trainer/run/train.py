@@ -56,7 +56,6 @@ from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.atomic_io import open_to_append
 from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes
@@ -89,32 +88,27 @@ def train_run(
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     setup, checkpoint = _set_up(config, planned, log)
+    attempt = partial(_carry_out, nodes=nodes, instead=instead, build=build)
+    if instead is not None:
+        with gpu_full_told():
+            attempt(setup, checkpoint)
+        return
     began = read_state(checkpoint).step if checkpoint else 0
-    full = _ended_full(setup, nodes, checkpoint, 0, instead=instead, build=build)
+    full = _full(partial(attempt, setup, checkpoint))
     while full:
         try:
             setup, checkpoint = _with_room(config, setup, full, began=began)
-            full = _ended_full(setup, nodes, checkpoint, full.unvalidated, instead=instead, build=build)
+            full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
         except UserError as error:  # something has been written
             raise TrainerError(f"{full}, and with less on it {error}") from error
 
 
-def _ended_full(
-    setup: Setup,
-    nodes: Sequence[range],
-    checkpoint: Path | None,
-    unvalidated: int,
-    *,
-    instead: Callable[[Job], None] | None,
-    build: Build,
-) -> GpuFull | None:
-    """Carry out a run; return the error if it ended because the GPU is full and another plan may go on."""
+def _full(attempt: Callable[[], None]) -> GpuFull | None:
+    """Carry out a run; return the error if it ended because the GPU is full."""
     try:
         with gpu_full_told():
-            _carry_out(setup, nodes, checkpoint, unvalidated, instead=instead, build=build)
+            attempt()
     except GpuFull as full:
-        if instead is not None:
-            raise
         full.__cause__ = full.__context__ = None  # their frames hold tensors
         return full.with_traceback(None)
     return None
@@ -131,24 +125,22 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
     machine, log, output = before.planned.machine, before.log, before.output
     more = more_free(machine, missing=full.missing)
     text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
-    saved = complete_checkpoints(output / "checkpoints")
-    if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
-        config = config.with_keys("save", resume=str(saved[-1]))
-    together = before.plan.world > 1 or before.plan.engine != "tiered"
-    planned, moved = (None, []) if together else plan_with_room(config, before.planned, more=more)
-    if planned is not None:
+    if alone := before.plan.world == 1 and before.plan.engine == "tiered":
+        saved = complete_checkpoints(output / "checkpoints")
+        if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
+            config = config.with_keys("save", resume=str(saved[-1]))
+        planned, moved = plan_with_room(config, before.planned, more=more)
         refuse(planned)
-    if planned is not None and not moved:
-        raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
+        if not moved:
+            raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
     try:
         keep_free(machine, more=more)
     except (OSError, TrainerError) as error:
         log.say(f"note: later plans will not know that: {error}")
-    if planned is None:
+    if not alone:
         raise TrainerError(f"{text}; {RERUN_HINT}")
-    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
+    with log.opened(output):
         log.say(f"{text}; on the GPU: {', '.join(moved)}")
-    log.file = None
     setup, checkpoint = replace(before, planned=planned), refuse_output(planned)
     if checkpoint:
         resume.verify(setup, checkpoint)
@@ -262,12 +254,12 @@ def prepare_run(config: TrainConfig) -> list[Path]:
 
 def _carry_out(
     setup: Setup,
-    nodes: Sequence[range],
     checkpoint: Path | None,
-    unvalidated: int,
     *,
+    nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
     build: Build,
+    unvalidated: int = 0,
 ) -> None:
     """Lock the run directory, resume if there is something to resume from, and train to the end."""
     log, epochs = setup.log, setup.config.train.epochs

@@ -1,4 +1,4 @@
-# make demo: train the default model, export it and print a sample (WORDS='--steps 100': with these).
+# make demo: fine-tune a pretrained chat model, through a kill, and ask it (WORDS='--seed 7': with these flags).
 # make wheel: a release in dist/: source distribution, and a wheel that needs no compiler.
 # make gpu-folder: .gpu, what scripts/gpu_suite.sh needs on a machine without network or compiler (docs/benchmarks/gpu.md).
 # make test: what a change can break, in five minutes on two cores (SEED=7: other cases of the matrices, other trials).
@@ -15,10 +15,7 @@ test-all: SEED ?= $(shell date +%Y%m%d)
 .PHONY: demo wheel gpu-folder test test-all check setup clean
 
 demo: setup
-	rm -rf demo-run && mkdir -p demo-run/drive
-	$(RUN)/offload-train configs/demo.yaml --nvme demo-run/drive --ram-fraction 0.5 --output demo-run/run $(WORDS)
-	$(RUN)/offload-train export demo-run/run demo-run/export-fp16 --dtype fp16 --check
-	$(RUN)/offload-train sample demo-run/run --prompt MACBETH. --tokens 60
+	$(RUN)/python scripts/demo.py demo-run $(WORDS)
 
 wheel: setup
 	$(RUN)/python scripts/build_release.py dist

@@ -127,6 +127,7 @@ COMMANDS = {
                 "NAME|FILE.json",
                 "plan for another machine: a known one, such as v100-32gb, or a file that `bench --json` printed",
             ),
+            "--explain": _switch("show every item, phase, update schedule and rejected placement"),
             "--nodes": _value("K", "plan for K machines with --gpus ranks each"),
             "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence"),
         },

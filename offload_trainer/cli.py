@@ -19,8 +19,10 @@ from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.arguments import help_text, parse, take_command
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
+from offload_trainer.plan.plan import Plan
 from offload_trainer.run.launcher import has_launcher, start_ranks
 from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten
 from offload_trainer.settings import dump_config, load_config
@@ -108,7 +110,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
         )
     if given.machine is None and not given.parallel:
-        _plan_here(words, as_json=given.json)
+        _plan_here(given, words)
         return
     from offload_trainer.plan.machine import read_machine
     from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
@@ -123,11 +125,15 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _answer(values, as_json=given.json, told=lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
-        _answer(plan.to_json(), as_json=given.json, told=plan.describe)
+        _answer(plan.to_json(), as_json=given.json, told=lambda: _told(plan, config, given))
     plan.refuse(force=config.placement.force)
 
 
-def _plan_here(words: list[str], *, as_json: bool) -> None:
+def _told(plan: Plan, config: TrainConfig, given: Namespace) -> str:
+    return plan.explain() if given.explain else plan.describe(steps=config.train.steps)
+
+
+def _plan_here(given: Namespace, words: list[str]) -> None:
     """Print the plan of a run and check that it could start here. Raises UserError if it could not.
 
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
@@ -138,7 +144,7 @@ def _plan_here(words: list[str], *, as_json: bool) -> None:
     from offload_trainer.run.planning import plan_run
 
     planned = plan_run(config, longest=True)
-    _answer(planned.plan.to_json(), as_json=as_json, told=planned.plan.describe)
+    _answer(planned.plan.to_json(), as_json=given.json, told=lambda: _told(planned.plan, config, given))
     refuse(planned)
     check_start(planned, say=_say)
     try:
@@ -180,7 +186,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
     planned = plan_run(config)
     plan = planned.plan
-    _say(plan.describe())
+    _say(plan.describe(steps=config.train.steps))
     plan.refuse(force=config.placement.force)
     trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=given.trial_steps, say=_say)
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))

@@ -37,7 +37,7 @@ _TRACKERS = "trackers read their own environment variables, such as WANDB_PROJEC
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
 _OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
 _EAGER = "models run eagerly, since compiled code would keep weights that have moved"
-_OF_FILES = "docs/finetune.md lists the file formats of --data"
+_OF_FILES = "docs/data.md lists the file formats of --data"
 _PACKED = "docs/architectures.md says which models support it"
 _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
 _LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
@@ -184,7 +184,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
     ("", "overwrite_output_dir", "to start over, name another directory with --output"),
     ("", "overwrite_cache", "to start over, name another directory with --output"),
-    ("", "stage sft", "conversations in --data are enough (docs/finetune.md); ZeRO's stage is deepspeed.zero_stage"),
+    ("", "stage sft", "conversations in --data are enough (docs/tutorial.md); ZeRO's stage is deepspeed.zero_stage"),
     ("", "neftune_noise_alpha label_smoothing_factor", "no such key; use the Python library with your own loop"),
     ("", "max_samples max_train_samples streaming", "--data reads the whole file; --steps ends a run earlier"),
     ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", _CACHED),

@@ -1,12 +1,14 @@
 """The result of planning: the chosen placement, its bytes per tier, the forecast of a step, and the rejected options.
 
-`Plan` also renders itself as text (`describe`) and as the JSON of `plan --json` (`to_json`).
+`Plan` also renders itself as one screen of text (`describe`), in full (`explain`), and as the JSON of `plan --json`
+(`to_json`).
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from shlex import quote
+from textwrap import wrap
 from typing import Any
 
 from offload_trainer.errors import UserError
@@ -15,6 +17,9 @@ from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traf
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
 from offload_trainer.units import format_bytes, format_count, format_seconds
+
+_LINES, _COLUMNS = 25, 100  # of the screen
+_MOST = 3  # items of a tier, missing rates and rejected placements that the screen names
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Plan:
     tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
     checkpointed: int  # the first blocks, which are recomputed in the backward
     layers: int
+    parameters: int
     seq_len: int
     mlp_chunk: int  # tokens that go through an MLP at a time; 0: all of a micro-batch
     micro_batch: int
@@ -144,8 +150,44 @@ class Plan:
             "notes": list(self.notes),
         }
 
-    def describe(self) -> str:
-        """Return the plan as text."""
+    def describe(self, *, steps: int | None = None) -> str:
+        """Return the plan on one screen: bytes, places, seconds, what was rejected. `steps`: the length of the run."""
+        rows = f"{self.micro_batch} x {self.seq_len}"
+        head = [
+            f"plan: {format_count(self.parameters)} parameters, {format_count(self.tokens_per_step)} tokens a step in "
+            f"micro-batches of {rows}, {self.title}",
+            f"  {self.homes}{'; gradient checkpointing' * (self.checkpointed > 0)}",
+        ]
+        tiers = self._tiers_in_use()
+        width = max(map(len, tiers))
+        for tier in tiers:
+            items = sorted((one for one in self.items if one.tier == tier), key=lambda one: -one.bytes)
+            named = [f"{one.name} {format_bytes(one.bytes)}" for one in items[:_MOST] if one.bytes]
+            size = format_bytes(self.tiers[tier]["need"])
+            head.append(
+                f"  {tier:<{width}} {size:>8} {self._verdict(tier)}" + (f": {', '.join(named)}" if named else "")
+            )
+        head += [*self._describe_limits(), *self._describe_speed(steps)]
+        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[:_MOST]]
+        tail += [f"  note: {note}" for note in self.notes]
+        last = "  more: every item, phase and rejected placement with `offload-train plan ... --explain`"
+        lines = [line for told in (*head, *tail) for line in wrap(told, _COLUMNS, subsequent_indent="      ")]
+        return "\n".join([*lines[: _LINES - 1], last])
+
+    def _describe_speed(self, steps: int | None) -> list[str]:
+        """Return the seconds of a step, of its phases and of the run, and what limits each phase."""
+        found, step = self.forecast, self.forecast.step
+        if step is None:
+            return self._describe_untimed()
+        total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
+        lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
+        for phase in PHASES:
+            if seconds := found.seconds[phase]:
+                lines.append(f"    {phase:<10}{format_seconds(seconds):>9}   {found.limits(phase)}")
+        return [*lines, *self._describe_hidden(), *self._describe_larger_steps()]
+
+    def explain(self) -> str:
+        """Return all of the plan as text."""
         count = self.checkpointed
         some = "on" if count == self.layers else f"of the first {count} of {self.layers} blocks"
         lines = [
@@ -153,8 +195,14 @@ class Plan:
             f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing {some if count else 'off'}"
             + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
         ]
-        lines += self._describe_tiers()
-        lines += [f"  {self.too_large}"] if self.too_large else []
+        lines += [*self._describe_tiers(), *self._describe_limits(), *self._describe_seconds()]
+        lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _describe_limits(self) -> list[str]:
+        """Return what does not fit in any placement, and the longest row that fits."""
+        lines = [f"  {self.too_large}"] if self.too_large else []
         if self.longest_row == 0:
             lines.append("  rows of any length: not even the shortest fit with these settings")
         elif self.longest_row is not None:
@@ -163,24 +211,23 @@ class Plan:
                 f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch"
                 + (longer if self.longest_row > self.seq_len else "")
             )
-        lines += self._describe_seconds()
-        lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return lines
 
     def _describe_tiers(self) -> list[str]:
         """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""
         lines = []
-        for tier, room in self.tiers.items():
-            if tier == GPU_NAME and not any(room.values()):
-                continue
-            lines.append(_entry(tier, format_bytes(room["need"]), self._verdict(tier)))
+        for tier in self._tiers_in_use():
+            lines.append(_entry(tier, format_bytes(self.tiers[tier]["need"]), self._verdict(tier)))
             lines += [
                 _entry(f"  {item.name}", format_bytes(item.bytes), item.why)
                 for item in self.items
                 if item.tier == tier and item.bytes
             ]
         return lines
+
+    def _tiers_in_use(self) -> list[str]:
+        """Return the names of the tiers of this machine."""
+        return [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
 
     def _verdict(self, tier: str) -> str:
         """Return the available bytes of a tier, and whether they are enough."""
@@ -214,6 +261,11 @@ class Plan:
         lines = [_entry("estimated step", format_seconds(step), speed)]
         for phase in PHASES:
             lines.append(_entry(f"  {phase}", format_seconds(found.seconds[phase] or 0.0), found.limits(phase)))
+        return [*lines, *self._describe_hidden(), *self._describe_ways()]
+
+    def _describe_hidden(self) -> list[str]:
+        """Return how much of the update overlaps with what, and what a step that needs clipping costs more."""
+        found, lines = self.forecast, list[str]()
         if found.behind:
             hidden, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
             where = "the backward and the next forward" if found.ahead else "the next forward"
@@ -221,7 +273,7 @@ class Plan:
         if found.ahead:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
-        return lines + self._describe_ways()
+        return lines
 
     def _describe_ways(self) -> list[str]:
         """Return the forecasts of the other update schedules, and the tokens per step that hide the drives' time."""
@@ -229,13 +281,17 @@ class Plan:
         timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
         lines = [f"    auto chose {self.way}; estimated step with {', '.join(timed)}"] if timed else []
         lines += [f"    auto ruled out {way.why_not}" for way in others if way.why_not]
+        return lines + self._describe_larger_steps()
+
+    def _describe_larger_steps(self) -> list[str]:
+        """Return from how many tokens a step on the drives' time is hidden."""
         hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
-        if hidden and hidden > self.tokens_per_step:
-            of_others = [f"with {way.words} from {format_count(way.tokens)} on" for way in others if way.tokens]
-            least = f"from {format_count(hidden)} tokens a step on (--accumulate)"
-            share = "a step waits for the update at most 10% of its time"
-            lines.append(f"    {'; '.join([f'{least}, {share}', *of_others])}")
-        return lines
+        if not hidden or hidden <= self.tokens_per_step:
+            return []
+        others = [way for way in self.ways if way.words != self.way and way.tokens]
+        of_others = [f"with {way.words} from {format_count(way.tokens or 0)} on" for way in others]
+        least = f"from {format_count(hidden)} tokens a step on (--accumulate)"
+        return [f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *of_others])}"]
 
 
 def _entry(name: str, number: str, why: str) -> str:

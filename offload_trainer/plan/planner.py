@@ -357,6 +357,7 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         tunable=tuple(one.tunable()),
         checkpointed=work.checkpointed,
         layers=work.shape.layers,
+        parameters=work.shape.parameters,
         seq_len=work.seq_len,
         mlp_chunk=work.mlp_chunk,
         micro_batch=work.micro_batch,

@@ -194,7 +194,7 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     here = found[0] if found else plan_run(config, nodes=len(nodes))
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
-        log.say(planned.plan.describe())
+        log.say(planned.plan.describe(steps=config.train.steps))
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:
         on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
@@ -233,7 +233,7 @@ def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Pl
     machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
     planned = shared_plan(found[0] if found else before)
-    log.say(planned.plan.describe())
+    log.say(planned.plan.describe(steps=config.train.steps))
     on_rank_zero(lambda: refuse(planned))
     return planned
 

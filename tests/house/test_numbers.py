@@ -110,14 +110,13 @@ def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
 
 # -- a run: each number of its records
 
-ROOT = Path(__file__).resolve().parents[2]
 PEAK = 1e12  # FLOP/s, as if matrix products had been timed
 STEPS, MICRO, SEQ, EVAL_ROWS = 6, 8, 128, 16
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A finished run of the demo's configuration, and its inputs, made with transformers alone."""
+    """A finished run of the default model, and its inputs, made with transformers alone."""
 
     run: Run
     wall: float
@@ -160,6 +159,8 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "--save-every", 3, "data.shuffle=false"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
+    words += ["--seq-len", SEQ, "--micro-batch", MICRO, "--lr", "1e-3", "optim.schedule=cosine", "--params", "gpu"]
+    words += [f"train.eval_rows={EVAL_ROWS}"]
     words += ["tiered.overlap=off"]  # phases then add up to the step
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
@@ -167,7 +168,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
         here = probe_machine(PlacementSection(), output=str(folder))
         rate_cache.keep_rates(replace(here, rates=Rates(matmul={"bf16": Rate(PEAK, "measured", "for a test")})))
         start = time.perf_counter()
-        run = call(ROOT / "configs/demo.yaml", *words, output=folder / "run")
+        run = call(*words, output=folder / "run")
         wall = time.perf_counter() - start
     tokenizer = load_tokenizer("builtin")
     text = BUILTIN_CORPUS.read_text("utf-8")

@@ -42,7 +42,7 @@ LEADS: dict[str, str] = {
     "zero_optimization.offload_optimizer.nvme_path=/x": "placement.nvme=/x",
     "bf16.enabled=true": "model.dtype=bf16",
     "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
-    "--stage sft": "docs/finetune.md",
+    "--stage sft": "docs/tutorial.md",
     "optimizer.lr=2e-5": "optim.lr",  # torchtune
     "checkpointer.output_dir=out": "save.output=out",
     "--batch_size=12": "--micro-batch N",  # nanoGPT

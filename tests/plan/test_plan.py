@@ -430,7 +430,7 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
     (told,) = plan.shortfalls()
     sizes = {place: format_bytes(size) for place, size in need.items()}
     assert told == f"one filesystem has 1 GB free for {sizes['/out']} in /out and {sizes['/ssd']} in /ssd"
-    said = plan.describe()
+    said = plan.explain()
     assert "of 0 B" not in said
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
         line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))

@@ -44,8 +44,8 @@ def test_recipes_are_listed_with_what_they_need(capsys: pytest.CaptureFixture[st
         assert all(head.removeprefix("# memory: ") in told for head in heads)
     assert cli.main(["ls", "--json"]) == 0
     held = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
-    assert held["demo"]["run"] == "offload-train configs/demo.yaml --nvme /mnt/ssd"
-    assert held["demo"]["memory"] is None
+    assert held["tiny"]["run"] == "offload-train configs/tiny.yaml --nvme /mnt/ssd"
+    assert held["tiny"]["memory"] is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,10 +68,10 @@ def test_a_copy_is_the_recipe_under_its_own_name(name: str, tmp_path: Path, caps
 
 @pytest.mark.parametrize("there", ["a file", "a link to nothing"])
 def test_a_copy_overwrites_nothing(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "demo.yaml"
+    path = tmp_path / "tiny.yaml"
     path.write_text("mine") if there == "a file" else path.symlink_to("nowhere")
-    assert cli.main(["cp", "demo"]) == 2
-    assert "demo.yaml: already exists" in capsys.readouterr().err
+    assert cli.main(["cp", "tiny"]) == 2
+    assert "tiny.yaml: already exists" in capsys.readouterr().err
     assert (path.read_text() == "mine") if there == "a file" else not (tmp_path / "nowhere").exists()
 
 

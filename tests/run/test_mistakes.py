@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a size that is none": ("export run out --max-shard-size much", "such as 500MB"),
     "runs of nothing": ("runs nowhere", "nowhere: no such directory"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
-    "no such recipe": ("cp demmo", "did you mean demo?"),
+    "no such recipe": ("cp tinny", "did you mean tiny?"),
     "settings over a file": ("tune --write torn.yaml", "torn.yaml: already exists"),
     "a count that is none": ("bench --drive-gigabytes few", "whole number"),
 }

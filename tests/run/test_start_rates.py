@@ -132,7 +132,7 @@ def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, m
     starts = [line.partition(" ")[0] for line in many]
     first = starts.index("measured")
     assert starts[first : first + 2] == ["measured", "plan:"]
-    assert "estimated step" in many[first + 1]
+    assert "a step takes" in many[first + 1]
     session(drive, again := list[str]())
     assert not [line for line in again if line.startswith("measured")]
 

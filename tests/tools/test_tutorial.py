@@ -1,0 +1,105 @@
+"""A test of docs/tutorial.md: each of its commands in its order, with the pretrained model of the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import environment
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from offload_trainer.cli import main
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "tutorial.md"
+TEXT = PAGE.read_text()
+COMMANDS = re.findall(r"^ {4}(?! )(\S.*)$", TEXT, re.MULTILINE)
+PLANS = re.findall(r"^ {4}(offload-train plan .*--machine .*)\n\n```text\n((?:.*\n)*?)```", TEXT, re.MULTILINE)
+DEMO, ACTIVATE, *OURS = [line for line in COMMANDS if line not in [plan for plan, _ in PLANS]]
+QUESTION = "Which flag names the drive?"
+HELD = 4096, 36, 12288, 32, 8  # Qwen3-8B on the hub: hidden, layers, intermediate, heads, heads of keys and values
+
+
+def run(command: str, folder: Path, there: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=there, input=QUESTION, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+    return done.stdout + done.stderr
+
+
+def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
+    """The demo's model and the tutorial's both give the right answer, and the export has the trained weights."""
+    there = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    assert (DEMO, ACTIVATE) == ("make demo", ". .venv/bin/activate")
+    (recipe,) = re.findall(
+        r"^demo: setup\n\t\$\(RUN\)/(.*) \$\(WORDS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    shown = run(recipe, tmp_path, there)
+    table = dict(re.findall(r"^(\w+(?: \w+)?) {2,}(.*(?:\n {13}.*)*)$", shown, re.MULTILINE))
+    assert "--nvme" not in table["before"]
+    assert "--nvme" in table["after"]
+    assert table["trained"].startswith("all 134.5 M parameters")
+    told = {command: run(command, tmp_path, there) for command in OURS}
+    assert "32 conversations" in next(text for command, text in told.items() if " prepare " in command)
+    assert "--nvme" in told["offload-train chat runs/chat"]
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "ask.py").write_text(code)
+    assert "--nvme names a directory on the drive" in run("python ask.py", tmp_path, there)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-bf16", dtype=torch.bfloat16)
+    begun = AutoModelForCausalLM.from_pretrained(tmp_path / "demo-run/SmolLM2-135M-Instruct", dtype=torch.bfloat16)
+    assert any(
+        not torch.equal(one, other) for one, other in zip(exported.parameters(), begun.parameters(), strict=True)
+    )
+    steps = [json.loads(line) for line in (tmp_path / "runs/chat/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+
+
+def test_without_a_network_the_demo_trains_the_smallest_preset(tmp_path: Path) -> None:
+    there = environment(UV_OFFLINE="1", UV_NO_CACHE="1", DEMO_PACKAGES=str(tmp_path / "packages"), PYTHONPATH=str(ROOT))
+    shown = run(f"{shlex.quote(sys.executable)} {ROOT}/scripts/demo.py {tmp_path}/demo-run", ROOT, there)
+    assert "could not be installed: PyPI must be reachable" in shown
+    assert "\nMACBETH." in shown
+
+
+def test_plans_on_the_page_are_those_that_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """UPDATE_GOLDEN=1 writes them into the page. The hub's configuration of Qwen3-8B is made here."""
+    monkeypatch.chdir(tmp_path)
+    hidden, layers, inner, heads, pairs = HELD
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=pairs,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path / "Qwen/Qwen3-8B")
+    assert len(PLANS) == 2
+    page = TEXT
+    for command, held in PLANS:
+        words = shlex.split(command)[1:]
+        assert main([*words, *(["--scratch"] if "Qwen/Qwen3-8B" in words else [])]) == 0
+        printed = "".join(line + "\n" for line in capsys.readouterr().out.rstrip().splitlines())
+        if os.environ.get("UPDATE_GOLDEN"):
+            page = page.replace(f"{command}\n\n```text\n{held}```", f"{command}\n\n```text\n{printed}```")
+        else:
+            assert printed == held
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(page)

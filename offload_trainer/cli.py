@@ -11,8 +11,8 @@ import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,17 @@ def _chat(given: Namespace, _: list[str]) -> None:
     go_offline()
     from offload_trainer.run.commands.generate import chat
 
-    chat(given.source, sys.stdin, **_drawn(given), say=_say)
+    person = sys.stdin.isatty()
+    with suppress(*[Stopped] * person):  # Ctrl-C ends a conversation as Ctrl-D does
+        chat(given.source, _typed() if person else sys.stdin, **_drawn(given), say=_say)
+
+
+def _typed() -> Iterator[str]:
+    """Yield the lines that a person types behind a prompt."""
+    _say("type a message; Ctrl-D ends")
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 def _drawn(given: Namespace) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import Stopped, TrainerError, UserError
 from offload_trainer.export.directory import export
 from offload_trainer.export.sources import opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
@@ -209,8 +211,15 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert cli.main(["sample", str(run), "--prompt", "What", "--tokens", "3", "--temperature", "0", "--seed", "1"]) == 0
     assert capsys.readouterr().out.startswith("What")
     monkeypatch.setattr(sys, "stdin", io.StringIO("What follows one?\n"))
-    assert cli.main(["chat", str(run), "--tokens", "3"]) == 0
-    capsys.readouterr()
+    assert cli.main(["chat", str(run), "--tokens", "3", "--temperature", "0"]) == 0
+    answer = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    for end in (EOFError(), Stopped(signal.SIGINT)):
+        monkeypatch.setattr("builtins.input", Mock(side_effect=["What follows one?", end]))
+        assert cli.main(["chat", str(run), "--tokens", "3", "--temperature", "0"]) == 0
+        told = capsys.readouterr()
+        assert told.out == answer
+        assert "type a message; Ctrl-D ends" in told.err
     assert cli.main(["runs", str(run.parent)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("done")
     assert cli.main(["runs", str(run), "--json"]) == 0

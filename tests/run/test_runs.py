@@ -322,13 +322,3 @@ def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys
     text = refusal(capsys, "--dtype", "fp16", "--engine", "deepspeed", output=tmp_path / "out")
     assert "fp16 without a GPU" in text
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_plan_writes_nothing(drive: Path, tmp_path: Path) -> None:
-    run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
-    plan = json.loads(run.text[run.text.index("{") :])
-    assert plan["fits"]
-    for tier, room in plan["tiers"].items():
-        assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
-    assert not (tmp_path / "out").exists()

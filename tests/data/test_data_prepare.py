@@ -537,15 +537,3 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     validation.write_text("Out")
     with pytest.raises(UserError, match=r"--validation-data has \d tokens, and one row of 8 needs 9"):
         run_data(tmp_path, **given)
-
-
-def test_token_files_train_and_validate_like_nanogpts(tmp_path: Path) -> None:
-    """Training uses train.bin, in two shards, and validation uses val.bin."""
-    ids = draw(500, below=2048)
-    for name, part in (("t0", ids[:203]), ("t1", ids[203:400]), ("val", ids[400:])):
-        part.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    train = (str(tmp_path / "t0.bin"), str(tmp_path / "t1.bin"))
-    data = run_data(tmp_path, path=train, validation_path=(str(tmp_path / "val.bin"),))
-    assert data.tokens.read(200, 6).tolist() == ids[200:206].tolist()
-    assert data.held_out.read(0, 5).tolist() == ids[400:405].tolist()
-    assert [path.name for path in data.paths] == ["t0.bin", "t1.bin", "val.bin"]

@@ -427,30 +427,6 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     assert "nothing of a stream is held out for validation" in streamed.text
 
 
-@pytest.mark.slow
-def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> None:
-    """A validation stream gives the losses of the prepared text, and other first rows are another run."""
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(text.read_text().splitlines(keepends=True)[30:]))
-    words = [*TINY, "--save-every", "2", "train.eval_every=2"]
-
-    def evaluated(*more: object, name: str) -> list[dict[str, Any]]:
-        run = call(*words, "--steps", "4", *more, output=tmp_path / name)
-        found = [json.loads(line) for line in (run.output / "evaluations.jsonl").read_text().splitlines()]
-        assert "for validation of" in run.text
-        return [{key: one[key] for key in ("step", "validation_loss", "bits_per_byte")} for one in found]
-
-    more = ["--data", f"stream:{text}", "train.eval_rows=3", "--validation-data"]  # the text has 5 rows
-    streamed = evaluated(*more, f"stream:{held_out}", name="streamed")
-    assert len(streamed) >= 2
-    assert streamed == evaluated(*more, held_out, name="prepared")
-    words += ["--data", f"stream:{text}", "--validation-data", f"stream:{held_out}", "train.eval_rows=2"]
-    held_out.write_text(text.read_text())
-    changed = call(*words, "--steps", "5", output=tmp_path / "streamed", check=False)
-    assert changed.code == 2
-    assert "the text of --validation-data is another, or has changed since" in changed.text
-
-
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
     """Return a file of 22 short conversations, which a run of 6 steps reads more than once."""

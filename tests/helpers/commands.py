@@ -141,21 +141,6 @@ def ask(*words: object, own: bool = False, **extra: str) -> subprocess.Completed
     return run_script(COMMAND, *words, own=own, **extra)
 
 
-def whole_and_resumed(*words: object, folder: Path) -> tuple[Run, Run]:
-    """Run the command in `folder`, once to the end, and once killed after its checkpoint of step 2 and resumed.
-
-    Assert that the last steps of both are equal, and return both runs.
-    """
-    whole = call(*words, output=folder / "whole")
-    saved = folder / "killed/checkpoints/step-00000002/MANIFEST.json"
-    assert faulty(f"pause~{saved}+kill@line=3", *words, output=folder / "killed").code == -KILL
-    again = call(*words, output=folder / "killed")
-    assert "resumed from" in again.text
-    for key in ("loss", "grad_norm", "tokens"):
-        assert [step[key] for step in again.steps] == [step[key] for step in whole.steps]
-    return whole, again
-
-
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
     """Hold a file lock, so that only one worker at a time creates `path`."""

@@ -105,9 +105,6 @@ def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
     )
 
 
-# -- parameters: transformers' own count -------------------------------------------------------------------------------
-
-
 # -- a run: each number of its records
 
 PEAK = 1e12  # FLOP/s, as if matrix products had been timed

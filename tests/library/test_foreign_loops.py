@@ -311,17 +311,21 @@ def test_clipping_within_a_closure(drive: Path) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_forward_is_called_without_the_hooks(home: str, drive: Path) -> None:
-    """Calling `forward` directly, as PEFT's AdaLoRA does, works."""
-    with both(drive, home) as (model, _, optimizer, reference, usual):
+    """Calling `forward` directly, as PEFT's AdaLoRA does, works, and a forward that fails leaves no state."""
+    beyond = torch.full((1, 2), 10**6)
+    with both(drive, home) as (model, session, optimizer, reference, usual):
         assert list(inspect.signature(model.forward).parameters) == ["input_ids"]
         for batch in batches(4):
             for one, its in ((model, optimizer), (reference, usual)):
                 loss_of(one.forward, batch).backward()
                 its.step()
                 its.zero_grad()
-        for one in (model, reference):
+        for call in (model.forward, model, reference):
             with pytest.raises(IndexError):
-                one.forward(torch.full((1, 2), 10**6))
+                call(beyond)
+        with pytest.raises(IndexError), session.micro_batch(last=False):
+            model(beyond)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         backward(model, batches(1)[0])
         backward(reference, batches(1)[0])
         assert torch.equal(model.head.weight.grad, reference.head.weight.grad)

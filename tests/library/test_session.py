@@ -107,7 +107,7 @@ def test_a_loop_has_the_bits_of_torch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("home", "explicit"), [("on the drive", True), ("on the drive", False), ("in RAM", True)])
+@pytest.mark.parametrize(("home", "explicit"), [("on the drive", False), ("in RAM", True)])
 def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights read right after `step` have their new values, although a slow update overlaps the loop.
 
@@ -409,47 +409,6 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
-    torch.manual_seed(1)
-    model = Tower()
-    reference = copy.deepcopy(model)
-    batch = batches(1)[0]
-    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
-        session.adamw()
-        with pytest.raises(IndexError):
-            model(torch.full((1, 2), 10**6))
-        with pytest.raises(IndexError), session.micro_batch(last=False):
-            model(torch.full((1, 2), 10**6))
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        loss_of(model, batch).backward()
-        loss_of(reference, batch).backward()
-        norm = clipped(reference, 1.0)
-        assert session.clip_grad_norm_(1.0) == norm
-
-
-@pytest.mark.slow
-def test_a_bare_loop_with_dropout_recomputed_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
-    folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).train()
-    model.save_pretrained(folder)
-    for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
-        part.requires_grad_(False)
-    keys = {"dtype": "fp32", "freeze": ["wte", "wpe", r"\.h\.0\."], "activation_checkpointing": "on"}
-    usual = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    with ot.load(folder, nvme=drive, **keys, **HOMES["on the drive"]) as session:
-        for trained_model, optimizer in ((model, usual), (session.model, session.adamw(lr=1e-2))):
-            torch.manual_seed(11)
-            for batch in batches(6):
-                loss_of(trained_model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        trained_weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        masters = dict(session.named_masters())
-        assert_same({name: masters[name] for name in trained_weights}, trained_weights)
-
-
-@pytest.mark.slow
 def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
     """Frozen parameters have no state; parameters in no group stay unchanged and count in the norm, as in torch."""
     torch.manual_seed(1)
@@ -499,23 +458,6 @@ def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) ->
     with ot.offload(odd, nvme=drive, **HOMES["on the drive"]) as session, pytest.raises(UserError, match=said):
         session.export(tmp_path / "odd")
     assert not (tmp_path / "odd").exists()
-
-
-@pytest.mark.parametrize(("home", "shape"), [("resident", (400, 501)), ("on the drive", (1001, 999))])
-def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], drive: Path) -> None:
-    """The norm of gradients over 131,072 elements, the chunk size, is within 1e-6 of fp64's.
-
-    In one piece, torch's own norm of a million elements is off by up to 1e-4.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(shape[1], shape[0]), nn.Linear(shape[0], 7))
-    reference, given, weight = copy.deepcopy(model), torch.randn(16, shape[1]), torch.randn(16, 7)
-    (reference(given) * weight).sum().backward()
-    exact = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()]).double().norm().item()
-    with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
-        session.adamw()
-        (model(given) * weight).sum().backward()
-        assert float(session.clip_grad_norm_(1.0)) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -20,12 +20,7 @@ BLOCKS, STEPS = 3, 3
 
 @pytest.mark.parametrize(
     ("home", "away", "anew", "count"),
-    [
-        ("resident", "cpu", False, BLOCKS),
-        ("resident", "nvme", True, BLOCKS),
-        ("on the drive", "cpu", True, BLOCKS),
-        ("on the drive", "nvme", False, 2),
-    ],
+    [("resident", "cpu", True, BLOCKS), ("on the drive", "nvme", False, 2)],
 )
 def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
     home: str, away: str, anew: bool, count: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,8 +31,10 @@ WAYS = {
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", NOISY)
+@pytest.mark.parametrize(
+    ("architecture", "way"),  # half of the pairs
+    [(name, way) for n, way in enumerate(WAYS) for m, name in enumerate(NOISY) if (n + m) % 2],
+)
 def test_dropout_is_the_same_in_every_placement(architecture: str, way: str, folder: Path, drive: Path) -> None:
     """bf16 with two micro-batches gives the same bits in every placement, whatever else draws random numbers in
     between.

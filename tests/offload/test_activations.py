@@ -29,12 +29,12 @@ from late_transfers import LateDevice, LateTransfers
 from sample_plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.offloading.activation_offload import Activations, _Buffer
+from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice, ReturnCopy
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, done
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -75,34 +75,6 @@ def test_no_bit_changes(words: list[str], variant: list[str], accumulate: int, f
                 with engine(model, *words, drives=drives(folder, 2), device=device) as ours:
                     assert train(ours, data, accumulate=accumulate) == expected, kind
                     assert_same(masters(ours), weights)
-
-
-@pytest.mark.parametrize("forgotten", ["the copy back", "the copy out", "the buffer", "the write"])
-def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The previous test fails if any of the waits is removed.
-
-    The forgotten operation never happens, since one that is merely late may still be in time where steps are slow.
-    """
-    expected, _ = plain(model_of(folder), 2, *ON)
-    use_late_transfers(monkeypatch)
-
-    def never(into: torch.Tensor) -> Future:
-        bytes_of(into).fill_(0xFF)
-        return done()
-
-    if forgotten == "the copy back":
-        monkeypatch.setattr(
-            LateDevice, "copy_back", lambda device, source, into, **words: ReturnCopy(never(into), done())
-        )
-    elif forgotten == "the copy out":
-        monkeypatch.setattr(LateDevice, "keep", lambda device, values, into: never(into))
-    elif forgotten == "the buffer":
-        monkeypatch.setattr(_Buffer, "free", done())
-    else:
-        monkeypatch.setattr(LateTransfers, "write", lambda *given: done())
-    words = [*ON, "model.offload_activations=nvme"]
-    with engine(model_of(folder), *words, drives=drives(folder, 1), device=LateDevice()) as ours:
-        assert train(ours, batches(2)) != expected
 
 
 class Counting(CpuDevice):

@@ -29,12 +29,10 @@ from safetensors.torch import load, load_file
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
 from offload_trainer.plan.tiered.state_formats import state_format
-from offload_trainer.storage.transfer import done
 from offload_trainer.telemetry.meters import PhaseClock, read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -264,13 +262,6 @@ def test_a_snapshot_of_state_on_the_device_is_written_while_training_continues(
         other.load(tmp_path / "half")
         assert train(other, data[2 * accumulate :], accumulate=accumulate) == expected[2:]
         assert_same(masters(other), weights)
-
-
-def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would fail if the update did not wait for the device."""
-    monkeypatch.setattr(CudaDevice, "reached", lambda self: done())
-    with engine_on_streams(monkeypatch, gpt2(folder), "--gpu-fraction", "1") as ours:
-        assert train(ours, batches(4)) != plain(gpt2(folder), 4)[0]
 
 
 def test_stored_moments_without_a_gradient_do_not_drift(folder: Path) -> None:

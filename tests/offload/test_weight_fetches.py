@@ -21,7 +21,6 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns
 from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
 from offload_trainer.plan.tiered.layout import ALIGN
-from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
 
@@ -182,14 +181,6 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         shared.close()
         rounds.close()
         transfers.close()
-
-
-def test_parts_and_remainder_cover_a_unit() -> None:
-    for elements in (0, *SIZES, 1000 * ALIGN):
-        for ranks in (1, 2, 3, 8):
-            part = even_part(elements, ranks=ranks)
-            assert part % ALIGN == 0
-            assert 0 <= elements - ranks * part < ranks * ALIGN
 
 
 def test_a_gather_waits_for_its_buffer() -> None:

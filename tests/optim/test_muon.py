@@ -106,8 +106,8 @@ def test_clipped_steps_have_torchs_bits_in_every_placement(
 ) -> None:
     """Every step is clipped and has two micro-batches. Each expert is a matrix."""
     with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
-        steps = train(ours, batches(12), accumulate=2, lr=RATE)
-        expected, right = by_torch(models[architecture], 6, *CLIPPED, accumulate=2)
+        steps = train(ours, batches(8), accumulate=2, lr=RATE)
+        expected, right = by_torch(models[architecture], 4, *CLIPPED, accumulate=2)
         assert steps == expected
         assert_same(masters(ours), right)
     assert all(norm > 0.3 for _, norm in steps)

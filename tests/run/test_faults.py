@@ -1,4 +1,4 @@
-"""Tests of faults of disks, drives, data and processes: a message, no loss, and a rerun that continues.
+"""Tests of faults of disks and drives: a message, no loss, and a rerun that continues.
 
 After each, the newest checkpoint is complete, and the same command ends with the losses, norms, master weights and
 moments of an undisturbed run, bit for bit.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, KILL, TINY, Run, assert_same_run, call, faulty, run_script
+from commands import COMMAND, TINY, Run, assert_same_run, call, faulty, run_script
 from test_runs import finished  # noqa: F401  # a fixture
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
@@ -143,39 +143,3 @@ def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> Non
     assert list(disk.iterdir()) == []
     assert mount(disk.with_name("disk.image"), disk)
     assert_goes_on(words, output, alone)
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
-def test_the_next_run_reports_a_sigkill(words: list, alone: Run, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    assert faulty(f"pause~{saved(output, 4)}+kill@line=6", *words, output=output).code == -KILL
-    again = assert_goes_on(words, output, alone)
-    assert "the last run here ended without a message" in again.text
-    assert "removed what 1 run(s) left that died" in again.text
-    assert "ended without a message" not in call(*words, output=output).text
-
-
-# -- data -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["a flipped bit", "cut short"])
-def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone: Run, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"  # a separate cache, since other tests' runs write into theirs meanwhile
-    words, output = [*words, f"data.cache={cache}"], tmp_path / "out"
-
-    if damage == "a flipped bit":
-        faulty(f"pause~{saved(output, 4)}+kill@line=6", *words, output=output)
-        for path in cache.glob("*.bin"):
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 4
-            path.write_bytes(data)
-        run = call(*words, output=output, check=False)
-        assert_told(run, r"differs from what was written \(CRC-32", "delete the file and its sidecar")
-    else:
-        fault = f"pause~{saved(output, 4)}+sh~truncate -s 1000 {cache}/*.bin@line=7"
-        assert_told(faulty(fault, *words, output=output), "cut short", "create it again")
-    for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
-        path.unlink()
-    assert_goes_on(words, tmp_path / "out", alone)

@@ -292,7 +292,6 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
 
 # A template that trl knows, the model's kind and its settings.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
-    "llama3_2": ("llama", {}),
     "qwen3_5_think": (
         "qwen3_5_text",
         {
@@ -303,7 +302,6 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    "glm4moe": ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "gptoss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}),
 }
 

@@ -96,14 +96,16 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training over another run is refused; plans that do not name its directory print a note."""
+    """Training over another run is refused; plans that do not name its directory print a note. Nothing is written."""
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
     (first / "MANIFEST.json").write_text('{"format": 2, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}')
+    before = everything(tmp_path)
     for command, code in ((["plan"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
         done = ask(*command, *TINY)
         assert (done.returncode, "belongs to another run" in done.stderr) == (code, True), done.stderr
+        assert everything(tmp_path) == before
 
 
 # -- what is no file ---------------------------------------------------------------------------------------------------

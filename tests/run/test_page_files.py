@@ -237,17 +237,6 @@ def without_newest(record: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_older_record_counts_while_its_pages_do(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    words = ["--nvme", place, *ALL]
-    killed("record=3", *words, output=tmp_path / "run")
-    (file,) = (place / "offload-trainer").glob("*/record")
-    file.write_bytes(without_newest(file.read_bytes()))
-    run = call(*words, output=tmp_path / "run")
-    assert gone_on(run) == 2
-    assert left(run.output) == alone
-
-
-@pytest.mark.slow
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:

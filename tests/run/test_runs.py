@@ -14,7 +14,7 @@ from commands import COMMAND, KILL, PLAIN, TINY, Run, ask, assert_same_run, call
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from test_telemetry import CONTRACT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from offload_trainer.checkpoint import read_manifest
 from offload_trainer.cli import main
@@ -108,23 +108,17 @@ def test_nvme_is_really_used_and_left_clean(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sent", "code", "step"),
-    [
-        ("tiered", "kill", -KILL, 12),
-        pytest.param("zero-2 cpu", "kill", -KILL, 12, marks=STOCK_KERNELS),
-        pytest.param("zero-2 cpu", "INT", 130, 16, marks=STOCK_KERNELS),  # saves everything
-        pytest.param("zero-3 nvme weights", "kill", -KILL, 12, marks=STOCK_KERNELS),
-    ],
+    "name", ["tiered", *(pytest.param(name, marks=STOCK_KERNELS) for name in ("zero-2 cpu", "zero-3 nvme weights"))]
 )
-def test_kill_9_or_interrupt_and_resume_bit_for_bit(
-    name: str, sent: str, code: int, step: int, finished, drive: Path, tmp_path: Path
-) -> None:
+def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     saved = output / "checkpoints/step-00000012/MANIFEST.json"
-    killed = faulty(f"pause~{saved}+{sent}@line=16", *words(name, drive), output=output)
-    assert (killed.code, len(killed.steps)) == (code, 16), killed.text
+    killed = faulty(f"pause~{saved}+kill@line=16", *words(name, drive), output=output)
+    assert (killed.code, len(killed.steps)) == (-KILL, 16), killed.text
     run = call(*words(name, drive), output=output)
-    assert re.search(f"resumed from .*step-{step:08d}", run.text), run.text
+    assert re.search("resumed from .*step-00000012", run.text), run.text
+    assert "the last run here ended without a message" in run.text
+    assert "removed what 1 run(s) left that died" in run.text or name != "tiered"
     assert_same_run(run, finished(name))
 
 
@@ -264,9 +258,10 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiered nvme", pytest.param("zero-3 cpu", marks=STOCK_KERNELS)])
-def test_frozen_parameters_are_unchanged_and_saved(name: str, drive: Path, tmp_path: Path) -> None:
-    args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0", *PLACEMENTS[name]]
+@pytest.mark.ops
+def test_frozen_parameters_of_stock_deepspeed_are_unchanged_and_saved(drive: Path, tmp_path: Path) -> None:
+    args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0"]
+    args += PLACEMENTS["zero-3 cpu"]
     run = call(*args, 'model.freeze=["wpe"]', output=tmp_path / "out")
     assert len(run.losses) == 4
     for step in (2, 4):
@@ -281,33 +276,6 @@ def test_frozen_parameters_are_unchanged_and_saved(name: str, drive: Path, tmp_p
     assert len(held) == 28
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiered nvme", pytest.param("zero-3 nvme", marks=STOCK_KERNELS)])
-def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> None:
-    """An export loads in transformers with the fp32 master weights.
-
-    Its source is a checkpoint or, for an NVMe optimizer, the running engine.
-    """
-    run = finished(name)
-    if name in RESUMABLE:
-        exported = tmp_path / "hf"
-        export(run.output, exported, "fp32")
-        masters = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
-    else:
-        exported = run.output / "export"
-        masters = load_file(exported / "model.safetensors")
-    held = load_file(exported / "model.safetensors")
-    assert "lm_head.weight" not in held
-    assert all(torch.equal(held[key], masters[key]) for key in masters)
-    model, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert model.lm_head.weight is model.transformer.wte.weight
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    assert tokenizer.decode(tokenizer("To be, or not to be").input_ids) == "To be, or not to be"
-    assert all(torch.equal(parameter, masters[key]) for key, parameter in model.named_parameters())
-
-
 def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
     done = ask("export", source, destination, "--dtype", dtype, *words)
     assert done.returncode == 0, done.stderr
@@ -315,20 +283,16 @@ def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_export_in_16_bit_describes_its_source(dtype: str, finished, tmp_path: Path) -> None:
+def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     """The model card has the run's numbers, and a second export to the same place is refused."""
-    run, expected = finished("plain"), {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    told = export(run.output, tmp_path / "hf", dtype, "--check")
-    assert f"in {dtype} to" in told
+    run = finished("plain")
+    told = export(run.output, tmp_path / "hf", "fp16", "--check")
+    assert "in fp16 to" in told
     assert "read back: every header, 28 tensors equal" in told
-    full = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
-    held = load_file(tmp_path / "hf/model.safetensors")
-    assert all(torch.equal(held[name], full[name].to(expected)) for name in full)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is expected
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.float16
     card = (tmp_path / "hf/README.md").read_text()
     assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
-    assert f"| Weights | {dtype}, from the fp32 masters of step-00000020 |" in card
+    assert "| Weights | fp16, from the fp32 masters of step-00000020 |" in card
     assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
     assert "| Steps | 20 of 20 |" in card
     assert "from random weights ({'n_layer': 2, 'n_embd': 96})" in card
@@ -357,14 +321,4 @@ def test_run_directory_is_what_is_documented(finished) -> None:
 def test_fp16_of_stock_deepspeed_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refusal(capsys, "--dtype", "fp16", "--engine", "deepspeed", output=tmp_path / "out")
     assert "fp16 without a GPU" in text
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_plan_writes_nothing(drive: Path, tmp_path: Path) -> None:
-    run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
-    plan = json.loads(run.text[run.text.index("{") :])
-    assert plan["fits"]
-    for tier, room in plan["tiers"].items():
-        assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
     assert not (tmp_path / "out").exists()

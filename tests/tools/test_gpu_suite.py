@@ -235,12 +235,14 @@ def test_torchao_is_not_clipped_after_its_gradients_were_copied(source: ModelSou
 # -- without a GPU, without time ---------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    done = suite(f"scripts/gpu_suite.sh 8b {tmp_path}/folder")
-    assert done.returncode == 2
-    assert "torch sees no GPU" in done.stderr
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_run_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "8b", f"{tmp_path}/folder"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert gpu_suite.main() == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
     assert not (tmp_path / "folder").exists()
 
 

@@ -88,18 +88,20 @@ def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> 
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
-def test_a_plan_knows_that_the_embedding_on_the_gpu_is_updated_at_once(how: str) -> None:
-    """Two machines differ only in the CPU's speed; the forward waits for its part of the first block, not of 6 %."""
-    shape, gpu = SHAPES["gpt2-xl"], cluster(copies=(1e11, 1e11, 1e11), matmul=2e14, update=2e9)
-    gpu = replace(gpu, rates=replace(gpu.rates, update=gpu.rates.update | {"cuda": rate(1e12)}))
+def test_a_plan_knows_that_the_embeddings_on_the_gpu_are_updated_at_once(how: str) -> None:
+    shape, here = SHAPES["gpt2-xl"], cluster(copies=(1e11, 1e11, 1e11), matmul=2e13, update=2e9)
+    here = replace(here, rates=replace(here.rates, update=here.rates.update | {"cuda": rate(1e12)}))
     words = (f"tiered.overlap={how}", "--micro-batch", "8", "--params", "gpu", "--engine", "tiered")
 
-    def waited(share: float) -> float:
-        plan = make_plan(wish(*words, "--gpu-fraction", str(share), "--ram-fraction", str(1 - share)), shape, gpu)
-        return (plan.forecast.seconds["update"] or 0.0) - plan.forecast.hidden
+    def waits(share: float) -> float:
+        """Return the seconds of the update that nothing hides, with those of a step whose early update is redone."""
+        ways = ("--gpu-fraction", str(share), "--ram-fraction", str(1 - share))
+        found = make_plan(wish(*words, *ways), shape, here).forecast
+        return (found.seconds["update"] or 0.0) - found.hidden + found.if_clipped
 
-    embeddings = sum(unit.trained for unit in units_of(shape)[:2]) / shape.trainable
-    assert waited(0.1) < waited(0.0) - 0.8 * embeddings * shape.trainable / 2e9
+    embeddings = sum(unit.trained for unit in units_of(shape)[:2])
+    assert waits(0.0) == pytest.approx(embeddings / 2e9, rel=0.5)
+    assert waits(0.1) < 1e-3
 
 
 def arrivals(pages: int, buffers: int) -> list[int]:

@@ -483,13 +483,9 @@ def hidden_seconds(
     if update is None or forward is None:
         return 0.0
     forward /= micro_batches
-    taken: dict[str, float] = {}
-    for bound in found.bounds:
-        if bound.phase == "update":
-            kind = bound.kind if bound.kind in ("drive", "adamw_gpu") else "others"
-            taken[kind] = max(taken.get(kind, 0.0), bound.seconds or 0.0)
-    on_device = taken.get("adamw_gpu", 0.0)
-    computed = min(update, taken.get("others", 0.0))  # seconds of an update whose state has been read
+    on_device, apart = _longest_of(found, "update", "adamw_gpu"), ("drive", "adamw_gpu")
+    others = [each.seconds or 0.0 for each in found.bounds if each.phase == "update" and each.kind not in apart]
+    computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
     done, there, left = 0.0, 0.0, 1.0
     ways = [update - after]
     for part in parts:
@@ -511,14 +507,14 @@ def read_before_update(found: Forecast, pages: int, *, buffers: int, micro_batch
     has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
     """
     share = (buffers - 1) / pages if pages > buffers else 1.0
-    needed = _seconds_of_drives(found, "update")
-    free = max(0.0, (found.seconds["backward"] or 0.0) - _seconds_of_drives(found, "backward")) / micro_batches
+    needed = _longest_of(found, "update", "drive")
+    free = max(0.0, (found.seconds["backward"] or 0.0) - _longest_of(found, "backward", "drive")) / micro_batches
     return min(share, free / needed) if needed else 0.0
 
 
-def _seconds_of_drives(found: Forecast, phase: str) -> float:
-    """Return the seconds that the busiest drive takes in a phase."""
-    return max((one.seconds or 0.0 for one in found.bounds if one.phase == phase and one.kind == "drive"), default=0.0)
+def _longest_of(found: Forecast, phase: str, kind: str) -> float:
+    """Return the longest bound of a kind in a phase, such as the busiest drive's; 0 without one."""
+    return max((one.seconds or 0.0 for one in found.bounds if (one.phase, one.kind) == (phase, kind)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -592,7 +588,7 @@ def ahead_of(
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         part = min(1.0, (both - first) / longest) if longest else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    idle = max(0.0, 1 - _seconds_of_drives(found, "backward") / micro_batches / backward) if backward else 0.0
+    idle = max(0.0, 1 - _longest_of(found, "backward", "drive") / micro_batches / backward) if backward else 0.0
     return BackwardOverlap(part * could, backward + part * could - both, first * idle)
 
 
@@ -622,7 +618,7 @@ def parts_left(
     """Return the shares of the remaining update of `parts`; the forward waits for all units before the blocks."""
     first = first_block(units)
     before = sum(part.update for part in parts[:first])
-    inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
+    inside = _longest_of(found, "update", "adamw")
     waits = max(last * (found.seconds["update"] or 0.0), before * inside)
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
     scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before or 1.0)] * (len(parts) - first)

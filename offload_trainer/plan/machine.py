@@ -95,7 +95,8 @@ class Rates:
     sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`
     to_device: Rate | None = None  # bytes/s, from pinned memory
     from_device: Rate | None = None  # bytes/s, into pinned memory
-    both_ways: Rate | None = None  # bytes/s each way, pinned, in both directions at the same time
+    both_ways: Rate | None = None  # bytes/s into the device, pinned, while as much or more leaves it
+    both_ways_out: Rate | None = None  # bytes/s out of it meanwhile; None: as fast as into it
     # "engine.phase.bound" -> measured / predicted seconds of earlier runs
     corrections: dict[Line, Ratio] = field(default_factory=dict)
 
@@ -237,7 +238,7 @@ def describe_rates(machine: MachineProfile) -> str:
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
     for kernel, rate in rates.sums.items():
         add(f"adding gradients, {' with '.join(kernel.split('.'))}", rate, 1e9, "GB/s")
-    for name in ("to_device", "from_device", "both_ways"):
+    for name in ("to_device", "from_device", "both_ways", "both_ways_out"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     lines += describe_links(machine.links)
     for drive in machine.drives:

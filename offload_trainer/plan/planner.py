@@ -109,6 +109,7 @@ def make_plan(
     if note := work.state.rule.note:
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
     notes += _note_of_stock(config, chosen, work, machine)
+    notes += _notes_of_formats(engine, chosen, work, machine)
     return replace(chosen, notes=tuple(notes))
 
 
@@ -289,6 +290,29 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
         f"{best.title}, {best.homes}, is forecast at {seconds} a step, the tiered engine at "
         f"{format_seconds(ours)}: consider --engine deepspeed"
     ]
+
+
+def _notes_of_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[str]:
+    """Yield a sentence for each smaller format of the moments with which a step would be `WORTH` shorter.
+
+    Smaller moments leave RAM for shadow memory and the GPU for more of the state. They change results, so `auto` never
+    takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
+    """
+    found, formats = plan.forecast, work.state.rule.formats
+    step, update = found.step, found.seconds["update"]
+    if not isinstance(engine, Tiered) or not plan.fits or step is None or update is None:
+        return
+    if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
+        return
+    same = replace(work, checkpointed=plan.checkpointed, mlp_chunk=plan.mlp_chunk)
+    for moments in formats[formats.index(work.state.moments) + 1 :]:
+        smaller = _best(engine, replace(same, state=replace(work.state, moments=moments)), machine)
+        shorter = smaller.forecast.step
+        if smaller.fits and shorter is not None and shorter <= (1 - WORTH) * step:
+            yield (
+                f"faster: a step takes {format_seconds(shorter)} with optim.moment_dtype={moments.name}, which changes "
+                f"results ({smaller.homes})"
+            )
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:

@@ -9,6 +9,7 @@ forward (the last section). A phase for which a rate is missing is None.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
@@ -219,11 +220,7 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
         if not read and not written:
             continue
         if disk == DEVICE_COPIES:
-            rates = machine.rates
-            if machine.gpu is not None:
-                seconds = _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, rates.both_ways)
-            else:  # a copy on a CPU reads and writes each byte
-                seconds = None if rates.memory is None else 2 * (read + written) / rates.memory.value
+            seconds = copy_seconds(read, written, machine)
             ways = ((read, "to the device"), (written, "from the device"))
             what = ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         else:
@@ -238,6 +235,15 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk, lost))
     return bounds
+
+
+def copy_seconds(read: int, written: int, machine: MachineProfile) -> float | None:
+    """Return the seconds of copies to (`read`) and from (`written`) the device that run at the same time."""
+    rates = machine.rates
+    if machine.gpu is None:  # a copy on a CPU reads and writes each byte
+        return None if rates.memory is None else 2 * (read + written) / rates.memory.value
+    out = rates.both_ways_out or rates.both_ways
+    return _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, out)
 
 
 def _at_once(
@@ -411,9 +417,10 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
 #     forward          0, 1, 2, ...      each unit when it has its new weights
 #
 # This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of the update
-# up to unit k plus the forward from k on (S. M. Johnson, 1954). Work of both on the same resource (a drive, the bus,
-# the CPU) adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites
-# the sums.
+# up to unit k plus the forward from k on (S. M. Johnson, 1954). The device holds the state of the first units, and
+# updates it while the CPU updates the others: the forward waits for a unit's pages on both. Work of update and forward
+# on the same resource (a drive, the bus, the CPU) adds up. Only the forward of the step's first micro-batch can hide an
+# update, because its backward overwrites the sums.
 #
 #     backward  head, last block, ...    early pages of each unit whose gradients are complete (speculative update)
 #
@@ -428,17 +435,32 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
 class UnitShare:
     """A unit's share of the update's time and of the forward's time."""
 
-    update: float
+    update: float  # of pages whose state is not on the device
     forward: float
+    on_device: float = 0.0  # share of the device's own update
 
 
-def parts_of(units: Sequence[Unit]) -> list[UnitShare]:
-    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
+def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitShare]:
+    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added.
+
+    `homes` says whose state is on the device; without it, none is.
+    """
     first = first_block(units)
+    there = Counter[int]()
+    for page in homes.pages if homes else ():
+        there[page.unit] += page.elements * (page.home == DEVICE)
+    inside = there.total()
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
-    trained = sum(unit.trained for unit in units) or 1
+    outside = sum(unit.trained for unit in units) - inside
     computed = (sum(unit.elements for unit in units[first:]) + tied) or 1
-    parts = [UnitShare(unit.trained / trained, unit.elements / computed * (unit.index >= first)) for unit in units]
+    parts = [
+        UnitShare(
+            (unit.trained - there[unit.index]) / (outside or 1),
+            unit.elements / computed * (unit.index >= first),
+            there[unit.index] / (inside or 1),
+        )
+        for unit in units
+    ]
     return [*parts, UnitShare(0.0, tied / computed)]
 
 
@@ -461,13 +483,14 @@ def hidden_seconds(
     if update is None or forward is None:
         return 0.0
     forward /= micro_batches
-    others = [bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
+    on_device, apart = _longest_of(found, "update", "adamw_gpu"), ("drive", "adamw_gpu")
+    others = [each.seconds or 0.0 for each in found.bounds if each.phase == "update" and each.kind not in apart]
     computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
-    done, left = 0.0, 1.0
+    done, there, left = 0.0, 0.0, 1.0
     ways = [update - after]
     for part in parts:
-        done += part.update
-        ways.append(max(update * (done - read), computed * done) + forward * left)
+        done, there = done + part.update, there + part.on_device
+        ways.append(max(update * (done - read), computed * done, on_device * there) + forward * left)
         left -= part.forward
     asked = _seconds_of_resources(found, "update", gpu=gpu)
     for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
@@ -484,14 +507,14 @@ def read_before_update(found: Forecast, pages: int, *, buffers: int, micro_batch
     has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
     """
     share = (buffers - 1) / pages if pages > buffers else 1.0
-    needed = _seconds_of_drives(found, "update")
-    free = max(0.0, (found.seconds["backward"] or 0.0) - _seconds_of_drives(found, "backward")) / micro_batches
+    needed = _longest_of(found, "update", "drive")
+    free = max(0.0, (found.seconds["backward"] or 0.0) - _longest_of(found, "backward", "drive")) / micro_batches
     return min(share, free / needed) if needed else 0.0
 
 
-def _seconds_of_drives(found: Forecast, phase: str) -> float:
-    """Return the seconds that the busiest drive takes in a phase."""
-    return max((one.seconds or 0.0 for one in found.bounds if one.phase == phase and one.kind == "drive"), default=0.0)
+def _longest_of(found: Forecast, phase: str, kind: str) -> float:
+    """Return the longest bound of a kind in a phase, such as the busiest drive's; 0 without one."""
+    return max((one.seconds or 0.0 for one in found.bounds if (one.phase, one.kind) == (phase, kind)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -565,7 +588,7 @@ def ahead_of(
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         part = min(1.0, (both - first) / longest) if longest else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    idle = max(0.0, 1 - _seconds_of_drives(found, "backward") / micro_batches / backward) if backward else 0.0
+    idle = max(0.0, 1 - _longest_of(found, "backward", "drive") / micro_batches / backward) if backward else 0.0
     return BackwardOverlap(part * could, backward + part * could - both, first * idle)
 
 
@@ -589,14 +612,16 @@ def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Fo
     return replace(found, seconds={**found.seconds, "update": left}, bounds=bounds)
 
 
-def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
-    """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
-    parts, first = parts_of(units), first_block(units)
+def parts_left(
+    found: Forecast, left: Forecast, units: Sequence[Unit], parts: Sequence[UnitShare], *, last: float
+) -> list[UnitShare]:
+    """Return the shares of the remaining update of `parts`; the forward waits for all units before the blocks."""
+    first = first_block(units)
     before = sum(part.update for part in parts[:first])
-    inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
+    inside = _longest_of(found, "update", "adamw")
     waits = max(last * (found.seconds["update"] or 0.0), before * inside)
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
-    scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before)] * (len(parts) - first)
+    scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before or 1.0)] * (len(parts) - first)
     return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]
 
 

@@ -229,7 +229,7 @@ def test_named_machines() -> None:
         assert all(one and one.source for one in (*every, *links))
         cited = ["github.com/" in rate.source for rate in every if rate and rate.origin == "measured"]
         assert all(cited)
-        assert len(cited) >= 2 or name == "v100-32gb"  # of that card nothing is published
+        assert len(cited) >= 2
     with pytest.raises(UserError, match="neither a file"):
         read_machine("v100")
 

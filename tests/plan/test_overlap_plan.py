@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sample_plans import SHAPES, timed, wish
+from sample_plans import SHAPES, cluster, rate, timed, wish
 
 from offload_trainer.plan import planner
 from offload_trainer.plan.plan import Plan
@@ -28,7 +28,8 @@ from offload_trainer.plan.step_time import (
     steady_ratios,
 )
 from offload_trainer.plan.tiered.engine import Tiered
-from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
+from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
 from offload_trainer.units import format_seconds
 
 
@@ -65,6 +66,42 @@ def test_hidden_is_what_a_walk_through_the_units_gives(
         hidden = hidden_seconds(forecast(update, forward, adamw, drive), parts, micro_batches=1, gpu=True, **its)
         expected = max(forward, simulated(update, forward, parts, adamw=0.6 * update, **its))
         assert update + forward - hidden == pytest.approx(expected)
+
+
+def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> None:
+    """The GPU has the pages of the first units, embeddings before all, and updates them while the CPU works."""
+    units = units_of(SHAPES["gpt2-medium"])
+    trained = sum(unit.trained for unit in units)
+    first, block = (sum(unit.trained for unit in its) / trained for its in (units[:2], units[2:3]))
+
+    def hidden(share: float, on_gpu: float) -> float:
+        pages = pages_of(units, page=1 << 20, shares=((DEVICE, share), (RAM, 1 - share)), speeds=())
+        homes = homes_of(units, pages, params=TierKind.GPU, gradients=TierKind.RAM, speeds=())
+        bounds = Bound("update", 0.9, "", "adamw"), Bound("update", on_gpu, "", "adamw_gpu")
+        return hidden_seconds(forecast(0.9, 2.0, *bounds), parts_of(units, homes), micro_batches=1, gpu=True)
+
+    for share in (0.0, first / 2, first):
+        waits = 0.9 * (first - share + block) / (1 - share)  # for the CPU's part of embeddings and the first block
+        assert hidden(share, 0.01) == pytest.approx(0.9 - waits, abs=1e-3)
+    assert hidden(0.5, 0.01) == pytest.approx(0.9, abs=0.01)
+    assert hidden(first, 0.8) == pytest.approx(0.1)  # the forward waits for the GPU's pages too
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_a_plan_knows_that_the_embeddings_on_the_gpu_are_updated_at_once(how: str) -> None:
+    shape, here = SHAPES["gpt2-xl"], cluster(copies=(1e11, 1e11, 1e11), matmul=2e13, update=2e9)
+    here = replace(here, rates=replace(here.rates, update=here.rates.update | {"cuda": rate(1e12)}))
+    words = (f"tiered.overlap={how}", "--micro-batch", "8", "--params", "gpu", "--engine", "tiered")
+
+    def waits(share: float) -> float:
+        """Return the seconds of the update that nothing hides, with those of a step whose early update is redone."""
+        ways = ("--gpu-fraction", str(share), "--ram-fraction", str(1 - share))
+        found = make_plan(wish(*words, *ways), shape, here).forecast
+        return (found.seconds["update"] or 0.0) - found.hidden + found.if_clipped
+
+    embeddings = sum(unit.trained for unit in units_of(shape)[:2])
+    assert waits(0.0) == pytest.approx(embeddings / 2e9, rel=0.5)
+    assert waits(0.1) < 1e-3
 
 
 def arrivals(pages: int, buffers: int) -> list[int]:
@@ -292,7 +329,7 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
         (0.3, 0.6),
         (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPES["gpt2-medium"].trainable),
     ):
-        parts = parts_left(found, left, units, last=last)
+        parts = parts_left(found, left, units, parts_of(units), last=last)
         assert sum(part.update for part in parts) == pytest.approx(1.0)
         assert 0.8 * sum(part.update for part in parts[:2]) == pytest.approx(waits, rel=0.01)
         assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]

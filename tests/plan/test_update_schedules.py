@@ -247,3 +247,23 @@ def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
     plan = make_plan(wish("--params", "gpu"), SHAPES["gpt2-xl"], machine(ram=16 * GB))
     assert 0 < plan.sizes.ram_fraction < 1
     assert plan.sizes.keeps_heap
+
+
+def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() -> None:
+    """They move fewer bytes of drives, or leave RAM for shadow memory. What changes results is for the user to take."""
+
+    def advised(plan: Plan) -> list[str]:
+        return [note.split("optim.moment_dtype=")[1].split(",")[0] for note in plan.notes if note.startswith("faster:")]
+
+    plan = planned(*DRIVES)
+    assert plan.sizes.states == "fp32"
+    assert advised(plan) == ["bf16", "8bit"]
+    seconds = [format_seconds(planned(*DRIVES, f"optim.moment_dtype={name}").forecast.step) for name in advised(plan)]
+    told = [note.split("takes ")[1].split(" with")[0] for note in plan.notes if note.startswith("faster:")]
+    assert told == seconds
+    assert advised(planned(*DRIVES, "optim.moment_dtype=bf16")) == ["8bit"]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit")) == []
+    assert advised(planned(*DRIVES, "optim.name=muon")) == []  # has no other format
+    assert advised(planned(*DRIVES, on=timed(drive=1e12, mixed=1e12))) == []  # drives take no time
+    assert advised(planned(*DRIVES, on=replace(timed(), rates=machine().rates))) == []  # no rates
+    assert advised(planned("--ram-fraction", "1", "--seq-len", "128", on=timed(update=1e7))) == []  # RAM of a CPU

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sample_plans import GB, SHAPES, cluster, rate, wish
 
-from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.machine import Links, MachineProfile
 from offload_trainer.plan.parallel.comm_cost import GPUS
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.step_time import copy_seconds
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
@@ -118,3 +121,17 @@ def test_a_setting_without_effect_is_noted() -> None:
         plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not plan.sizes.by_parts
         assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
+
+
+def test_copies_in_both_directions_at_once_have_a_rate_each() -> None:
+    """Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike."""
+    alone = cluster(copies=(25e9, 25e9, 12e9))
+    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
+    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
+    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
+    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
+    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
+    assert (several.both_ways, several.both_ways_out) == (
+        replace(rate(12e9), value=6e9),
+        replace(rate(24e9), value=12e9),
+    )

@@ -31,6 +31,7 @@ from offload_trainer.plan.step_time import (
     Costs,
     Traffic,
     computing_bounds,
+    copy_seconds,
     update_rate,
 )
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -244,12 +245,12 @@ class DeepSpeedCandidate:
         work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
         drive = self.machine.drives[0].directory if self.machine.drives else None
         trained, total = self._bytes.trained, -(-work.shape.parameters // work.nodes)
-        own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
+        own = -(-work.shape.parameters // work.world)
         found = []
         if self.placement.optimizer != TierKind.GPU:
-            found.append(self._gradient_copies(own_trained))
+            found.append(self._gradient_copies)
             if self.placement.params == TierKind.GPU or self.machine.gpu is None:
-                found.append(Traffic(DEVICE_COPIES, "update", e * own_trained, 0))
+                found.append(Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0))
         if self.placement.optimizer == TierKind.DRIVES and drive:
             found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
         if self.placement.params != TierKind.GPU:
@@ -259,20 +260,43 @@ class DeepSpeedCandidate:
             found.append(Traffic(drive, "update", 0, e * total))
         return found
 
-    def _gradient_copies(self, own: int) -> Traffic:
-        """Return the copies of the gradients of `own` parameters between the device and host memory.
+    @property
+    def _gradient_copies(self) -> Traffic:
+        """Return the copies of a rank's gradients between the device and host memory.
 
         On a GPU the last gradients leave in fp32 (`_offload_grad_partition_at_boundary`). Before that ZeRO-3 writes the
         gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`); ZeRO-2
         does so for 16-bit sums, which it reads from the second micro-batch on. Copies overlap with the backward; before
-        DeepSpeed 0.19.5 it waited for those of ZeRO-3.
+        DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
         """
         work, stage, sums = self.work, self.placement.stage, self._bytes.sums
+        own = -(-self._bytes.trained // work.here)
         if self.machine.gpu is None:
             return Traffic(DEVICE_COPIES, "backward", 0, work.item_bytes * own * (1 if stage == 1 else work.accumulate))
         several = stage == 2 and work.accumulate > 1 and sums == work.item_bytes
         written = work.accumulate if stage == 3 or several else 0
         return Traffic(DEVICE_COPIES, "backward", sums * own * (written - several), (sums * written + 4) * own)
+
+    @cached_property
+    def _copies_in_turn(self) -> tuple[float, float] | None:
+        """Return the seconds of the copies in a backward with ZeRO-3, and of those that follow its last gradient.
+
+        Other placements have None. `partition_grads` queues the copies of a gradient on one stream: out, in, and out
+        again. Weights come in on another. The step waits for the copies of the last bucket, which has at least the
+        first weight's gradient (`independent_gradient_partition_epilogue`).
+        """
+        into, shape = self.machine.rates.to_device, self.work.shape
+        on_gpu = self.machine.gpu is None or self.placement.optimizer == TierKind.GPU
+        if on_gpu or self.placement.stage < 3 or into is None or not shape.trainable:
+            return None
+        moved = [one for one in self._traffic() if (one.place, one.phase) == (DEVICE_COPIES, "backward")]
+        copies = self._gradient_copies
+        weights, back = sum(one.read for one in moved) - copies.read, copies.read / into.value
+        whole, alone = (copy_seconds(read, copies.written, self.machine) for read in (weights, 0))
+        if whole is None or alone is None:
+            return None
+        last = next(weight.numel for weight in shape.weights if weight.trainable) / shape.trainable
+        return whole + back, (alone + back) * last / self.work.accumulate
 
     @cached_property
     def _collectives(self) -> list[Collective]:
@@ -292,7 +316,11 @@ class DeepSpeedCandidate:
                 rate = stock.value if stock else rate * _SPEED
             seconds = None if rate is None else count / rate + UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
-        return [update, *zero_bounds(list(hidden), self.machine)]  # `_on_top` has the other collectives
+        bounds = [update, *zero_bounds(list(hidden), self.machine)]  # `_on_top` has the other collectives
+        if copies := self._copies_in_turn:
+            what = "gradients out of the device, back in and out again, one copy after the other"
+            bounds.append(Bound("backward", copies[0], what, "device"))
+        return bounds
 
     def _stretch(self) -> float:
         """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
@@ -313,6 +341,8 @@ class DeepSpeedCandidate:
             head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
             times = (work.tensor - 1) * head / (blocks + head)
             waits |= {bound.phase: times * (bound.seconds or 0.0) for bound in computing_bounds(work, machine)}
+        if copies := self._copies_in_turn:
+            waits["backward"] += copies[1]
         for one in self._collectives:
             if one.hides == "nothing":
                 waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0

@@ -460,7 +460,7 @@ class TieredCandidate:
         micro, buffers, read = self.work.passes, self.sizes.page_buffers, 0.0
         if self._weights_precede_state:
             read = read_before_update(found, pages, buffers=buffers, micro_batches=micro)
-        return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units), read=read))
+        return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units, self._laid_out), read=read))
 
     @property
     def _weights_precede_state(self) -> bool:
@@ -481,12 +481,13 @@ class TieredCandidate:
         ahead = ahead_of(found, self.units, early, micro_batches=self.work.passes, gpu=gpu)
         left = left_after(found, ahead, early)
         update, rest = (one.seconds["update"] or 0.0 for one in (found, left))
-        parts = parts_left(found, left, self.units, last=early.last)
+        whole_parts = parts_of(self.units, self._laid_out)
+        parts = parts_left(found, left, self.units, whole_parts, last=early.last)
         ready = early.read * update if self._weights_precede_state else 0.0
         whole = self._hidden(left, parts, read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
         whole += update - rest - (ahead.done - ahead.hidden)
         # A clipped step's update starts after the backward.
-        again = self._hidden(found, parts_of(self.units))
+        again = self._hidden(found, whole_parts)
         longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 

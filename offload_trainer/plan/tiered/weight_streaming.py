@@ -221,11 +221,12 @@ def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
             (links.from_device_at_once, rates.from_device),
         )
     )
-    both = rates.both_ways
+    both, out = rates.both_ways, rates.both_ways_out
     if both and read and written and rates.to_device and rates.from_device:
         slower = min(1.0, read.value / rates.to_device.value, written.value / rates.from_device.value)
-        both = replace(both, value=slower * both.value)
-    return replace(machine, rates=replace(rates, to_device=read, from_device=written, both_ways=both))
+        both, out = replace(both, value=slower * both.value), out and replace(out, value=slower * out.value)
+    rates = replace(rates, to_device=read, from_device=written, both_ways=both, both_ways_out=out)
+    return replace(machine, rates=rates)
 
 
 def _divided(alone: Rate | None, memory: Rate | None, *, ranks: int) -> Rate | None:

@@ -19,7 +19,6 @@ from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.arguments import help_text, parse, take_command
-from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
@@ -125,12 +124,12 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _answer(values, as_json=given.json, told=lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
-        _answer(plan.to_json(), as_json=given.json, told=lambda: _told(plan, config, given))
+        _answer(plan.to_json(), as_json=given.json, told=lambda: _told(plan, given, steps=config.train.steps))
     plan.refuse(force=config.placement.force)
 
 
-def _told(plan: Plan, config: TrainConfig, given: Namespace) -> str:
-    return plan.explain() if given.explain else plan.describe(steps=config.train.steps)
+def _told(plan: Plan, given: Namespace, *, steps: int) -> str:
+    return plan.explain() if given.explain else plan.describe(steps=steps)
 
 
 def _plan_here(given: Namespace, words: list[str]) -> None:
@@ -144,7 +143,9 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.planning import plan_run
 
     planned = plan_run(config, longest=True)
-    _answer(planned.plan.to_json(), as_json=given.json, told=lambda: _told(planned.plan, config, given))
+    _answer(
+        planned.plan.to_json(), as_json=given.json, told=lambda: _told(planned.plan, given, steps=config.train.steps)
+    )
     refuse(planned)
     check_start(planned, say=_say)
     try:

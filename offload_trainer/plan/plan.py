@@ -70,6 +70,7 @@ class Plan:
     notes: tuple[str, ...]
     ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
     way: str = ""  # the schedule that was chosen
+    faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
     longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: tuple[Shared, ...] = ()
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
@@ -143,6 +144,7 @@ class Plan:
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
+            "faster": [{"seconds": seconds, "words": words} for seconds, words in self.faster],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
             "longest_row": self.longest_row,
             "too_large": self.too_large or None,
@@ -168,7 +170,7 @@ class Plan:
                 f"  {tier:<{width}} {size:>8} {self._verdict(tier)}" + (f": {', '.join(named)}" if named else "")
             )
         head += [*self._describe_limits(), *self._describe_speed(steps)]
-        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[:_MOST]]
+        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[: _MOST - 1]]
         tail += [f"  note: {note}" for note in self.notes]
         last = "  more: every item, phase and rejected placement with `offload-train plan ... --explain`"
         lines = [line for told in (*head, *tail) for line in wrap(told, _COLUMNS, subsequent_indent="      ")]
@@ -184,7 +186,7 @@ class Plan:
         for phase in PHASES:
             if seconds := found.seconds[phase]:
                 lines.append(f"    {phase:<10}{format_seconds(seconds):>9}   {found.limits(phase)}")
-        return [*lines, *self._describe_hidden(), *self._describe_larger_steps()]
+        return [*lines, *self._describe_hidden(), *self._describe_larger_steps(), *self._describe_faster()]
 
     def explain(self) -> str:
         """Return all of the plan as text."""
@@ -196,6 +198,7 @@ class Plan:
             + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
         ]
         lines += [*self._describe_tiers(), *self._describe_limits(), *self._describe_seconds()]
+        lines += self._describe_faster()
         lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -224,6 +227,11 @@ class Plan:
                 if item.tier == tier and item.bytes
             ]
         return lines
+
+    def _describe_faster(self) -> list[str]:
+        """Return the settings that would make a step shorter, but change results."""
+        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
+        return [f"  faster, with other results: {told}"] if told else []
 
     def _tiers_in_use(self) -> list[str]:
         """Return the names of the tiers of this machine."""

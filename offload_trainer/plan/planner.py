@@ -109,8 +109,8 @@ def make_plan(
     if note := work.state.rule.note:
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
     notes += _note_of_stock(config, chosen, work, machine)
-    notes += _notes_of_formats(engine, chosen, work, machine)
-    return replace(chosen, notes=tuple(notes))
+    faster = tuple(_faster_formats(engine, chosen, work, machine))
+    return replace(chosen, notes=tuple(notes), faster=faster)
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -292,8 +292,8 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
     ]
 
 
-def _notes_of_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[str]:
-    """Yield a sentence for each smaller format of the moments with which a step would be `WORTH` shorter.
+def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
+    """Yield (seconds per step, setting) of each smaller format of the moments with which it would be `WORTH` shorter.
 
     Smaller moments leave RAM for shadow memory and the GPU for more of the state. They change results, so `auto` never
     takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
@@ -309,10 +309,7 @@ def _notes_of_formats(engine: Engine, plan: Plan, work: Workload, machine: Machi
         smaller = _best(engine, replace(same, state=replace(work.state, moments=moments)), machine)
         shorter = smaller.forecast.step
         if smaller.fits and shorter is not None and shorter <= (1 - WORTH) * step:
-            yield (
-                f"faster: a step takes {format_seconds(shorter)} with optim.moment_dtype={moments.name}, which changes "
-                f"results ({smaller.homes})"
-            )
+            yield shorter, f"optim.moment_dtype={moments.name}"
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:

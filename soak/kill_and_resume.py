@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, load_libraries, verify_checkpoint
+from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, verify_checkpoint
 
 STEPS = 14
 WITHIN = 300.0  # seconds in which all processes must have ended
@@ -227,7 +227,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pages", action="store_true")
     wish = parser.parse_args()
-    load_libraries()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         os.environ["OFFLOAD_TRAINER_CACHE"] = f"{folder}/machine"
         trial = Trial(Path(folder), random.Random(wish.seed), kills=wish.kills, ranks=wish.ranks, pages=wish.pages)

@@ -13,8 +13,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from worker import Failure
+
 from gpu_stages.speed import homes, planned_seconds
-from gpu_stages.stage import Failure, Stage
+from gpu_stages.stage import Stage
 
 Row = dict[str, Any]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from offload_trainer.storage.atomic_io import write_bytes, write_text
 
-OUT_OF_TIME = "not run: out of time"
 REHEARSAL = "rehearsal without a GPU on tiny shapes: these numbers mean nothing"
 
 

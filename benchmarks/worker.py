@@ -1,15 +1,15 @@
-"""A process that builds runs as `offload-train` does, and takes steps.
+"""A process that builds runs as `offload-train` does, and takes steps; `Worker` is the parent's side of it.
 
 It reads one job a line from stdin, as JSON, and writes one answer a line to stdout. After {"error": ...} it ends.
 
     words, output    what configures the run, and its directory
-    steps, warm      how many steps are timed, and how many are taken before; the answer has the time, loss and norm of
-                     each timed step, peaks of memory, and facts of the plan
+    asked            the answer comes when the engine is built; each further line of stdin is answered with one step
+    steps, warm      else: how many steps are timed, and how many are taken before; the answer has the time, loss and
+                     norm of each timed step, peaks of memory, and facts of the plan
     end              fewer steps are timed if they would last beyond this number of the monotonic clock
     fill, peer       weights are filled (fill.py) instead of drawn; another library's engine (peers.py)
     product          rows of square matrices in bf16: how many operations a second their products reach
     cap_bytes        limit of GPU memory
-    digest           hash names and bytes of all master weights, too
     trace            file for one more step under torch's profiler
     kept             the answer comes when the run's memory is free, and the next job may follow
 """
@@ -18,24 +18,79 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import hashlib
 import json
 import os
+import selectors
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has peers
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))  # has engine_bench
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
-
 from offload_trainer.errors import explain
+from offload_trainer.storage.owned_dirs import scratch
+
+OUT_OF_TIME = "not run: out of time"
+
+
+class Failure(Exception):
+    """The reason for a missing result, in the words of its row's outcome."""
+
+
+class Worker:
+    """A process of this module, with its own directory in `place`."""
+
+    def __init__(self, place: Path | None = None) -> None:
+        self._runs, self._open = 0, ExitStack()
+        self.folder = self._open.enter_context(scratch("worker-", directory=place))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen([sys.executable, __file__], **pipes, stderr=log)
+
+    def run(self, *, within: float | None = None, **job: Any) -> dict[str, Any]:
+        """Send one job, whose output is in this directory, and return the answer, as `ask` does."""
+        self._runs += 1
+        self.output = self.folder / f"run-{self._runs}"
+        return self.ask(job | {"output": str(self.output)}, within=within)
+
+    def ask(self, line: object, *, within: float | None = None) -> dict[str, Any]:
+        """Send one line, and return the answer. Raises Failure if there is none, or none `within` so many seconds."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self.process.stdout, selectors.EVENT_READ)
+                if not waiting.select(within):
+                    raise Failure(OUT_OF_TIME)
+            answer: dict[str, Any] = json.loads(self.process.stdout.readline())  # one write, so the line is complete
+        except (BrokenPipeError, json.JSONDecodeError):
+            code = self.process.wait()
+            how = f"killed by signal {-code}" if code < 0 else f"exit {code}"
+            said = (self.folder / "log").read_text(errors="replace")
+            raise Failure(f"failed: {how}: {' '.join(said.split())[-300:]}") from None
+        if error := answer.get("error"):
+            raise Failure(f"{'not run' if 'this does not fit' in error else 'failed'}: {error[-400:]}")
+        return answer
+
+    def end(self) -> None:
+        """Kill the process and remove its directory."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._open.close()
+
+
+# -- in the process ----------------------------------------------------------------------------------------------------
 
 _ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0", "--resume", "never"]
 _CONTEXT = 500_000_000  # bytes of GPU memory that plans count for the driver
@@ -46,14 +101,14 @@ def carry_out(
     *,
     words: list[str],
     output: str,
-    steps: int,
+    asked: bool = False,
+    steps: int = 0,
     warm: int = 0,
     end: float = 0.0,
     fill: bool = False,
     peer: str | None = None,
     product: int = 0,
     cap_bytes: int | None = None,
-    digest: bool = False,
     trace: str = "",
     kept: bool = False,
 ) -> None:
@@ -75,15 +130,15 @@ def carry_out(
         limit_memory(cap_bytes)
     found: dict[str, Any] = {"reserved": 0, "in_use": 0, "early": {}}
     import peers
+    from fill import filled_for_benchmarks
 
-    from gpu_stages.fill import filled_for_benchmarks
     from offload_trainer.machine.bench import LayerSizes, _matmul
     from offload_trainer.model import shape
     from offload_trainer.model.loader import ModelSource
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
-    from offload_trainer.run import train
-    from offload_trainer.telemetry.meters import HostTimer, PhaseClock
+    from offload_trainer.run import build, train
+    from offload_trainer.telemetry.meters import HostTimer, PhaseClock, peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
     if product:
@@ -96,12 +151,18 @@ def carry_out(
         plan = json.loads(Path(output, "plan.json").read_text())
         told = (line for line in Path(output, "log.txt").read_text().splitlines() if "The update on the CPU:" in line)
         found.update(build_seconds=time.perf_counter() - start, plan=plan, kernel=next(told, ""))
-        found["flops_per_step"] = job.flops_per_step
+        found.update(flops_per_step=job.flops_per_step, build_peak=peak_rss_bytes())
+        found["parameters"] = job.checkpoints.record.identity["parameters"]
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
         if peer is not None and on_gpu:  # their streams do not wait for each other at a phase's end
             job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))
         running = timed_steps(job, steps=sys.maxsize)
+        if asked:
+            answer(found)
+            for _ in sys.stdin:
+                answer(next(running))
+            return
         before = [next(running) for _ in range(warm)]
         count = min(steps, int((end - time.monotonic()) / (2 * before[-1]["step"]))) if before and end else steps
         found["steps"] = [next(running) for _ in range(max(1, count))]
@@ -111,8 +172,6 @@ def carry_out(
         if peer is None:
             job.engine.synchronize()  # the update thread decides about the last step
             found["early"] = dict(early)
-        if digest:
-            found["digest"] = digest_of(job.engine.named_master_parameters())
         if trace:
             with torch.profiler.profile() as seen:  # of all kinds of devices
                 next(running)
@@ -124,6 +183,7 @@ def carry_out(
         if fill:
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
         if kept:  # the next run has the same model, and counting takes longer than its steps
+            sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
             from engine_bench import counted_once
 
             replaced.enter_context(patch.object(shape, "count_activations", counted_once))
@@ -131,6 +191,7 @@ def carry_out(
         replaced.enter_context(patch.object(planner, "saved_items", lambda *_, **__: []))
         if peer is not None:  # plain torch and other libraries need no kernel of ours
             replaced.enter_context(patch.object(Tiered, "refuse", lambda *_: None))
+            replaced.enter_context(patch.object(build, "set_malloc_threshold", lambda *_, **__: None))
         early = replaced.enter_context(_early_updates())
         train.train_run(config, instead=measure, build=peers.builder(peer))
     _give_back()
@@ -176,14 +237,6 @@ def _early_updates() -> Iterator[dict[str, int]]:
 
     with patch.object(SpeculativeStep, "kept", counting):
         yield counts
-
-
-def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
-    """Return the SHA-256 over names and bytes, sorted by name, so that every engine's weights hash alike."""
-    total = hashlib.sha256()
-    for name, value in sorted(weights):
-        total.update(name.encode() + b"\0" + value.detach().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()
 
 
 def main() -> None:

@@ -42,6 +42,9 @@ def _here() -> dict[str, Any]:
     if torch.cuda.is_available():
         card: Any = torch.cuda.get_device_properties(0)
         about = {"gpu": f"{card.name}, sm_{card.major}{card.minor}", "GiB": round(card.total_memory / 2**30, 1)}
+    if shutil.which("nvidia-smi"):  # not on machines with AMD cards
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        about["driver"] = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     cpu = {key.strip(): value.strip() for key, _, value in lines}
     units = " ".join({"avx512_bf16", "amx_bf16", "amx_fp16"}.intersection(cpu.get("flags", "").split()))

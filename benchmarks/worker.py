@@ -7,7 +7,7 @@ It reads one job a line from stdin, as JSON, and writes one answer a line to std
     steps, warm      else: how many steps are timed, and how many are taken before; the answer has the time, loss and
                      norm of each timed step, peaks of memory, and facts of the plan
     end              fewer steps are timed if they would last beyond this number of the monotonic clock
-    fill, peer       weights are filled (fill.py) instead of drawn; another library's engine (peers.py)
+    fill, peer       weights are filled at memory speed instead of drawn; another library's engine (peers.py)
     product          rows of square matrices in bf16: how many operations a second their products reach
     cap_bytes        limit of GPU memory
     trace            file for one more step under torch's profiler
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -130,7 +131,6 @@ def carry_out(
         limit_memory(cap_bytes)
     found: dict[str, Any] = {"reserved": 0, "in_use": 0, "early": {}}
     import peers
-    from fill import filled_for_benchmarks
 
     from offload_trainer.machine.bench import LayerSizes, _matmul
     from offload_trainer.model import shape
@@ -197,6 +197,29 @@ def carry_out(
     _give_back()
     if kept:
         answer(found)
+
+
+def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, fp32 tensor on the CPU) in the model's order; the same shapes and seed give the same values.
+
+    They are no real initialisation, since drawing 10e9 normal values on one thread takes minutes. Matrices repeat the
+    same 2^24 + 43 normal values with the model's standard deviation, each from a different offset; norms are ones,
+    biases zeros. Speed, bytes and finiteness match a freshly initialised model's; losses do not. Matrices are views of
+    one buffer, so that 8e9 parameters need the memory and the time of the largest.
+    """
+    import torch
+
+    assert source.random
+    largest = max(weight.numel for weight in source.shape.weights if len(weight.shape) > 1)
+    count = min((1 << 24) + 43, largest | 1)  # coprime to every width, so that no two rows of a matrix are equal
+    deviation = float(getattr(source.config, "initializer_range", 0.02))
+    pattern = torch.randn(count, generator=torch.Generator().manual_seed(source.seed)) * deviation
+    repeated = pattern.repeat(largest // count + 2)
+    for weight in source.shape.weights:
+        if len(weight.shape) == 1:
+            yield weight.name, torch.full(weight.shape, 0.0 if weight.name.endswith("bias") else 1.0)
+        else:
+            yield weight.name, repeated[zlib.crc32(weight.name.encode()) % count :][: weight.numel].view(weight.shape)
 
 
 def limit_memory(cap: int) -> None:

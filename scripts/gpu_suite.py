@@ -43,10 +43,10 @@ class StageKind:
 
 
 STAGES = {
-    "kernels": StageKind("The driver, and the bits of the update kernels", checks.kernels, most=100),
+    "kernels": StageKind("The bits of the update kernels", checks.kernels, most=100),
     "tests": StageKind("The tests of the update, its overlap and all placements here", checks.tests, most=220),
     **{name: StageKind(group.title, group.carry_out) for name, group in speed.GROUPS.items()},
-    "machine": StageKind("Rates and plans of this machine", checks.machine),
+    "machine": StageKind("Rates of this machine", checks.machine),
 }
 # The two calls for a machine that is there for fifteen minutes: seconds, and stages by evidence a minute.
 CALLS = {

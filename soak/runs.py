@@ -44,7 +44,7 @@ class Run:
         self.words, self.log = [*map(str, words)], log
         log.write_text("")
         scale = f"{2**40},3"  # the scale of a short fp16 run changes often
-        self._process = start(FAULTY, "", *words, stdout=log, stderr=log, LOSS_SCALE=scale)
+        self._process = start(FAULTY, "none", *words, stdout=log, stderr=log, LOSS_SCALE=scale)
         self._family = [psutil.Process(self._process.pid)]  # the launcher, and when it was killed its ranks
 
     def send(self, number: int, *, choose: Callable[[list[int]], int]) -> bool:

@@ -239,7 +239,7 @@ def drop(setup: Setup) -> None:
 
 
 def clear_drives(setup: Setup) -> None:
-    """Remove the page files of a finished run that was killed between its end and their removal."""
+    """Remove the page files of killed starts of a finished run, also from drives that its last start did not use."""
     drop(setup)
     if place_here()[0] not in [its.start for its in nodes()]:
         return

@@ -289,7 +289,10 @@ def _carry_out(
         job.unvalidated = unvalidated
         resume.keep(setup, job)
         _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
-        resume.drop(setup)
+        if setup.plan.uses_drives:  # then its start has removed what killed ones left
+            resume.drop(setup)
+        else:
+            resume.clear_drives(setup)
 
 
 def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:

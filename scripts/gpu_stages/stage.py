@@ -48,16 +48,12 @@ class Stage:
         """Return the seconds that remain."""
         return max(0.0, self._end - time.monotonic())
 
-    def asked(self, name: str) -> bool:
-        """Return whether a case of this name is selected."""
-        return self._only in name
-
     def add_row(self, measure: Callable[[dict[str, Any]], str | None], **row: Any) -> None:
         """Add a row if its case, the first value of `row`, is selected.
 
         `measure` completes the row and returns its outcome, by default "ok". A Failure that it raises is the outcome.
         """
-        if not self.asked(next(iter(row.values()))):
+        if self._only not in next(iter(row.values())):
             return
         try:
             self.need_time()
@@ -80,22 +76,18 @@ class Stage:
         if not even the shortest one so far would fit.
         """
         self.need_time(max(_LEAST, self._shortest))
-        start, kept = time.monotonic(), self.rehearsal
-        worker, self._kept = self._kept or Worker(self.drive), None
+        start, worker, self._kept = time.monotonic(), self._kept or Worker(self.drive), None
+        here = ["--nvme", str(worker.folder)] if "{drive}" in words else []
+        here += ["placement.threads=1"] if self.rehearsal else []
+        words = [*(word for word in words if word != "{drive}"), *here]
         try:
-            here = ["--nvme", str(worker.folder)] if "{drive}" in words else []
-            here += ["placement.threads=1"] if self.rehearsal else []
-            words = [*(word for word in words if word != "{drive}"), *here]
-            answer = worker.run(within=self.left(), words=words, kept=kept, **job)
-        except BaseException:
-            worker.end()
-            raise
-        if kept:
-            self._kept = worker
-        else:
-            worker.end()
-            taken = time.monotonic() - start
-            self._shortest = min(self._shortest or taken, taken)
+            answer = worker.run(within=self.left(), words=words, kept=self.rehearsal, **job)
+            self._kept = worker if self.rehearsal else None
+        finally:
+            if self._kept is None:
+                worker.end()
+        taken = time.monotonic() - start
+        self._shortest = 0.0 if self.rehearsal else min(self._shortest or taken, taken)
         return answer
 
     def command(self, argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:

@@ -269,7 +269,7 @@ def _carry_out(
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
         if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
-            resume.clear_drives(setup)
+            resume.clear(setup)
             return
         files = resume.take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:
@@ -292,7 +292,7 @@ def _carry_out(
         if setup.plan.uses_drives:  # then its start has removed what killed ones left
             resume.drop(setup)
         else:
-            resume.clear_drives(setup)
+            resume.clear(setup)
 
 
 def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:

@@ -30,8 +30,7 @@ from statistics import median
 from typing import Any
 
 import peers
-from facts import facts
-from worker import Failure, Worker
+from worker import Failure, Worker, facts
 
 from offload_trainer.errors import TrainerError
 

@@ -1,11 +1,12 @@
 """A process that builds runs as `offload-train` does, and takes steps; `Worker` is the parent's side of it.
 
-It reads one job a line from stdin, as JSON, and writes one answer a line to stdout. After {"error": ...} it ends.
+It reads one job a line from stdin, as JSON, and writes one answer a line to stdout. After {"error": ...} it ends. The
+job "facts" is answered with `_here`; others have these keys:
 
     words, output    what configures the run, and its directory
     asked            the answer comes when the engine is built; each further line of stdin is answered with one step
-    steps, warm      else: how many steps are timed, and how many are taken before; the answer has the time, loss and
-                     norm of each timed step, peaks of memory, and facts of the plan
+    steps, warm      without `asked`: how many steps are timed, and how many are taken before; the answer has the time,
+                     loss and norm of each timed step, peaks of memory, and facts of the plan
     end              fewer steps are timed if they would last beyond this number of the monotonic clock
     fill, peer       weights are filled at memory speed instead of drawn; another library's engine (peers.py)
     product          rows of square matrices in bf16: how many operations a second their products reach
@@ -18,9 +19,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
+import platform
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +33,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +41,7 @@ from unittest.mock import patch
 from offload_trainer.errors import explain
 from offload_trainer.storage.owned_dirs import scratch
 
+ROOT = Path(__file__).resolve().parent.parent
 OUT_OF_TIME = "not run: out of time"
 
 
@@ -91,9 +97,30 @@ class Worker:
         self._open.close()
 
 
+def facts() -> dict[str, Any]:
+    """Return the facts that numbers depend on and no setting contains: sources, machine and versions.
+
+    A separate process collects those of torch, since that initialises CUDA.
+    """
+    describe = ["git", "describe", "--always", "--dirty"] if shutil.which("git") else ["true"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    total = hashlib.sha256()  # also identifies a copy without git history
+    for path in sorted((ROOT / "offload_trainer").rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h"):
+            total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    worker = Worker()
+    try:
+        return {"commit": commit or "unknown", "source": total.hexdigest()[:12]} | worker.ask("facts", within=300.0)
+    except Failure as failure:
+        raise SystemExit(f"torch does not start here: {failure}") from failure
+    finally:
+        worker.end()
+
+
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 _ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0", "--resume", "never"]
+_PACKAGES = ("transformers", "pydantic", "safetensors", "deepspeed", "bitsandbytes", "triton", "torchao")
 _CONTEXT = 500_000_000  # bytes of GPU memory that plans count for the driver
 
 
@@ -183,7 +210,7 @@ def carry_out(
         if fill:
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
         if kept:  # the next run has the same model, and counting takes longer than its steps
-            sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
+            sys.path.append(str(ROOT / "tests/helpers"))
             from engine_bench import counted_once
 
             replaced.enter_context(patch.object(shape, "count_activations", counted_once))
@@ -262,6 +289,29 @@ def _early_updates() -> Iterator[dict[str, int]]:
         yield counts
 
 
+def _here() -> dict[str, Any]:
+    """Return the facts about this machine and its libraries; a missing one is null."""
+    import torch
+
+    about: dict[str, Any] = {"gpu": None, "GiB": 0.0}
+    if torch.cuda.is_available():
+        card: Any = torch.cuda.get_device_properties(0)
+        about = {"gpu": f"{card.name}, sm_{card.major}{card.minor}", "GiB": round(card.total_memory / 2**30, 1)}
+    if shutil.which("nvidia-smi"):  # not on machines with AMD cards
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        about["driver"] = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {key.strip(): value.strip() for key, _, value in lines}
+    units = " ".join({"avx512_bf16", "amx_bf16", "amx_fp16"}.intersection(cpu.get("flags", "").split()))
+    name = cpu.get("model name", "unknown")
+    about["CPU"] = f"{name}, 16-bit units {units or 'none'}, {len(os.sched_getaffinity(0))} cores"
+    about["RAM"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
+    about |= {"system": platform.platform(), "Python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
+    about |= {found.name: found.version for found in reversed([*distributions()]) if found.name in _PACKAGES}
+    about["torch"] = f"{torch.__version__} for {torch.version.cuda or torch.version.hip or 'the CPU alone'}"
+    return about | {"compiler": shutil.which(os.environ.get("CXX", "g++"))}
+
+
 def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped worker must not outlive its stage
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -272,7 +322,11 @@ def main() -> None:
 
     try:
         for line in sys.stdin:
-            carry_out(answer, **json.loads(line))
+            job = json.loads(line)
+            if job == "facts":
+                answer(_here())
+            else:
+                carry_out(answer, **job)
     except Exception as error:
         traceback.print_exc()
         answer({"error": explain(error) or f"{type(error).__name__}: {error}"})

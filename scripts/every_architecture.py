@@ -1,6 +1,6 @@
 """Check a tiny model of every causal language architecture in transformers.
 
-    every_architecture.py [--only NAME ...] [--checks training modules packing] [--table docs/architectures.csv]
+    every_architecture.py [--only NAME ...] [--checks training packing] [--table docs/architectures.csv]
 
 transformers initialises and saves each model.
 
@@ -12,8 +12,6 @@ training  Three fp32 steps train the model in three ways: transformers' module w
           norms must agree within a relative 1e-4, or as closely as the reference's own norms do after its initial
           weights are moved by one rounding. The same holds with the router loss, where transformers has one. Both
           placements must have the same bits.
-modules   Blocks that are fetched module by module, in one buffer and in two, must give the bits of whole blocks, and
-          each module must be fetched as often as planned. tests/model/test_fetches.py counts fetches of whole blocks.
 packing   The model must keep packed documents of a row apart (offload_trainer/model/probes/rows.py).
 """
 
@@ -28,15 +26,12 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import product
-from math import isnan
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -48,10 +43,6 @@ from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.probes.rows import refuse_crossing
-from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.plan.tiered import layout
-from offload_trainer.plan.tiered.footprint import fetched
-from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.storage.owned_dirs import scratch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
@@ -61,8 +52,6 @@ from engine_bench import engine, masters, train
 STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps keeps rounding from deciding tiny updates
 FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
 SECONDS = 600  # time limit of one architecture
-VECTORS = 4096  # elements of an aligned unit of vectors
-SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a block that stay on the device
 RUN = (
     f"--lr {LR} --dtype fp32 --steps {STEPS} --micro-batch {ROWS} --seq-len {LENGTH} --engine tiered optim.eps={EPS} "
     "optim.weight_decay=0 optim.max_grad_norm=0 optim.betas=[0.9,0.95] model.random_init=false"
@@ -163,49 +152,24 @@ def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | N
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """How often a step after the first fetched an offloaded unit, and how often the plan says that it does."""
-
-    unit: Unit
-    actual: int
-    planned: int
-
-
-def other_fetches(fetched: Iterable[Fetched]) -> list[str]:
-    """Return a sentence on the units that were fetched more or less often than planned, or nothing."""
-    told = [f"{one.unit.name} {one.actual} times for {one.planned}" for one in fetched if one.actual != one.planned]
-    return [f"{len(told)} units fetched otherwise than planned: {', '.join(told)}"] if told else []
-
-
 def ours(
-    folder: Path, words: Sequence[str], data: Sequence[Batch], *, model: str = "model"
-) -> tuple[Trained, Any, list[Fetched]]:
-    """Train with the tiered engine, built as the training command builds it; return also its plan and its fetches."""
+    folder: Path,
+    words: Sequence[str],
+    data: Sequence[Batch],
+    *,
+    model: str = "model",
+    look: Callable[[Any], None] = lambda made: None,
+) -> tuple[Trained, Any]:
+    """Train with the tiered engine, built as the training command builds it; return also its plan.
+
+    `look` gets the engine after the steps.
+    """
     (folder / "drive").mkdir(exist_ok=True)
-    counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
-    start, begin = WeightPrefetcher._start, WeightPrefetcher.begin
-
-    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
-        counts[-1][unit] += 1
-        start(stream, unit, number)
-
-    def begun(stream: WeightPrefetcher) -> None:
-        counts.append(Counter())
-        begin(stream)
-
-    with (
-        mock.patch.object(WeightPrefetcher, "_start", started),
-        mock.patch.object(WeightPrefetcher, "begin", begun),
-        engine(folder / model, *RUN.split(), *words, drives=[folder / "drive"]) as made,
-    ):
-        steps, candidate, planned = train(made, data, lr=LR), made.candidate, Counter[int]()
-        for (unit, _), times in fetched(candidate.work, candidate.units, candidate._laid_out, candidate.sizes).items():
-            planned[unit] += times
-        away = [unit for unit in candidate.units if made.offloaded.weights.resident(unit.index) is None]
-        found = [Fetched(unit, counts[-2][unit.index], planned[unit.index]) for unit in away]
+    with engine(folder / model, *RUN.split(), *words, drives=[folder / "drive"]) as made:
+        steps = train(made, data, lr=LR)
+        look(made)
         losses = [*(loss for loss, _ in steps), made.eval_loss(data[0])]
-        return Trained(losses, [norm or 0.0 for _, norm in steps], masters(made)), made.plan, found
+        return Trained(losses, [norm or 0.0 for _, norm in steps], masters(made)), made.plan
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------
@@ -214,8 +178,8 @@ def ours(
 def check_training(subject: Subject) -> Result:
     """Compare losses, norms and weights with transformers and torch, and the bits of two placements."""
     folder, data, config = subject.folder, subject.data, subject.model.config
-    in_ram, plan, _ = ours(folder, (*RAM, subject.checkpointing), data)
-    on_drive, _, _ = ours(folder, (*DRIVE, subject.checkpointing), data)
+    in_ram, plan = ours(folder, (*RAM, subject.checkpointing), data)
+    on_drive, _ = ours(folder, (*DRIVE, subject.checkpointing), data)
     router = with_router_loss(subject) if subject.labels and hasattr(config, "output_router_logits") else ""
     apart = differences(in_ram, subject.expected)
     wrong = too_far(*apart, norms=NORM if apart[1] <= NORM else max(NORM, magnified(subject)))
@@ -227,36 +191,6 @@ def check_training(subject: Subject) -> Result:
     return Result("wrong" if wrong else "right", "; ".join(wrong), notes, router, drawn(tiny(subject.name)))
 
 
-def check_modules(subject: Subject) -> Result:
-    """Compare the bits of blocks that are fetched module by module with those of whole blocks, and count fetches."""
-    wrong, parts, whole, why = list[str](), list[Unit](), None, ""
-    always = (*RAM, subject.checkpointing)
-    for (kept, small), buffers in product(SMALL.items(), (1, 2)):
-        with (
-            mock.patch.object(layout, "SMALL", VECTORS),
-            mock.patch.object(layout, "_STAYS", small),
-            mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
-        ):
-            words = ("tiered.fetch_granularity=module", f"tiered.weight_buffers={buffers}")
-            try:
-                found, _, units = ours(subject.folder, (*always, *words), subject.data)
-            except UserError as error:
-                if not str(error).startswith("tiered.fetch_granularity=module: a trial"):
-                    raise
-                why = one_line(error)
-                continue
-            whole = whole or ours(subject.folder, (*always, "tiered.fetch_granularity=block"), subject.data)[0]
-        told = ["a loss is NaN"] if any(map(isnan, found.losses)) else []
-        told += [] if same_bits(found, whole) else ["other bits than whole blocks"]
-        told += other_fetches(one for one in units if one.unit.block)
-        wrong += [f"{kept}, {buffers} buffers: {text}" for text in told]
-        parts = max(parts, [one.unit for one in units if one.unit.is_part], key=len)
-    if not parts and not wrong:
-        return Result("whole", why)
-    blocks = len({part.within for part in parts})
-    return Result("wrong" if wrong else "right", "; ".join(wrong), modules=len(parts), blocks=blocks)
-
-
 def check_packing(subject: Subject) -> Result:
     """Test if packed documents of a row stay apart."""
     refuse_crossing(subject.model)
@@ -265,7 +199,6 @@ def check_packing(subject: Subject) -> Result:
 
 CHECKS: dict[str, Callable[[Subject], Result]] = {
     "training": check_training,
-    "modules": check_modules,
     "packing": check_packing,
 }
 
@@ -310,7 +243,7 @@ def with_router_loss(subject: Subject) -> str:
         return ""
     expected, _ = reference(model, subject.data, labels=True)
     words = (*RAM, subject.checkpointing, "model.loss_chunk=7")  # the routers' loss comes once, whatever the chunks
-    found, _, _ = ours(subject.folder, words, subject.data, model="router")
+    found, _ = ours(subject.folder, words, subject.data, model="router")
     return "; ".join(too_far(*differences(found, expected))) or "right"
 
 

@@ -25,10 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
-from facts import facts  # noqa: E402
 from gpu_stages import checks, speed  # noqa: E402
-from gpu_stages.record import Record  # noqa: E402
-from gpu_stages.stage import Stage  # noqa: E402
+from gpu_stages.stage import Record, Stage  # noqa: E402
+from worker import facts  # noqa: E402
 
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # required by the package
 

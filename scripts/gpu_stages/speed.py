@@ -19,8 +19,7 @@ from typing import Any
 import peers
 from worker import Failure
 
-from gpu_stages.record import Record
-from gpu_stages.stage import Stage
+from gpu_stages.stage import Record, Stage
 
 PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
 WARM, STEPS = 2, 5  # untimed and timed steps

@@ -29,8 +29,7 @@ import gpu_suite  # noqa: E402
 import peers  # noqa: E402
 import worker  # noqa: E402
 from gpu_stages import checks, speed  # noqa: E402
-from gpu_stages.record import Record  # noqa: E402
-from gpu_stages.stage import Stage  # noqa: E402
+from gpu_stages.stage import Record, Stage  # noqa: E402
 from worker import OUT_OF_TIME, Failure, Worker, filled_for_benchmarks  # noqa: E402
 
 from offload_trainer.config import ModelSection  # noqa: E402

@@ -22,8 +22,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import count, product
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -120,39 +121,36 @@ CONTENDERS: dict[str, Make] = {
 }
 
 
-# -- one process for each contender ----------------------------------------------------------------------------------
+# -- in the process of a contender -----------------------------------------------------------------------------------
 
 Setting = tuple[bool, int]  # with casts, threads
+_ready: dict[Setting, tuple[Step, Iterator[int]]] = {}  # the last setting's step, and its next numbers
 
 
-def masters_after(make: Make) -> torch.Tensor:
+def masters_after(name: str) -> list[float]:
     """Return the masters after `STEPS` steps on one thread, with other gradients in each."""
     torch.set_num_threads(1)
     state = state_of(COMPARED)
-    step, generator = make(state, False), torch.Generator().manual_seed(1)
+    step, generator = CONTENDERS[name](state, False), torch.Generator().manual_seed(1)
     for number in range(1, STEPS + 1):
         state.grad.copy_(torch.empty(COMPARED).normal_(0, 1e-3, generator=generator).bfloat16())
         step(number)
-    return state.master
+    return state.master.tolist()
 
 
-def work(pipe: Connection, name: str, n: int) -> None:
-    """Answer the parent's requests: the masters of the comparison, then the seconds of one step of each setting."""
-    try:
-        pipe.send(masters_after(CONTENDERS[name]).tolist())
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        return
-    state, last, number = state_of(n), None, 0
-    while (setting := pipe.recv()) is not None:
-        torch.set_num_threads(setting[1])
-        if setting != last:
-            step, last, number = CONTENDERS[name](state, setting[0]), setting, 1
-            step(number)
-        number += 1
-        start = time.perf_counter()
-        step(number)
-        pipe.send(time.perf_counter() - start)
+def seconds_of_step(name: str, n: int, setting: Setting) -> float:
+    torch.set_num_threads(setting[1])
+    if setting not in _ready:
+        _ready.clear()
+        _ready[setting] = CONTENDERS[name](state_of(n), setting[0]), count(1)
+        seconds_of_step(name, n, setting)  # warms up
+    step, numbers = _ready[setting]
+    start = time.perf_counter()
+    step(next(numbers))
+    return time.perf_counter() - start
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
 def different(found: torch.Tensor, expected: torch.Tensor) -> str:
@@ -189,25 +187,21 @@ def main() -> None:
     parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="numbers of threads to try")
     arguments = parser.parse_args()
     n, threads = int(arguments.parameters), sorted(map(int, arguments.threads.split(",")))
-    context, pipes, masters = multiprocessing.get_context("spawn"), {}, {}
+    spawn, pools, masters = multiprocessing.get_context("spawn"), dict[str, ProcessPoolExecutor](), {}
     for name in CONTENDERS:
-        pipe, theirs = context.Pipe()
-        context.Process(target=work, args=(theirs, name, n), daemon=True).start()
-        answer = pipe.recv()
-        if isinstance(answer, str):
-            print(f"{name}: left out: {answer}", file=sys.stderr)
-        else:
-            pipes[name], masters[name] = pipe, answer
+        pools[name] = ProcessPoolExecutor(1, mp_context=spawn)
+        try:
+            masters[name] = pools[name].submit(masters_after, name).result()
+        except Exception as error:
+            print(f"{name}: left out: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
     seconds: dict[tuple[str, Setting], list[float]] = {}
-    order, names = random.Random(0), list(pipes)
-    for setting in [(casts, each) for casts in (False, True) for each in threads]:
+    order, names = random.Random(0), list(masters)
+    for setting in product((False, True), threads):
         for _ in range(arguments.rounds):
             order.shuffle(names)
             for name in names:
-                pipes[name].send(setting)
-                seconds.setdefault((name, setting), []).append(pipes[name].recv())
-    for pipe in pipes.values():
-        pipe.send(None)
+                taken = pools[name].submit(seconds_of_step, name, n, setting).result()
+                seconds.setdefault((name, setting), []).append(taken)
     print(f"{n / 1e6:.0f} M elements, medians of {arguments.rounds}; tried threads {threads}\n")
     print("\n".join(table(masters, seconds, n)))
 

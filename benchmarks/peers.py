@@ -58,27 +58,37 @@ def native_engine(setup: Any, **_: Any) -> Any:
     if device.type == "cpu":
         use_fp32_products(dtype)
     module = _filled(setup.source, dtype).to(device)
-    return engine_of(module, device, update=lambda lr, clock: module.zero_grad(set_to_none=True))
+    return engine_of(module, device)
 
 
 def engine_of(
     module: Any,
     device: Any,
+    adam: Any = None,
     *,
-    update: Callable[[float, Any], float | None],
+    clip: float | None = None,
     begin: Callable[[bool], None] = lambda last: None,
     close: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return an engine with a module's forward and backward; `update(lr, clock)` returns the norm of the gradients.
+    """Return an engine with a module's forward and backward and this optimizer's update, if any.
 
-    `begin(last)` is called before each micro-batch. The only wait for a GPU is for the losses, once a step.
+    Without `clip`, gradients are neither measured nor clipped. `begin(last)` is called before each micro-batch. The
+    only wait for a GPU is for the losses, once a step.
     """
     import torch
 
     from offload_trainer.engine.protocol import StepResult
 
+    def update(lr: float) -> Any:
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip) if clip else None
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        adam.zero_grad()
+        return norm
+
     def train_step(batches: Any, *, lr: float, clock: Any) -> StepResult:
-        losses = []
+        losses, norm = [], None
         for number, batch in enumerate(batches, 1):
             begin(number == len(batches))
             with clock.phase("forward"):
@@ -86,7 +96,13 @@ def engine_of(
                 losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss / len(batches)).backward()
-        norm = update(lr, clock)
+        if adam is None:
+            module.zero_grad(set_to_none=True)
+        else:
+            with clock.phase("update"):
+                norm = update(lr)
+        if norm is not None:
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2's norm is sharded
         return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0, skipped=False)
 
     return SimpleNamespace(train_step=train_step, close=close, rank=0, world=1)
@@ -101,7 +117,7 @@ def torchao(source: Any, config: Any) -> Any:
 
     module = _filled(source, DTYPES[config.model.dtype]).cuda()
     groups, how = _adamw(module, source, config.optim)
-    return updated(module, torch.device("cuda"), CPUOffloadOptimizer(groups, torch.optim.AdamW, **how))
+    return engine_of(module, torch.device("cuda"), CPUOffloadOptimizer(groups, torch.optim.AdamW, **how))
 
 
 def fsdp2(source: Any, config: Any) -> Any:
@@ -131,7 +147,7 @@ def fsdp2(source: Any, config: Any) -> Any:
         fully_shard(module.model.get_submodule(name), **settings)
     fully_shard(module, **settings)
     groups, how = _adamw(module, source, config.optim)
-    return updated(
+    return engine_of(
         module,
         device,
         torch.optim.AdamW(groups, **how),
@@ -139,26 +155,6 @@ def fsdp2(source: Any, config: Any) -> Any:
         begin=module.set_requires_gradient_sync,
         close=dist.destroy_process_group,
     )
-
-
-def updated(module: Any, device: Any, adam: Any, *, clip: float | None = None, **more: Any) -> Any:
-    """Return an engine whose update is this optimizer's; without `clip`, gradients are neither measured nor clipped."""
-    import torch
-
-    def update(lr: float, clock: Any) -> float | None:
-        norm = None
-        with clock.phase("update"):
-            if clip:
-                norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-            for group in adam.param_groups:
-                group["lr"] = lr
-            adam.step()
-            adam.zero_grad()
-        if norm is None:
-            return None
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2's norm is sharded
-
-    return engine_of(module, device, update=update, **more)
 
 
 def _filled(source: Any, dtype: Any) -> Any:

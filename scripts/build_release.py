@@ -20,30 +20,22 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def build_release(folder: Path, *, levels: Iterable[str] | None = None) -> Path:
-    """Build sdist and wheel in `folder`, with kernels for `levels` (default: all); return the wheel's path."""
+def build_release(folder: Path, *, kernels: bool = True) -> Path:
+    """Build sdist and wheel in `folder`, with `kernels` or for any platform; return the wheel's path."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "copy"
-        for name in ("pyproject.toml", "README.md", "LICENSE", "offload_trainer"):
-            copy_of(name, copy)
+        compiled = shutil.ignore_patterns("__pycache__", "prebuilt")
+        shutil.copytree(ROOT / "offload_trainer", copy / "offload_trainer", ignore=compiled)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy2(ROOT / name, copy)
         source = unpacked(distribution("sdist", copy, folder), Path(place))
-        return distribution("bdist_wheel", source, folder, plat_name=add_kernels(source, levels=levels))
-
-
-def copy_of(name: str, folder: Path) -> None:
-    """Copy a file or directory of the checkout into `folder`, without compiled Python files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (ROOT / name).is_dir():
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-    else:
-        shutil.copy2(ROOT / name, folder / name)
+        return distribution("bdist_wheel", source, folder, plat_name=add_kernels(source) if kernels else "")
 
 
 def distribution(kind: str, source: Path, folder: Path, *, plat_name: str = "") -> Path:
@@ -68,13 +60,13 @@ def unpacked(archive: Path, folder: Path) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
-def add_kernels(source: Path, *, levels: Iterable[str] | None = None) -> str:
-    """Compile the kernels for `levels` (default: all) into unpacked sources; return the last part of the tag."""
+def add_kernels(source: Path) -> str:
+    """Compile the kernels for all levels into unpacked sources; return the last part of the tag."""
     if platform.machine() != "x86_64":
         return ""
     kernels = runpy.run_path(str(source / "offload_trainer/optim/prebuilt_kernels.py"))
     try:
-        files = [kernels["build_prebuilt"](level) for level in levels or kernels["LEVELS"]]
+        files = [kernels["build_prebuilt"](level) for level in kernels["LEVELS"]]
     except (OSError, subprocess.CalledProcessError) as error:
         what = f"build_release: a kernel cannot be compiled: {error}. Install g++, or name another compiler with CXX"
         raise SystemExit(what) from error

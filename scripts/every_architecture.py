@@ -1,6 +1,6 @@
 """Check a tiny model of every causal language architecture in transformers.
 
-    every_architecture.py [--only NAME ...] [--checks training modules packing] [--table docs/architectures.csv]
+    every_architecture.py [--only NAME ...] [--checks training packing] [--table docs/architectures.csv]
 
 transformers initialises and saves each model.
 
@@ -12,8 +12,6 @@ training  Three fp32 steps train the model in three ways: transformers' module w
           norms must agree within a relative 1e-4, or as closely as the reference's own norms do after its initial
           weights are moved by one rounding. The same holds with the router loss, where transformers has one. Both
           placements must have the same bits.
-modules   Blocks that are fetched module by module, in one buffer and in two, must give the bits of whole blocks, and
-          each module must be fetched as often as planned. tests/model/test_fetches.py counts fetches of whole blocks.
 packing   The model must keep packed documents of a row apart (offload_trainer/model/probes/rows.py).
 """
 
@@ -28,14 +26,12 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -44,32 +40,24 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_trainer.data.rows import Batch, DataState
-from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import initial_weights
-from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.rows import refuse_crossing
-from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.tiered import footprint, layout
-from offload_trainer.run.planning import as_wished
-from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
-from offload_trainer.storage.scratch_dir import DriveLease
-from offload_trainer.telemetry.meters import PhaseClock
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
+
+from engine_bench import engine, masters, train
 
 STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps keeps rounding from deciding tiny updates
 FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
 SECONDS = 600  # time limit of one architecture
-VECTORS = 4096  # elements of an aligned unit of vectors
-SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a block that stay on the device
 RUN = (
     f"--lr {LR} --dtype fp32 --steps {STEPS} --micro-batch {ROWS} --seq-len {LENGTH} --engine tiered optim.eps={EPS} "
-    "optim.weight_decay=0 optim.max_grad_norm=0 optim.betas=[0.9,0.95] optim.kernel=torch"
+    "optim.weight_decay=0 optim.max_grad_norm=0 optim.betas=[0.9,0.95] model.random_init=false"
 )
 RAM = ("--params", "cpu", "--ram-fraction", "1")
-DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
+DRIVE = ("--params", "nvme", "--optimizer", "nvme")
 
 
 @dataclass(frozen=True)
@@ -164,76 +152,24 @@ def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | N
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """Fetches of each offloaded unit in a step after the first."""
-
-    actual: dict[str, int]
-    planned: dict[str, int]
-    inside: list[str]  # the units within blocks
-    within: list[str]  # the block of each unit that is a module of a block
-
-    def differences(self, among: Collection[str]) -> list[str]:
-        """Return a sentence on the units fetched more or less often than planned, or nothing if there are none."""
-        names = [name for name in among if self.planned[name] != self.actual[name]]
-        told = ", ".join(f"{name} {self.actual[name]} times for {self.planned[name]}" for name in names)
-        actual, planned = sum(self.actual.values()), sum(self.planned.values())
-        return [f"{actual} units fetched, {planned} planned: {told}"] if names else []
-
-
-@contextmanager
-def counted_fetches() -> Iterator[tuple[list[Counter[int]], list[Counter[int]]]]:
-    """Count the fetches of each unit: a list of the actual ones, by step, and of the planned ones, by plan."""
-    actual: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
-    planned: list[Counter[int]] = [Counter()]
-    start, begin, fetched = WeightPrefetcher._start, WeightPrefetcher.begin, footprint.fetched
-
-    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
-        actual[-1][unit] += 1
-        start(stream, unit, number)
-
-    def begun(stream: WeightPrefetcher) -> None:
-        actual.append(Counter())
-        begin(stream)
-
-    def noted(*given: Any) -> Any:
-        found = fetched(*given)
-        planned.append(Counter())
-        for (unit, _), times in found.items():
-            planned[-1][unit] += times
-        return found
-
-    with (
-        mock.patch.object(WeightPrefetcher, "_start", started),
-        mock.patch.object(WeightPrefetcher, "begin", begun),
-        mock.patch.object(footprint, "fetched", noted),
-    ):
-        yield actual, planned
-
-
 def ours(
-    folder: Path, words: Sequence[str], data: Sequence[Batch], *, model: str = "model"
-) -> tuple[Trained, Any, Fetched]:
-    """Train with the tiered engine, built as the training command builds it; return also its plan and its fetches."""
-    drive = folder / "drive"
-    drive.mkdir(exist_ok=True)
-    config = load_config(["--model", str(folder / model), "--nvme", str(drive), *RUN.split(), *words])
-    source = as_wished(resolve_model(config.model, seed=0), config)
-    work = workload(config, source.shape)
-    with counted_fetches() as (actual, planned), DriveLease(drive) as lease:
-        plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(drive)))
-        given = {"placement": plan.placement, "sizes": plan.sizes, "drives": [lease.path]}
-        with closing(TieredEngine(source, work, config.optim, **given)) as engine:
-            steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in data]
-            away = [unit for unit in engine.offloaded.units if engine.offloaded.weights.resident(unit.index) is None]
-            fetched = Fetched(
-                *({unit.name: counts[unit.index] for unit in away} for counts in (actual[-2], planned[-1])),
-                inside=[unit.name for unit in away if unit.block],
-                within=[unit.within for unit in away if unit.is_part],
-            )
-            losses = [*(step.loss for step in steps), engine.eval_loss(data[0])]
-            weights = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
-    return Trained(losses, [step.grad_norm or 0.0 for step in steps], weights), plan, fetched
+    folder: Path,
+    words: Sequence[str],
+    data: Sequence[Batch],
+    *,
+    model: str = "model",
+    look: Callable[[Any], None] = lambda made: None,
+) -> tuple[Trained, Any]:
+    """Train with the tiered engine, built as the training command builds it; return also its plan.
+
+    `look` gets the engine after the steps.
+    """
+    (folder / "drive").mkdir(exist_ok=True)
+    with engine(folder / model, *RUN.split(), *words, drives=[folder / "drive"]) as made:
+        steps = train(made, data, lr=LR)
+        look(made)
+        losses = [*(loss for loss, _ in steps), made.eval_loss(data[0])]
+        return Trained(losses, [norm or 0.0 for _, norm in steps], masters(made)), made.plan
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------
@@ -242,8 +178,8 @@ def ours(
 def check_training(subject: Subject) -> Result:
     """Compare losses, norms and weights with transformers and torch, and the bits of two placements."""
     folder, data, config = subject.folder, subject.data, subject.model.config
-    in_ram, plan, _ = ours(folder, (*RAM, subject.checkpointing), data)
-    on_drive, _, _ = ours(folder, (*DRIVE, subject.checkpointing), data)
+    in_ram, plan = ours(folder, (*RAM, subject.checkpointing), data)
+    on_drive, _ = ours(folder, (*DRIVE, subject.checkpointing), data)
     router = with_router_loss(subject) if subject.labels and hasattr(config, "output_router_logits") else ""
     apart = differences(in_ram, subject.expected)
     wrong = too_far(*apart, norms=NORM if apart[1] <= NORM else max(NORM, magnified(subject)))
@@ -255,38 +191,6 @@ def check_training(subject: Subject) -> Result:
     return Result("wrong" if wrong else "right", "; ".join(wrong), notes, router, drawn(tiny(subject.name)))
 
 
-def check_modules(subject: Subject) -> Result:
-    """Compare the bits of blocks that are fetched module by module with those of whole blocks, and count fetches."""
-    wrong, modules, blocks, whole, why = list[str](), 0, 0, None, ""
-    for kept, small in SMALL.items():
-        with (
-            mock.patch.object(layout, "SMALL", VECTORS),
-            mock.patch.object(layout, "_STAYS", small),
-            mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
-        ):
-            for buffers in (1, 2):
-                words = ["tiered.fetch_granularity=module", f"tiered.weight_buffers={buffers}"]
-                try:
-                    found, _, fetched = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data)
-                except UserError as error:
-                    if not str(error).startswith("tiered.fetch_granularity=module: a trial"):
-                        raise
-                    why = one_line(error)
-                    break
-                if whole is None:
-                    words = ["tiered.fetch_granularity=block"]
-                    whole, _, _ = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data)
-                if any(loss != loss for loss in found.losses):
-                    wrong.append(f"{kept}, {buffers} buffers: a loss is NaN")
-                if not same_bits(found, whole):
-                    wrong.append(f"{kept}, {buffers} buffers: other bits than whole blocks")
-                wrong += [f"{kept}, {buffers} buffers: {told}" for told in fetched.differences(fetched.inside)]
-                modules, blocks = max(modules, len(fetched.within)), max(blocks, len(set(fetched.within)))
-    if not modules and not wrong:
-        return Result("whole", why)
-    return Result("wrong" if wrong else "right", "; ".join(wrong), modules=modules, blocks=blocks)
-
-
 def check_packing(subject: Subject) -> Result:
     """Test if packed documents of a row stay apart."""
     refuse_crossing(subject.model)
@@ -295,7 +199,6 @@ def check_packing(subject: Subject) -> Result:
 
 CHECKS: dict[str, Callable[[Subject], Result]] = {
     "training": check_training,
-    "modules": check_modules,
     "packing": check_packing,
 }
 
@@ -308,18 +211,16 @@ def examine(name: str, folder: Path, *checks: str) -> dict[str, Result]:
         expected, labels = reference(model, data)
     except Exception as error:
         return dict.fromkeys(checks, Result("transformers", one_line(error)))
-    subject = Subject(name, folder, model, data, expected, labels)
-    return {check: carried_out(CHECKS[check], subject) for check in checks}
-
-
-def carried_out(check: Callable[[Subject], Result], subject: Subject) -> Result:
-    try:
-        return check(subject)
-    except (UserError, TrainerError) as error:
-        return Result("refused", one_line(error))
-    except Exception as error:
-        traceback.print_exc()
-        return Result("traceback", one_line(error))
+    subject, found = Subject(name, folder, model, data, expected, labels), dict[str, Result]()
+    for check in checks:
+        try:
+            found[check] = CHECKS[check](subject)
+        except TrainerError as error:
+            found[check] = Result("refused", one_line(error))
+        except Exception as error:
+            traceback.print_exc()
+            found[check] = Result("traceback", one_line(error))
+    return found
 
 
 def tiny(name: str, **changes: Any) -> transformers.PreTrainedConfig:
@@ -342,7 +243,7 @@ def with_router_loss(subject: Subject) -> str:
         return ""
     expected, _ = reference(model, subject.data, labels=True)
     words = (*RAM, subject.checkpointing, "model.loss_chunk=7")  # the routers' loss comes once, whatever the chunks
-    found, _, _ = ours(subject.folder, words, subject.data, model="router")
+    found, _ = ours(subject.folder, words, subject.data, model="router")
     return "; ".join(too_far(*differences(found, expected))) or "right"
 
 
@@ -402,22 +303,12 @@ def one_line(error: BaseException) -> str:
 
 def in_a_child(name: str, *checks: str) -> dict[str, Result]:
     """Run `examine` in a forked process, so that a crash or hang ends one architecture only."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as child:
+    fork = {"mp_context": multiprocessing.get_context("fork"), "initializer": signal.alarm, "initargs": (SECONDS,)}
+    with scratch(f"architecture-{name}") as folder, ProcessPoolExecutor(1, **fork) as child:
         try:
-            return child.submit(_examined, name, *checks).result()
+            return child.submit(examine, name, folder, *checks).result()
         except BrokenProcessPool as error:
             return dict.fromkeys(checks, Result("traceback", str(error)))
-
-
-def _examined(name: str, *checks: str) -> dict[str, Result]:
-    signal.alarm(SECONDS)
-    with scratch(f"architecture-{name}") as folder:
-        return examine(name, folder, *checks)
-
-
-def counts(results: Sequence[Result]) -> str:
-    """Return how many results have each outcome."""
-    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(one.outcome for one in results).most_common())
 
 
 def rows_of(found: dict[str, dict[str, Result]]) -> Iterator[list[str]]:
@@ -442,7 +333,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.table and not {"training", "packing"} <= set(asked.checks):
         parser.error("--table needs the checks training and packing")
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     found: dict[str, dict[str, Result]] = {}
@@ -453,7 +343,8 @@ def main() -> None:
         with asked.table.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows_of(found))
     for check in asked.checks:
-        print(f"{check}: {counts([one[check] for one in found.values()])}")
+        outcomes = Counter(results[check].outcome for results in found.values()).most_common()
+        print(f"{check}:", ", ".join(f"{count} {outcome}" for outcome, count in outcomes))
     sys.exit(any(one.outcome in ("wrong", "traceback") for each in found.values() for one in each.values()))
 
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -76,13 +78,8 @@ def command(site: Path, *, python: str, more: list[str]) -> list[str]:
 def pinned() -> list[str]:
     """Return NAME==VERSION of every carried package. Raises KeyError for a name that requirements.lock lacks."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    locked = {same(line.partition("==")[0]): line for line in lines if "==" in line and not line.startswith("#")}
-    return [locked[same(name)] for name in CARRIED]
-
-
-def same(name: str) -> str:
-    """Return a package's name, normalised (PEP 503)."""
-    return name.lower().replace("_", "-").replace(".", "-")
+    locked = {canonicalize_name(line.partition("==")[0]): line for line in lines}
+    return [locked[canonicalize_name(name)] for name in CARRIED]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run the checks that need a GPU, stage by stage within a time limit; scripts/gpu_suite.sh documents its use.
 
-    gpu_suite.py ── stage (gpu_stages/parity.py, ...) ────jobs────> worker processes, which use the GPU
+    gpu_suite.py ── stage (gpu_stages/speed.py, ...) ────jobs────> worker processes, which use the GPU
          └── Record: STAGE.json, STAGE.md and a tar file of all stages, rewritten after every result
 
 This process imports neither torch nor transformers, so that a crash or hang affects a worker alone and the stage
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))  # has peers
+sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu_stages import checks, parity, speed  # noqa: E402
-from gpu_stages.record import Record  # noqa: E402
-from gpu_stages.stage import Stage, facts  # noqa: E402
+from gpu_stages import checks, speed  # noqa: E402
+from gpu_stages.stage import Record, Stage  # noqa: E402
+from worker import facts  # noqa: E402
 
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # required by the package
 
@@ -40,15 +42,14 @@ class StageKind:
 
 
 STAGES = {
-    "kernels": StageKind("The driver, and the bits of the update kernels", checks.kernels, most=100),
-    "tests": StageKind("The tests of the update and its overlap, on this machine", checks.tests, most=130),
-    "parity": StageKind("Placements against plain torch and against each other", parity.carry_out, most=90),
+    "kernels": StageKind("The bits of the update kernels", checks.kernels, most=100),
+    "tests": StageKind("The tests of the update, its overlap and all placements here", checks.tests, most=220),
     **{name: StageKind(group.title, group.carry_out) for name, group in speed.GROUPS.items()},
-    "machine": StageKind("Rates and plans of this machine", checks.machine),
+    "machine": StageKind("Rates of this machine", checks.machine),
 }
 # The two calls for a machine that is there for fifteen minutes: seconds, and stages by evidence a minute.
 CALLS = {
-    "first": (480.0, ("kernels", "tests", "parity", "speed")),
+    "first": (480.0, ("kernels", "tests", "speed")),
     "second": (200.0, ("8b", "drive", "machine", "rivals", "10b")),
 }
 
@@ -65,7 +66,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that files on the drive are removed
     limit, names = CALLS.get(options.what, (540.0, (options.what,)))
     end = _BEGAN + (options.seconds or (_REHEARSAL if options.rehearse else limit))
-    about = facts(options.drive)
+    drive = ["stat", "-f", "-c", "%T", options.drive]
+    kind = subprocess.run(drive, capture_output=True, text=True, check=False).stdout.strip()
+    about = facts() | {"drive": f"{kind}, {shutil.disk_usage(options.drive).free / 1e9:.0f} GB free"}
     if about["gpu"] is None and not options.rehearse:
         print("gpu_suite: torch sees no GPU here; nothing was run. --rehearse goes without", file=sys.stderr)
         return 2

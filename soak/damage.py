@@ -29,6 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from hypothesis import strategies as st
 
 from offload_trainer import checkpoint as saved
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.config import TrainConfig
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
@@ -46,7 +48,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.export.sources import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.loader import resolve_model, save_model_config
+from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
@@ -86,8 +88,7 @@ class Files:
             path = self.folder / name
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
-            elif path.is_symlink() or not path.is_file():
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             path.write_bytes(data)
 
     def sum_again(self, name: str, data: bytes) -> None:
@@ -114,8 +115,8 @@ WHAT = {
     "nested": b"[" * 100_000,
     "many": b'"a",' * 1_000_000,
     "empty": b"",
-    "a huge file": 1 << 40,
-    "nothing": None,
+    "a huge file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),  # a sparse one
+    "nothing": lambda path: None,
     "a directory": os.mkdir,
     "a pipe": os.mkfifo,
     "a link outside": lambda path: os.symlink("../../secret.json", path),
@@ -134,13 +135,12 @@ def damages(whole: bytes, others: Sequence[bytes]) -> st.SearchStrategy[tuple[An
     """Return the damages of a file with this content: what `damaged` does to it, and with which arguments."""
     at = st.integers(0, max(0, len(whole.rstrip(b"\0")) - 1))
     size = st.sampled_from([1, 64, 4096, 16384, len(whole)])
-    from_others = [st.builds(lambda at, size, of=of: ("overwrite", at, of[at : at + size]), at, size) for of in others]
+    sources = [(whole, at), *((of, st.none()) for of in others)]  # parts of others stay where they were
     kinds = [
         st.tuples(st.just("cut at"), at),
         st.tuples(st.just("flip bits"), st.lists(st.tuples(at, st.integers(0, 7)), min_size=1, max_size=8)),
         st.tuples(st.just("overwrite"), at, st.builds(bytes, size)),
-        st.builds(lambda at, source, size: ("overwrite", at, whole[source : source + size]), at, at, size),
-        *from_others,
+        *(st.builds(_overwrite, st.just(of), at, place, size) for of, place in sources),
         st.tuples(st.just("insert"), at, st.sampled_from(WORDS) | st.binary(min_size=1, max_size=8)),
         st.tuples(st.just("become"), st.sampled_from([*WHAT])),
     ]
@@ -152,6 +152,11 @@ def damages(whole: bytes, others: Sequence[bytes]) -> st.SearchStrategy[tuple[An
         return st.one_of(kinds)
     changes = st.sampled_from(["set", "delete", "rename"])
     return st.one_of(st.one_of(kinds), st.tuples(changes, st.sampled_from(places), VALUES))
+
+
+def _overwrite(source: bytes, at: int, place: int | None, size: int) -> tuple[Any, ...]:
+    place = at if place is None else place
+    return "overwrite", at, source[place : place + size]
 
 
 def damaged(damage: tuple[Any, ...], whole: bytes) -> bytes:
@@ -189,18 +194,6 @@ def _places(value: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
     for key, inner in inside:
         yield (*above, key)
         yield from _places(inner, *above, key)
-
-
-def become(path: Path, what: Any) -> None:
-    """Replace the file by other content, or by something that is not a regular file; None: remove it."""
-    if isinstance(what, int):
-        os.truncate(path, what)  # a sparse file
-        return
-    path.unlink()
-    if isinstance(what, bytes):
-        path.write_bytes(what)
-    elif what is not None:
-        what(path)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -247,10 +240,12 @@ def read_damaged(files: Files, name: str, damage: tuple[Any, ...], *, sum_again:
     """Damage one file, read it, and restore it; return "refused" or "taken". Raises Violation."""
     path, said = files.folder / name, ""
     try:
-        if damage[0] == "become":
-            become(path, data := WHAT[damage[1]])
+        data = WHAT[damage[1]] if damage[0] == "become" else damaged(damage, files.whole[name])
+        path.unlink()
+        if isinstance(data, bytes):
+            path.write_bytes(data)
         else:
-            path.write_bytes(data := damaged(damage, files.whole[name]))
+            data(path)
         if sum_again and isinstance(data, bytes):
             files.sum_again(name, data)
         signal.signal(signal.SIGALRM, late)
@@ -305,6 +300,17 @@ def search(files: Files, *, examples: int, number: int) -> Counter[str]:
 # -- kinds -------------------------------------------------------------------------------------------------------------
 
 
+def _engine_of(folder: Path, *words: str) -> tuple[TrainConfig, ModelSource, Callable[..., TieredEngine]]:
+    """Keep a small model's configuration in `folder`/model; return how a run with these words builds its engine."""
+    (folder / "model").mkdir(parents=True)
+    config = load_config([*TINY, "--engine", "tiered", "placement.threads=1", *words])
+    source = resolve_model(config.model, seed=0)
+    save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
+    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)))
+    given = {"placement": plan.placement, "sizes": plan.sizes}
+    return config, source, partial(TieredEngine, source, workload(config, source.shape), config.optim, **given)
+
+
 def pages(folder: Path) -> Files:
     """Create page files of a run that was killed after step 3, and those of its other steps and of another run.
 
@@ -312,19 +318,13 @@ def pages(folder: Path) -> Files:
     killed in an update are those of step 3 with parts of step 4's.
     """
     lease, drive = folder / "run-0000dead", folder / "drive"
-    for path in (lease, drive, folder / "model"):
+    for path in (lease, drive):
         path.mkdir(parents=True)
-    model = ["model.overrides.n_layer=1", "model.overrides.n_embd=32", "--seq-len", "16", "--micro-batch", "2"]
     state = ["--optimizer", "nvme", "--ram-fraction", "0", "tiered.state_copies=2", "tiered.page_size=8192"]
-    config = load_config([*model, *state, "--engine", "tiered", "--nvme", str(drive), "placement.threads=1"])
-    source = resolve_model(config.model, seed=0)
-    save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
-    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)), world=1, nodes=1)
-    work = workload(config, source.shape, world=1, nodes=1)
+    _, _, build = _engine_of(folder, "model.overrides.vocab_size=8192", *state, "--nvme", str(drive))
 
     def engine(*, new: bool) -> TieredEngine:
-        given = {"placement": plan.placement, "sizes": plan.sizes, "drives": [lease]}
-        ours = TieredEngine(source, work, config.optim, load_weights=new, **given)
+        ours = build(drives=[lease], load_weights=new)
         ours.offloaded.enable_manifest(model=folder / "model")
         return ours
 
@@ -391,13 +391,8 @@ def pages(folder: Path) -> Files:
 
 def checkpoint(folder: Path) -> Files:
     """Create the second checkpoint of a run with a one-layer model, which is resumed from and exported."""
-    config = load_config(TINY)
-    source = resolve_model(config.model, seed=0)
-    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)), world=1, nodes=1)
-    work = workload(config, source.shape, world=1, nodes=1)
-    engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=[])
-    (folder / "model").mkdir(parents=True)
-    save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
+    config, source, build = _engine_of(folder)
+    engine = build(drives=[])
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
     packages = {"torch": torch.__version__, "bitsandbytes": None}
     run = {"config": config.model_dump(mode="json"), "random": True, "environment": {"packages": packages}}

@@ -27,7 +27,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, load_libraries, verify_checkpoint
+from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, verify_checkpoint
+
+from offload_trainer.config import SaveSection
+from offload_trainer.errors import UserError
+from offload_trainer.run.resume_point import newest_state
 
 STEPS = 14
 WITHIN = 300.0  # seconds in which all processes must have ended
@@ -164,7 +168,7 @@ class Trial:
         said = re.findall(r"(?:resumed from|resuming from the page files in) .*?step (\d+)", run.text)
         if said and int(said[0]) != step:
             raise Difference(f"step {step} was left, and the next start resumed from another: {run}")
-        if finished and step and not said and "done before" not in run.text:
+        if finished and step and not said and "\ndone" not in run.text:
             raise Difference(f"step {step} was left, and the next start did not resume from it: {run}")
 
     def left(self, output: Path, before: int) -> int:
@@ -176,7 +180,10 @@ class Trial:
         if self.pages:
             if checkpoints:
                 raise Difference(f"{output}: no checkpoint should have been saved: {checkpoints}")
-            step = step_of_pages(folders_of_pages(output))
+            try:
+                _, step = newest_state(SaveSection(output=str(output)))
+            except (OSError, ValueError, UserError) as error:
+                raise Difference(f"{output}: a start could not use its page files: {error}") from error
         if step < before and not (output / "export").exists():
             raise Difference(f"{output}: step {before} was left by a kill, and step {step} by the next one")
         return step
@@ -201,25 +208,6 @@ MOMENTS = {  # by `pages`: runs without checkpoints export at their end
 }
 
 
-def folders_of_pages(output: Path) -> list[Path]:
-    listed = output / "pages"
-    return [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
-
-
-def step_of_pages(folders: Sequence[Path]) -> int:
-    """Return the step of page files, 0 if there is none; raise Difference if they hold no whole step."""
-    from offload_trainer.errors import UserError
-    from offload_trainer.offloading.pages.manifest import read_description, read_newest
-
-    if not folders or not all(folder.is_dir() for folder in folders):
-        return 0
-    try:
-        newest = read_newest(read_description(folders[0]))
-    except UserError as error:
-        raise Difference(str(error)) from error
-    return newest.train["step"] if newest and newest.train else 0
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
@@ -227,7 +215,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pages", action="store_true")
     wish = parser.parse_args()
-    load_libraries()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         os.environ["OFFLOAD_TRAINER_CACHE"] = f"{folder}/machine"
         trial = Trial(Path(folder), random.Random(wish.seed), kills=wish.kills, ranks=wish.ranks, pages=wish.pages)

@@ -1,14 +1,13 @@
 """Start commands, and compare what they leave with what an undisturbed run left.
 
 `kill_and_resume.py` and `two_nodes.py` use it. A command runs in a fork of a process that has imported torch, which
-saves its startup time; ranks are started by the command's own launcher, as for a user. Results are read here without
-the package, as an independent check.
+saves its startup time (tests/helpers/fork_server.py); ranks are started by the command's own launcher, as for a user.
+Results are read here without the package, as an independent check.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -20,6 +19,10 @@ from typing import Any
 import psutil
 import torch
 from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
+
+from commands import FAULTY, start
 
 PATIENCE = 900  # seconds for a command
 # fields of a step that must be equal, however it was computed
@@ -34,30 +37,15 @@ class Difference(Exception):
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def load_libraries() -> None:
-    """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Checking for a GPU then does not initialise CUDA, which would not work in forks.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    from offload_trainer.run.process_setup import quieten
-
-    quieten()
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    import offload_trainer.export.directory
-    import offload_trainer.run.train  # noqa: F401
-
-
 class Run:
     """A running `offload-train WORDS` and its ranks. `log` receives their output."""
 
     def __init__(self, words: Sequence[object], *, log: Path) -> None:
         self.words, self.log = [*map(str, words)], log
-        self._process = multiprocessing.get_context("fork").Process(target=_carry_out, args=(self.words, log))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self._family: list[psutil.Process] = []
+        log.write_text("")
+        scale = f"{2**40},3"  # the scale of a short fp16 run changes often
+        self._process = start(FAULTY, "none", *words, stdout=log, stderr=log, LOSS_SCALE=scale)
+        self._family = [psutil.Process(self._process.pid)]  # the launcher, and when it was killed its ranks
 
     def send(self, number: int, *, choose: Callable[[list[int]], int]) -> bool:
         """Send a signal to one process; return False if the command has ended.
@@ -65,11 +53,11 @@ class Run:
         `choose` gets the pids of the launcher and of its ranks. The launcher is suspended meanwhile, so that no rank
         starts that nobody waits for.
         """
-        launcher = psutil.Process(self.pid)
+        launcher = self._family[0]
         try:
             launcher.suspend()
-            self._family = launcher.children(recursive=True)
-            os.kill(choose([self.pid, *(process.pid for process in self._family)]), number)
+            self._family += launcher.children(recursive=True)
+            os.kill(choose([process.pid for process in self._family]), number)
             launcher.resume()
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False
@@ -77,20 +65,18 @@ class Run:
 
     def wait_for(self, when: Callable[[], bool]) -> bool:
         """Wait until `when` is true or the command has ended; return True if it is still running."""
-        self._until(lambda: self._process.exitcode is not None or when(), PATIENCE)
-        return self._process.exitcode is None
+        self._until(lambda: self._process.poll() is not None or when(), PATIENCE)
+        return self._process.poll() is None
 
     def wait(self, seconds: float = PATIENCE) -> int:
         """Wait until the command and its ranks have ended; return the exit code, negative for a signal."""
-        self._until(lambda: self._process.exitcode is not None and not any(map(_lives, self._family)), seconds)
-        assert self._process.exitcode is not None
-        return self._process.exitcode
+        self._until(lambda: self._process.poll() is not None and not any(map(_lives, self._family)), seconds)
+        return self._process.wait()
 
     def _until(self, met: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not met():
             if time.monotonic() > deadline:
-                self._process.kill()
                 for process in filter(_lives, self._family):
                     process.kill()
                 raise Difference(f"did not end within {seconds} s: {self}")
@@ -102,18 +88,6 @@ class Run:
 
     def __str__(self) -> str:
         return f"offload-train {' '.join(self.words)}\n{self.text[-4000:]}"
-
-
-def _carry_out(words: list[str], log: Path) -> None:
-    os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    from offload_trainer.cli import main
-    from offload_trainer.optim import loss_scale
-
-    loss_scale.INITIAL_SCALE, loss_scale.WINDOW = 2**40, 3  # the scale of a short fp16 run changes often
-    sys.exit(main(words))
 
 
 def _lives(process: psutil.Process) -> bool:

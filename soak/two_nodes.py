@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+import psutil
 from runs import compare, count_lines
 
 ADDRESSES, PORT = ("10.77.0.1", "10.77.0.2"), "29631"
@@ -112,9 +113,9 @@ class Trial:
 
 def signal_all(launcher: Popen[bytes], number: int) -> None:
     """Send a signal to the launcher and its ranks."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    for pid in [launcher.pid, *map(int, children)]:
-        os.kill(pid, number)
+    parent = psutil.Process(launcher.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        process.send_signal(number)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from build_wheel import wheel_in
+from build_release import build_release
 from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
@@ -127,13 +127,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wheel(shared: Path) -> Path:
     """Return the package's wheel; it is built once for all pytest workers."""
-    folder = shared / "wheel-and-source"
+    folder = shared / "wheel"
     with in_turn(folder):
         if not folder.exists():
             part = folder.with_name("wheel-being-built")
-            wheel_in(part)
+            build_release(part, kernels=False)
             part.rename(folder)
-    (made,) = (folder / "wheel").glob("*.whl")
+    (made,) = folder.glob("*.whl")
     return made
 
 

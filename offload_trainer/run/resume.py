@@ -62,7 +62,7 @@ from offload_trainer.offloading.pages.manifest import (
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import broadcast_json, from_rank_zero, nodes, on_rank_zero, place_here
-from offload_trainer.retention import complete_checkpoints
+from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
@@ -70,8 +70,8 @@ from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
+from offload_trainer.storage.scratch_dir import clear as clear_drive
 from offload_trainer.storage.scratch_dir import (
-    clear,
     empty_list,
     has_locks,
     kept_for,
@@ -238,14 +238,17 @@ def drop(setup: Setup) -> None:
             empty_list(setup.listed)
 
 
-def clear_drives(setup: Setup) -> None:
-    """Remove the page files of a finished run that was killed between its end and their removal."""
+def clear(setup: Setup) -> None:
+    """Remove what killed starts of a finished run left: page files, also on unused drives, and parts of checkpoints."""
     drop(setup)
+    if setup.log.loud:
+        with suppress(OSError, TrainerError):  # the next start that trains reports it
+            remove_leftovers(setup.output / "checkpoints")
     if place_here()[0] not in [its.start for its in nodes()]:
         return
     for drive in setup.drives:
         try:
-            clear(drive, say=setup.log.say, listed=setup.listed)
+            clear_drive(drive, say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
             setup.log.say(f"note: files of ended runs in {drive} could not be removed: {reason(error)}")
 

@@ -269,7 +269,7 @@ def _carry_out(
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
         if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
-            resume.clear_drives(setup)
+            resume.clear(setup)
             return
         files = resume.take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:
@@ -289,7 +289,10 @@ def _carry_out(
         job.unvalidated = unvalidated
         resume.keep(setup, job)
         _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
-        resume.drop(setup)
+        if setup.plan.uses_drives:  # then its start has removed what killed ones left
+            resume.drop(setup)
+        else:
+            resume.clear(setup)
 
 
 def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:

@@ -1,4 +1,4 @@
-"""Stages that run commands: the driver and the update kernels, tests, and the rates and plans of this machine.
+"""Stages that run commands: the update kernels, tests, and the rates of this machine.
 
 A check that fails does not stop the others.
 """
@@ -13,8 +13,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from gpu_stages.speed import homes, planned_seconds
-from gpu_stages.stage import Failure, Stage
+from worker import Failure
+
+from gpu_stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -41,7 +42,6 @@ _TO_REPORT = 10.0  # seconds that pytest gets for its report when the time is ov
 
 
 def kernels(stage: Stage) -> None:
-    stage.add_row(partial(_driver, stage), check="driver")
     stage.add_row(partial(_doctor, stage), check="doctor, and the kernels of the update")
 
 
@@ -54,21 +54,6 @@ def tests(stage: Stage) -> None:
 
 def machine(stage: Stage) -> None:
     stage.add_row(partial(_bench, stage), check="bench")
-    for name, words in (
-        ("plan of 10B here", ["--nvme", str(stage.drive), "--dtype", "bf16"]),
-        ("plan of 10B for a V100", ["--machine", "v100-32gb", "--dtype", "fp16"]),
-    ):
-        stage.add_row(partial(_plan, stage, words), check=name)
-
-
-def _driver(stage: Stage, row: Row) -> None:
-    """Add what nvidia-smi prints; it is missing on machines with AMD cards."""
-    fields = "name,driver_version,memory.total,clocks.max.sm,power.limit"
-    try:
-        done = stage.command(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
-        row["found"] = done.stdout or done.stderr
-    except FileNotFoundError:
-        row["found"] = "no nvidia-smi"
 
 
 def _doctor(stage: Stage, row: Row) -> None:
@@ -92,12 +77,6 @@ def _bench(stage: Stage, row: Row) -> None:
     told += [f"update by {name} {rate['value'] / 1e6:.0f} M/s" for name, rate in rates["update"].items()]
     ways = {way: rates[way] for way in ("to_device", "from_device", "both_ways") if rates[way]}
     row["found"] = ", ".join(told + [f"{way} {rate['value'] / 1e9:.3g} GB/s" for way, rate in ways.items()])
-
-
-def _plan(stage: Stage, words: Sequence[str], row: Row) -> None:
-    row["plan"] = plan = _ours(stage, ["plan", "--json", "--model", "gpt2-10b", *words])
-    seconds, fits = planned_seconds(plan), "fits" if plan["fits"] else "does not fit"
-    row["found"] = f"{fits}; {homes(plan)}; a step {'not known' if seconds is None else f'{seconds:.1f} s'}"
 
 
 def _ours(stage: Stage, words: Sequence[str]) -> Any:

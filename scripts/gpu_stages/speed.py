@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 import peers
+from worker import Failure
 
-from gpu_stages.record import Record
-from gpu_stages.stage import Stage
+from gpu_stages.stage import Record, Stage
 
 PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
@@ -59,19 +59,16 @@ class Group:
         words = [*self.words(stage), UNCLIPPED]
         stage.record.note(f"All cases: `{' '.join(words)}`")
         for case in rehearsed(self.cases) if stage.rehearsal else self.cases:
-            if not stage.asked(case.name):
-                continue
-            if missing := _missing(stage, case):
-                stage.record.add(f"not run: {missing}", case=case.name)
-                continue
-            if case.peer:
-                stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
             whole = [*words, *case.words]
             stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=whole)
             _relate(stage.record)
 
     def _measure(self, stage: Stage, case: Case, words: Sequence[str], row: dict[str, Any]) -> str:
         """Measure a case, complete its row and return the outcome."""
+        if missing := _missing(stage, case):
+            raise Failure(f"not run: {missing}")
+        if case.peer:
+            stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
         job: dict[str, Any] = {"cap_bytes": self.cap_bytes, "peer": case.peer, "fill": True, "warm": WARM}
         job |= {"product": 128, "steps": 2} if stage.rehearsal else {"product": 8192, "steps": self.steps}
         trace = stage.record.folder / TRACE

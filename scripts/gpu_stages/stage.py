@@ -1,31 +1,111 @@
-"""What a stage works with: its time limit, a directory on the drive, its record, and worker processes for the GPU."""
+"""What a stage works with: its time limit, a directory on the drive, its record, and worker processes for the GPU.
+
+The results of a stage so far are in STAGE.json and STAGE.md, and those of all stages in an archive; all are rewritten
+after every row. A process that is killed at a time limit leaves all rows that it had, and `"done": false`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import selectors
-import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.record import OUT_OF_TIME, Record
+from worker import OUT_OF_TIME, Failure, Worker
+
+from offload_trainer.storage.atomic_io import write_bytes, write_text
 from offload_trainer.storage.owned_dirs import scratch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _CLOSING = 12.0  # seconds reserved for ending processes and writing the page
 _LEAST = 15.0  # seconds below which nothing new starts: starting a process takes as many
+REHEARSAL = "rehearsal without a GPU on tiny shapes: these numbers mean nothing"
 
 
-class Failure(Exception):
-    """The reason for a missing result, in the words of its row's outcome."""
+class Record:
+    """The rows of one stage.
+
+    A row's `outcome` is "ok", "not run: WHY", "failed: WHY" or, for a speed that must not be quoted, "not comparable:
+    WHY". The table shows the values of a row that are neither lists nor mappings; the JSON has all.
+    """
+
+    def __init__(
+        self, folder: Path, stage: str, *, title: str, about: dict[str, Any], rehearsal: bool, tar: Path | None = None
+    ) -> None:
+        """Start a record without rows. `tar` gets the files of `folder`, for a machine that returns few files."""
+        for place in (folder, *([tar.parent] if tar else [])):
+            place.mkdir(parents=True, exist_ok=True)
+        self.folder, self.rehearsal, self.about = folder, rehearsal, about
+        self.rows: list[dict[str, Any]] = []
+        self.page = folder / f"{stage}.md"
+        self._title, self._tar = title, tar
+        self._content: dict[str, Any] = {"stage": stage, "rehearsal": rehearsal, "done": False}
+        self._content["began"] = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+        self._content |= {"about": about, "rows": self.rows, "notes": []}
+        self._start = time.monotonic()
+        self.save()
+
+    def add(self, outcome: str = "ok", **row: Any) -> None:
+        """Add one row; all files are written when this returns."""
+        self.rows.append(row | {"outcome": outcome})
+        print(f"gpu_suite: {next(iter(row.values()))}: {outcome}", file=sys.stderr, flush=True)
+        self.save()
+
+    def note(self, text: str) -> None:
+        """Add a line above the table, unless it is there already."""
+        if text not in self._content["notes"]:
+            self._content["notes"].append(text)
+        self.save()
+
+    def close(self) -> bool:
+        """Mark the record as done; return whether no row failed."""
+        self._content["done"] = True
+        self.save()
+        return not any(row["outcome"].startswith("failed") for row in self.rows)
+
+    def save(self) -> None:
+        """Write all files."""
+        self._content["seconds"] = round(time.monotonic() - self._start, 1)
+        write_text(self.page.with_suffix(".json"), json.dumps(self._content, indent=1), sync=False)
+        write_text(self.page, "\n".join(self._lines()) + "\n", sync=False)
+        if self._tar:
+            packed = BytesIO()
+            with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+                for path in filter(Path.is_file, sorted(self.folder.glob("[!.]*"))):
+                    tar.add(path, arcname=path.name)
+            write_bytes(self._tar, packed.getvalue(), sync=False)
+
+    def _lines(self) -> list[str]:
+        content, mark = self._content, "rehearsal: " if self.rehearsal else ""
+        about = "; ".join(f"{key} {value}" for key, value in self.about.items())
+        state = f"{content['seconds']:.0f} s" if content["done"] else "not at its end yet, or killed"
+        lines = [f"# {mark}{self._title}", "", *([REHEARSAL, ""] if self.rehearsal else [])]
+        lines += [f"`scripts/gpu_suite.sh {content['stage']}`, {content['began']}, {state}; {about}.", ""]
+        lines += [f"- {note}" for note in content["notes"]] + [""]
+        shown = (key for row in self.rows for key, value in row.items() if not isinstance(value, dict | list))
+        keys = [key for key in dict.fromkeys(shown) if key != "outcome"] + ["outcome"]
+        lines += [_line([mark + keys[0], *keys[1:]]), _line(["---"] * len(keys))]
+        return lines + [_line([_cell(row.get(key)) for key in keys]) for row in self.rows]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return " ".join(str(value).split()).replace("|", "/")[:300]
 
 
 class Stage:
@@ -38,39 +118,29 @@ class Stage:
         self._open = ExitStack()
 
     def begin(self, record: Record, *, seconds: float) -> None:
-        """Begin a stage. In a rehearsal it has the process of the stage before, since starting one takes seconds."""
+        """Begin a stage."""
         self.record, self._end = record, time.monotonic() + seconds - _CLOSING
-        self._shortest = 0.0  # seconds of the shortest run in a process of its own so far
-        if not self.rehearsal:
-            self._end_kept()
+        self._shortest = 0.0  # seconds of the shortest run so far
 
     def __enter__(self) -> Stage:
         self.drive = self._open.enter_context(scratch("gpu-suite-", directory=self._drive))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._end_kept()
-        self._open.__exit__(*exception)
-
-    def _end_kept(self) -> None:
         if self._kept:
             self._kept.end()
-        self._kept = None
+        self._open.__exit__(*exception)
 
     def left(self) -> float:
         """Return the seconds that remain."""
         return max(0.0, self._end - time.monotonic())
-
-    def asked(self, name: str) -> bool:
-        """Return whether a case of this name is selected."""
-        return self._only in name
 
     def add_row(self, measure: Callable[[dict[str, Any]], str | None], **row: Any) -> None:
         """Add a row if its case, the first value of `row`, is selected.
 
         `measure` completes the row and returns its outcome, by default "ok". A Failure that it raises is the outcome.
         """
-        if not self.asked(next(iter(row.values()))):
+        if self._only not in next(iter(row.values())):
             return
         try:
             self.need_time()
@@ -84,27 +154,27 @@ class Stage:
         if self.left() < least:
             raise Failure(OUT_OF_TIME)
 
-    def run(self, words: Sequence[str], *, kept: bool = False, **job: Any) -> dict[str, Any]:
+    def run(self, words: Sequence[str], **job: Any) -> dict[str, Any]:
         """Measure the run that `words` configure in a process of its own, which ends afterwards.
 
-        With `kept`, and always in a rehearsal, the process serves later runs too.
-        worker.py documents `job` and the answer. Raises Failure, with the process's last output or for lack of time,
-        after ending the process. No process starts if not even the shortest one so far would fit.
+        In a rehearsal the process serves later runs too, since starting one takes seconds.
+        `{drive}` among the words stands for a drive directory of the process. worker.py documents `job` and the answer.
+        Raises Failure, with the process's last output or for lack of time, after ending the process. No process starts
+        if not even the shortest one so far would fit.
         """
-        self.need_time(_LEAST if kept else max(_LEAST, self._shortest))
-        start, kept = time.monotonic(), kept or self.rehearsal
-        worker, self._kept = self._kept or Worker(self), None
+        self.need_time(max(_LEAST, self._shortest))
+        start, worker, self._kept = time.monotonic(), self._kept or Worker(self.drive), None
+        here = ["--nvme", str(worker.folder)] if "{drive}" in words else []
+        here += ["placement.threads=1"] if self.rehearsal else []
+        words = [*(word for word in words if word != "{drive}"), *here]
         try:
-            answer = worker.run(words, kept=kept, **job)
-        except BaseException:
-            worker.end()
-            raise
-        if kept:
-            self._kept = worker
-        else:
-            worker.end()
-            taken = time.monotonic() - start
-            self._shortest = min(self._shortest or taken, taken)
+            answer = worker.run(within=self.left(), words=words, kept=self.rehearsal, **job)
+            self._kept = worker if self.rehearsal else None
+        finally:
+            if self._kept is None:
+                worker.end()
+        taken = time.monotonic() - start
+        self._shortest = 0.0 if self.rehearsal else min(self._shortest or taken, taken)
         return answer
 
     def command(self, argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
@@ -122,72 +192,3 @@ class Stage:
                     raise Failure(OUT_OF_TIME) from None
                 raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
-
-
-class Worker:
-    """A client of worker.py: a process with its own directory on the drive."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage, self._runs, self._open = stage, 0, ExitStack()
-        self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
-        command = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, **pipes, stderr=log, cwd=ROOT)
-
-    def run(self, words: Sequence[str], **job: Any) -> dict[str, Any]:
-        """Send one job, with drive and output in this directory, and return the answer, or raise Failure."""
-        self._runs += 1
-        here = ["--nvme", str(self.folder)] if "{drive}" in words else []
-        words = [*(word for word in words if word != "{drive}"), *here]
-        words += ["placement.threads=1"] if self._stage.rehearsal else []
-        job |= {"words": words, "output": str(self.folder / f"run-{self._runs}")}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-            with selectors.DefaultSelector() as waiting:
-                waiting.register(self.process.stdout, selectors.EVENT_READ)
-                if not waiting.select(self._stage.left()):
-                    raise Failure(OUT_OF_TIME)
-            answer: dict[str, Any] = json.loads(self.process.stdout.readline())  # one write, so the line is complete
-        except (BrokenPipeError, json.JSONDecodeError):
-            code = self.process.wait()
-            how = f"killed by signal {-code}" if code < 0 else f"exit {code}"
-            said = (self.folder / "log").read_text(errors="replace")
-            raise Failure(f"failed: {how}: {' '.join(said.split())[-300:]}") from None
-        if error := answer.get("error"):
-            raise Failure(f"{'not run' if 'this does not fit' in error else 'failed'}: {error[-400:]}")
-        return answer
-
-    def end(self) -> None:
-        """Kill the process and remove its directory on the drive."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        self._open.close()
-
-
-def facts(drive: Path) -> dict[str, Any]:
-    """Return the facts that numbers depend on and no setting contains; `drive` is a directory on the drive.
-
-    A separate process collects those of torch, since that initialises CUDA.
-    """
-    command = [sys.executable, str(Path(__file__).with_name("facts.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise SystemExit(f"gpu_suite: torch does not start here: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    kind = subprocess.run(["stat", "-f", "-c", "%T", drive], capture_output=True, text=True, check=False).stdout.strip()
-    found["drive"] = f"{kind}, {shutil.disk_usage(drive).free / 1e9:.0f} GB free"
-    describe = ["git", "describe", "--always", "--dirty"] if shutil.which("git") else ["true"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    total = hashlib.sha256()  # also identifies a copy without git history
-    for path in sorted((ROOT / "offload_trainer").rglob("*")):
-        if path.suffix in (".py", ".cpp", ".h"):
-            total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return {"commit": commit or "unknown", "source": total.hexdigest()[:12], **found}

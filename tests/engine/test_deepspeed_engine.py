@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import HELPERS, run_script
-from engine_bench import batches, model_directory
+from engine_bench import batches, engine, model_directory, train
 from safetensors.torch import load_file
 from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
-from uneven_targets import masked, plain_alone, random_weights, transformers_alone
+from uneven_targets import EPS, masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
 from offload_trainer.engine import op_builder
@@ -85,7 +85,8 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
     words = [*ZERO["3"], "--dtype", "bf16", "--lr", "1e-3", f"model.activation_checkpointing={checkpointing}"]
     found = run_stock_ranks(tmp_path, *words, ranks=2)
-    alone = plain_alone(model, masked(batches(3 * 2 * ACCUMULATE)), at_a_time=2 * ACCUMULATE, dtype="bf16", lr=1e-3)
+    with engine(model, "--engine", "plain", "model.random_init=false", "--dtype", "bf16", f"optim.eps={EPS}") as plain:
+        alone = train(plain, masked(batches(3 * 2 * ACCUMULATE)), accumulate=2 * ACCUMULATE, lr=1e-3)
     for (loss, norm), (expected, length) in zip(found["steps"], alone, strict=True):
         assert loss == pytest.approx(expected, abs=2e-2)
         assert norm == pytest.approx(length, rel=3e-2)

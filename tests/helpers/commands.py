@@ -23,7 +23,6 @@ from offload_trainer.engine import cpu_matmul
 
 HELPERS = Path(__file__).resolve().parent
 FAULTY = HELPERS / "run_with_fault.py"
-PLAIN = HELPERS / "run_plain.py"
 
 # Variables that a launcher of ranks sets.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,6 +1,4 @@
-"""Train with micro-batches that count different numbers of targets, on references: transformers with torch alone, or
-the plain engine.
-"""
+"""Train with micro-batches that count different numbers of targets, on transformers with torch alone as a reference."""
 
 from __future__ import annotations
 
@@ -8,14 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from engine_bench import Step, train
-from plain_engine import PlainEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer.data.rows import IGNORED, Batch
-from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.model.loader import resolve_model
-from offload_trainer.settings import load_config
 
 LR, DECAY, EPS = 1e-2, 0.1, 1e-3
 COUNTS = (3, 0, 25)  # Targets of each micro-batch in a cycle of three.
@@ -65,20 +58,3 @@ def transformers_alone(
         adam.step()
         adam.zero_grad()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def plain_alone(
-    folder: Path,
-    data: list[Batch],
-    *,
-    at_a_time: int,
-    dtype: str,
-    lr: float = LR,
-) -> list[Step]:
-    """Return (loss, norm) of each step of the plain engine, which accumulates `at_a_time` micro-batches a step."""
-    words = ["--model", str(folder), "--dtype", dtype, f"optim.eps={EPS}"]
-    config = load_config(words)
-    source = resolve_model(config.model, seed=0)
-    use_fp32_products(torch.bfloat16)
-    engine = PlainEngine(source, config.model, config.optim)
-    return train(engine, data, accumulate=at_a_time, lr=lr)

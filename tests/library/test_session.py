@@ -17,7 +17,8 @@ import pytest
 import torch
 from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
-from late_transfers import LateDevice, LateTransfers
+from late_engines import use_late_transfers
+from late_transfers import LateDevice
 from safetensors.torch import load_file
 from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
 from torch import nn
@@ -93,7 +94,7 @@ def test_a_loop_has_the_bits_of_torch(
     """Its bits are torch's also if copies to the device and reads complete late."""
     if home == "late":
         monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-        monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
+        use_late_transfers(monkeypatch)
         home = "on the drive"
     model = MODELS[kind](tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))

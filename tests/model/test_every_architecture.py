@@ -19,7 +19,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.model import meta_trace
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.model.probes import blocks
 from offload_trainer.model.shape import no_weight_decay_names
 from offload_trainer.plan.planner import checkpointed_blocks, make_plan
 
@@ -38,18 +37,6 @@ SELECTED = {
     "ProphetNet": "a head that reads other states than the last",
     "Rwkv": "weights that transformers divides in place outside training",
     "XLNet": "no limit of a row",
-}
-
-
-DIVIDED = {
-    "Bloom": "attention that is given what is added to its result",
-    "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",
-    "FalconH1": "attention beside a mixer",
-    "Gemma3nText": "blocks with several streams",
-    "GptOss": "experts with biases, sinks",
-    "Mamba": "a convolution, and a projection, whose weights are read",
-    "Qwen3Next": "a shared expert before the router",
-    "Zaya": "weights of modules that have children",
 }
 
 
@@ -150,39 +137,6 @@ def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_a
         for words in ([*every_architecture.DRIVE, f"tiered.overlap={overlap}"] for overlap in ("off", "forward"))
     ]
     assert every_architecture.same_bits(*found)
-
-
-# -- blocks fetched module by module -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DIVIDED)
-def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
-    result = examine(name, tmp_path, "modules")
-    assert (result.outcome, result.why) == ("right", "")
-    assert result.modules > result.blocks > 0
-
-
-@pytest.mark.slow
-def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
-    result = examine("XLNet", tmp_path, "modules")
-    assert result.outcome == "whole"
-    assert "tiered.fetch_granularity=module" in result.why
-
-
-@pytest.mark.slow
-def test_wrong_parts_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that cannot be divided, or another order, is reported as wrong."""
-    inside, every = blocks._inside, lambda tiny: {kind for kind, _, _ in blocks._with_children(tiny)}
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
-        result = examine("Llama", tmp_path / "order", "modules")
-        assert result.outcome == "wrong"
-        assert "planned: model.layers" in result.why
-    monkeypatch.setattr(blocks, "_separable", every)
-    result = examine("Mamba", tmp_path / "divided", "modules")
-    assert result.outcome == "wrong"
-    assert "a loss is NaN" in result.why
 
 
 # -- weight decay -----------------------------------------------------------------------------------------------------

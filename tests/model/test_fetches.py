@@ -4,23 +4,33 @@ registers them in. The models are tiny ones of transformers' causal architecture
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import isnan
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import every_architecture
 import pytest
 import tiny_models
 import torch
-from every_architecture import CHECKS, RAM, VECTORS, Result, Subject, in_a_child, ours
+from every_architecture import CHECKS, RAM, Result, Subject, Trained, in_a_child, one_line, ours, same_bits
 from small_architectures import ARCHITECTURES
 from transformers import LlamaConfig
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.probes import blocks
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
-from offload_trainer.plan.tiered import layout
-from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered import footprint, layout
+from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
 
 SELECTED = {
@@ -31,36 +41,104 @@ SELECTED = {
     "MossTranscribeDiarize": "a tower with blocks of its own",
     "Roberta": "embeddings in a block",
 }
+DIVIDED = {
+    "Bloom": "attention that is given what is added to its result",
+    "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",
+    "FalconH1": "attention beside a mixer",
+    "Gemma3nText": "blocks with several streams",
+    "GptOss": "experts with biases, sinks",
+    "Mamba": "a convolution, and a projection, whose weights are read",
+    "Qwen3Next": "a shared expert before the router",
+    "Zaya": "weights of modules that have children",
+}
 OTHERWISE = {
     "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt"},
     "runs that cannot be counted, of blocks that run several times": {"HrmText"},
     "blocks are not known": {"OpenAIGPT", "XLM", "XLNet"},
 }
+REFUSED = ("weight_buffers must be", "tiered.fetch_granularity=module: a trial")
 
 
-def check_whole_blocks(subject: Subject) -> Result:
-    """Compare fetches of whole blocks with the plan, with one and two buffers, where so few suffice."""
-    wrong = []
-    for buffers in (1, 2):
-        words = ["tiered.fetch_granularity=block", f"tiered.weight_buffers={buffers}"]
-        try:
-            with mock.patch.object(layout, "SMALL", VECTORS):
-                _, _, fetched = ours(subject.folder, [*RAM, *words, subject.checkpointing], subject.data)
-        except UserError as error:
-            if "weight_buffers must be" not in str(error):
-                raise
-            continue
-        wrong += [f"{buffers} buffers: {told}" for told in fetched.differences(fetched.actual)]
-    return Result("wrong" if wrong else "right", "; ".join(wrong))
+@dataclass(frozen=True)
+class Fetched:
+    """How often a step after the first fetched an offloaded unit, and how often the plan says that it does."""
+
+    unit: Unit
+    actual: int
+    planned: int
+
+
+def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
+    """Train the subject with its weights in RAM; return also the fetches of each unit."""
+    counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
+    start, begin = WeightPrefetcher._start, WeightPrefetcher.begin
+
+    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
+        counts[-1][unit] += 1
+        start(stream, unit, number)
+
+    def begun(stream: WeightPrefetcher) -> None:
+        counts.append(Counter())
+        begin(stream)
+
+    def look(made: Any) -> None:
+        candidate, planned = made.candidate, Counter[int]()
+        laid_out = (candidate.work, candidate.units, candidate._laid_out, candidate.sizes)
+        for (unit, _), times in footprint.fetched(*laid_out).items():
+            planned[unit] += times
+        away = [unit for unit in candidate.units if made.offloaded.weights.resident(unit.index) is None]
+        found.extend(Fetched(unit, counts[-2][unit.index], planned[unit.index]) for unit in away)
+
+    found: list[Fetched] = []
+    with (
+        mock.patch.object(WeightPrefetcher, "_start", started),
+        mock.patch.object(WeightPrefetcher, "begin", begun),
+        mock.patch.object(layout, "SMALL", 4096),  # elements of an aligned unit of vectors
+    ):
+        trained, _ = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data, look=look)
+    return trained, found
+
+
+def check(subject: Subject, *, granularity: str, stays: Sequence[int] = (0,)) -> Result:
+    """Compare fetches with the plan, in one buffer and in two where so few suffice; for modules also bits with blocks.
+
+    `stays`: elements of a block that stay on the device.
+    """
+    wrong, parts, why = list[str](), list[Unit](), ""
+    whole = fetched(subject, "tiered.fetch_granularity=block")[0] if granularity == "module" else None
+    for small, buffers in product(stays, (1, 2)):
+        with (
+            mock.patch.object(layout, "_STAYS", small),
+            mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
+        ):
+            words = (f"tiered.fetch_granularity={granularity}", f"tiered.weight_buffers={buffers}")
+            try:
+                found, units = fetched(subject, *words)
+            except UserError as error:
+                if not any(text in str(error) for text in REFUSED):
+                    raise
+                why = one_line(error)
+                continue
+        units = [one for one in units if one.unit.block or not whole]
+        told = [f"{one.unit.name} {one.actual} times for {one.planned}" for one in units if one.actual != one.planned]
+        told += ["a loss is NaN"] if any(map(isnan, found.losses)) else []
+        told += ["other bits than whole blocks"] if whole and not same_bits(found, whole) else []
+        wrong += [f"{buffers} buffers, {small} elements stay: {text}" for text in told]
+        parts = max(parts, [one.unit for one in units if one.unit.is_part], key=len)
+    if granularity == "module" and not (parts or wrong):
+        return Result("whole", why)
+    divided = len({part.within for part in parts})
+    return Result("wrong" if wrong else "right", "; ".join(wrong), modules=len(parts), blocks=divided)
 
 
 @pytest.fixture(autouse=True)
-def whole_blocks(counted_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHECKS, "fetches", check_whole_blocks)
+def checks(counted_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHECKS, "fetches", partial(check, granularity="block"))
+    monkeypatch.setitem(CHECKS, "modules", partial(check, granularity="module", stays=(0, 1 << 20)))
 
 
-def examine(name: str, folder: Path) -> Result:
-    return every_architecture.examine(name, folder, "fetches")["fetches"]
+def examine(name: str, folder: Path, what: str = "fetches") -> Result:
+    return every_architecture.examine(name, folder, what)[what]
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -77,6 +155,9 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     found = {name: in_a_child(name, "fetches")["fetches"].outcome for name in names}
     assert {name for name, outcome in found.items() if outcome == "wrong"} == known
     assert set(found.values()) <= {"right", "wrong", "transformers"}
+    if request.config.getoption("--exhaustive"):
+        found = {name: in_a_child(name, "modules")["modules"].outcome for name in names}
+        assert set(found.values()) <= {"right", "whole", "refused", "transformers"}, found
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +167,49 @@ def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatc
     assert "model.audio_tower.layers.0 0 times for 2" in result.why
 
 
+# -- blocks fetched module by module -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVIDED)
+def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
+    result = examine(name, tmp_path, "modules")
+    assert (result.outcome, result.why) == ("right", "")
+    assert result.modules > result.blocks > 0
+
+
+@pytest.mark.slow
+def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
+    result = examine("XLNet", tmp_path, "modules")
+    assert result.outcome == "whole"
+    assert "tiered.fetch_granularity=module" in result.why
+
+
+@pytest.mark.slow
+def test_wrong_parts_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that cannot be divided, or another order, is reported as wrong."""
+    inside, every = blocks._inside, lambda tiny: {kind for kind, _, _ in blocks._with_children(tiny)}
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
+        result = examine("Llama", tmp_path / "order", "modules")
+        assert result.outcome == "wrong"
+        assert re.search(r"model\.layers\.\S+ \d times for", result.why), result.why
+    monkeypatch.setattr(blocks, "_separable", every)
+    result = examine("Mamba", tmp_path / "divided", "modules")
+    assert result.outcome == "wrong"
+    assert "a loss is NaN" in result.why
+
+
 # -- the order alone ---------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
     """Only three blocks of each kind are run; the order of the others is inferred."""
-    blocks = [f"model.layers.{number}" for number in range(7)]
+    layers = [f"model.layers.{number}" for number in range(7)]
     config = LlamaConfig(**ARCHITECTURES["llama, untied"].to_diff_dict() | {"num_hidden_layers": 7})
-    order = count_activations(meta_model(config), blocks, dtype=torch.float32).order
-    assert order.forward == ("model.embed_tokens", *blocks, "model.norm", "lm_head")
-    assert order.backward == ("lm_head", "model.norm", *blocks[::-1])
+    order = count_activations(meta_model(config), layers, dtype=torch.float32).order
+    assert order.forward == ("model.embed_tokens", *layers, "model.norm", "lm_head")
+    assert order.backward == ("lm_head", "model.norm", *layers[::-1])
 
 
 def shape_of(**more: object) -> ModelShape:

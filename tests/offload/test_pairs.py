@@ -60,6 +60,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
     "mixtral, some experts unused": ("mixtral", {"tied": False, "output_router_logits": True}, [], 2),
     "opt, layers are dropped": ("opt", {}, ["--dtype", "fp32", "optim.max_grad_norm=0"], 1),
 }
+WIDE = {"n_embd": 1024, "n_head": 16, "vocab_size": 8192}  # 46 M parameters
+if ON_GPU:  # transfers take as long as the steps' kernels
+    SETTINGS["gpt2, wide"] = ("gpt2", DROPOUT | WIDE, ["tiered.page_size=1048576", "optim.max_grad_norm=1000"], 2)
 BLOCKS = {
     "kept": [OFF],
     "computed again": [ON],

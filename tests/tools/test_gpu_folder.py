@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from commands import environment
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from gpu_folder import CARRIED, THERE, command, pinned, same  # noqa: E402
+from gpu_folder import CARRIED, THERE, command, pinned  # noqa: E402
 
 from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
 
@@ -27,13 +28,13 @@ LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "C
 
 def needs(name: str) -> set[str]:
     found = (Requirement(text) for text in requires(name) or ())
-    return {same(one.name) for one in found if one.marker is None or one.marker.evaluate(LINUX)}
+    return {canonicalize_name(one.name) for one in found if one.marker is None or one.marker.evaluate(LINUX)}
 
 
 def test_every_need_of_the_package_is_carried_or_there() -> None:
-    known = {same(one) for one in (*CARRIED, *THERE)}
+    known = {canonicalize_name(one) for one in (*CARRIED, *THERE)}
     own = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {same(Requirement(line).name) for line in own} <= known
+    assert {canonicalize_name(Requirement(line).name) for line in own} <= known
     for name in CARRIED:
         assert needs(name) <= known
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_wheel import CARRIED
 from fresh_environment import fresh_environment
+from test_wheel import CARRIED
 
 from offload_trainer.optim import kernel_cache, kernels, native_adam
 from offload_trainer.optim.gradient_kernel import gradient_kernel

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
@@ -42,7 +41,7 @@ from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, one_line, parsed
+from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
@@ -54,8 +53,7 @@ _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Point:
     """A position between two records at which reading can begin."""
 

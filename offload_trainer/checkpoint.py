@@ -27,11 +27,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from pydantic import with_config
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
@@ -39,7 +37,18 @@ from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import EXACT, LENIENT, Count, Flag, Kind, Line, Steps, is_there, read_back, shown
+from offload_trainer.safe_files import (
+    Count,
+    Flag,
+    Kind,
+    Line,
+    Steps,
+    exact_record,
+    is_there,
+    lenient_record,
+    read_back,
+    shown,
+)
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -78,8 +87,7 @@ STEERING = {
 }
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class TrainState:
     """Progress of a run between two steps. Stored as plain JSON in state.json."""
 
@@ -193,9 +201,7 @@ class Checkpoints:
         self._beside_training = new_group()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Finish the save in progress if the run ends in order; abandon it if the run is aborting."""
         in_order = isinstance(error, TrainerError) and getattr(error, "exit_code", 0) != LOST
         if self._under_way and error is not None and not in_order:
@@ -402,16 +408,14 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class Environment:
     """The part of a run's environment that a model card shows."""
 
     packages: dict[Line, Line | None] = field(default_factory=dict)  # versions, None if not installed
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class RunConfiguration:
     """The part of run.json that a resume and a model card read."""
 

@@ -11,21 +11,18 @@ import os
 import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import with_config
-
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import (
-    EXACT,
-    LENIENT,
     Count,
     Crc32,
     FileName,
     Steps,
     as_kind,
+    exact_record,
+    lenient_record,
     open_file,
     read_back,
     shown,
@@ -38,8 +35,7 @@ _TEXT = ("tokens", "training rows", "text")  # identity keys that all change if 
 _NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class StoredFile:
     """Size in bytes and CRC-32 of one file of a checkpoint."""
 
@@ -47,8 +43,7 @@ class StoredFile:
     crc32: Crc32
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class Manifest:
     """Content of a MANIFEST.json. The package versions in the file are informational and not read."""
 

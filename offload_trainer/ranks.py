@@ -442,7 +442,7 @@ def _plain(value: Any) -> Any:
 
 def _decode(data: bytes, kind: Any) -> Any:
     try:
-        return parsed(data, kind, finite=False)
+        return parsed(data, kind)
     except ValueError as error:
         raise TrainerError(f"another rank has told what this one cannot read: {shown(str(error))}") from error
 

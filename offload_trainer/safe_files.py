@@ -1,6 +1,6 @@
 """Read untrusted files safely: size-limited JSON and YAML, validated against a type, from regular files only.
 
-    file ── size limit ── JSON with limits ── type validation ──> value, or one UserError
+    file ── size limit ── pydantic's JSON validation ──> value, or one UserError
                        └─ YAML with limits ──> plain values
 
 Every file that the program reads is opened here, because opening a pipe or a device could block forever. A file may
@@ -12,30 +12,41 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
-import math
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar, dataclass_transform
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError, with_config
 
 from offload_trainer.errors import UserError
 
 Kind = TypeVar("Kind")
 
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
-_DEEPEST = 64  # nesting levels; the deepest file that this program writes, a plan in run.json, has 7
 _MOST_DIGITS = 100  # transformers writes a 31-digit number for a tokenizer without a length limit
 _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 files; parsing this much takes seconds
 _SHOWN = 300  # characters of a file's content quoted in a message
 
-# Model configurations of record classes: unknown keys are an error, or ignored.
 EXACT = ConfigDict(extra="forbid")
-LENIENT = ConfigDict(extra="ignore")
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass_transform(frozen_default=True)
+def exact_record(kind: type[Kind]) -> type[Kind]:
+    """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error."""
+    return with_config(EXACT)(dataclass(frozen=True)(kind))
+
+
+@dataclass_transform(frozen_default=True)
+def lenient_record(kind: type[Kind]) -> type[Kind]:
+    """Make a class a frozen dataclass, which pydantic reads; unknown keys are ignored."""
+    return with_config(ConfigDict(extra="ignore"))(dataclass(frozen=True)(kind))
 
 
 # -- field types -----------------------------------------------------------------------------------------------------
@@ -75,7 +86,6 @@ def read_back(
     *,
     fix: str,
     links: bool = False,
-    finite: bool = True,
     opener: Callable[[Path], int] | None = None,
 ) -> Kind:
     """Read the JSON file `path` and return it as a `kind`: a dataclass or any other type that pydantic supports.
@@ -83,13 +93,12 @@ def read_back(
     Args:
         fix: sentence in the error message that says what to do.
         links: follow a symbolic link at the end of the path.
-        finite: refuse NaN and infinities.
         opener: replaces `open_file`, as in `file_bytes`.
 
     Raises UserError that names the file, the problem and `fix`.
     """
     try:
-        return parsed(file_bytes(path, links=links, opener=opener), kind, finite=finite)
+        return parsed(file_bytes(path, links=links, opener=opener), kind)
     except FileNotFoundError as error:
         raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
     except ValueError as error:
@@ -175,24 +184,15 @@ def refuse_pipes(directory: Path) -> None:
             raise UserError(f"{shown(str(path))} is not a regular file; move it away")
 
 
-def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
-    """Parse JSON as a `kind`. Raises ValueError, a one-line message, if it is invalid, too large or of another type."""
+def parsed(text: bytes | str, kind: type[Kind]) -> Kind:
+    """Parse JSON as a `kind`. Raises ValueError, a one-line message, if it is invalid or of another type.
+
+    Only a typed field refuses NaN and infinities (`Number`), and the last of several equal names counts.
+    """
     try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(
-            decoded,
-            parse_float=_finite if finite else float,
-            parse_constant=_refused_constant if finite else None,
-            object_pairs_hook=_object,
-        )
-        _refuse_depth(value)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
-    return as_kind(value, kind)
+        return adapter(kind).validate_json(text)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ValueError(_complaint(error)) from error
 
 
 def as_kind(value: Any, kind: type[Kind]) -> Kind:
@@ -239,7 +239,7 @@ def parsed_yaml(text: bytes | str, loader: type[LimitedYaml] = LimitedYaml) -> A
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
+        raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example, an invalid date
         raise ValueError(f"not YAML: {one_line(error)}") from error
 
@@ -275,9 +275,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-# -- limits ----------------------------------------------------------------------------------------------------------
-
-_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+# -- validation ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -289,6 +287,8 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 def _complaint(error: ValidationError) -> str:
     """Return the first of pydantic's errors as a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return f"it is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     where = shown(".".join(str(part) for part in first["loc"] if part != "[key]")) or "it"
     if first["type"] == "missing":
         return f"{where} is missing"
@@ -296,38 +296,3 @@ def _complaint(error: ValidationError) -> str:
         return f"{where} is not known to this version"
     wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{where} should be {wanted}, and is {_cut(repr(first['input']))}"
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds the number {shown(text)}, which is not finite")
-    return value
-
-
-def _refused_constant(name: str) -> float:
-    raise ValueError(f"it holds {name}, which is not a number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"it holds {shown(twice)} twice")
-    return made
-
-
-def _refuse_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return
-    raise ValueError(_TOO_DEEP)

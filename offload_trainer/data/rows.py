@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from offload_trainer.data.mixture import Tokens, TokenShards, order
-from offload_trainer.data.stream import FirstRows, StreamedTokens
+from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import TrainerError
 
@@ -137,7 +137,7 @@ class RowReader:
     come by its shares instead of each once an epoch, and those of a stream are shuffled in its blocks.
     """
 
-    tokens: Tokens | StreamedTokens | FirstRows
+    tokens: Tokens | StreamedTokens
     seq_len: int
     rows: range
     vocabulary: int

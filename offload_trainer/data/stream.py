@@ -23,7 +23,7 @@ import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
@@ -42,7 +41,7 @@ from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, one_line, parsed
+from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
@@ -54,8 +53,7 @@ _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Point:
     """A position between two records at which reading can begin."""
 
@@ -69,7 +67,8 @@ class Point:
 class StreamedTokens:
     """The ids of a streamed data set, without end. Has the attributes of a `TokenFile` that readers of rows use."""
 
-    sums, paths = (), ()
+    sums: tuple[Any, ...] = ()
+    paths = ()
 
     def __init__(
         self,
@@ -113,6 +112,7 @@ class StreamedTokens:
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
+        self._kept: np.ndarray | None = None  # the only ids, after `first`
 
     @property
     def summary(self) -> str | None:
@@ -120,8 +120,8 @@ class StreamedTokens:
         return self._encoder.summary
 
     def __len__(self) -> int:
-        """Return the largest length that Python can state: the data set is repeated without end."""
-        return sys.maxsize
+        """Return the number of ids; the largest that Python can state for a data set that is repeated without end."""
+        return sys.maxsize if self._kept is None else len(self._kept)
 
     def remember(self, points: Path, *, writes: bool) -> None:
         """Use the seek points in a file, and add new ones to it if `writes` is set.
@@ -155,6 +155,8 @@ class StreamedTokens:
 
         Raises TrainerError if the data set cannot be read, has no text, or is not the one that seek points describe.
         """
+        if self._kept is not None:
+            return self._kept[start : start + count]
         begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
         near = self._points[bisect_right(self._points, (begin, sys.maxsize), key=_place) - 1]
         if begin < self._begin or near.tokens > self._end:
@@ -168,8 +170,11 @@ class StreamedTokens:
         self._ids, self._begin = ids[begin - self._begin :], begin
         return self._ids[start - begin :][:count]
 
-    def first(self, rows: int) -> FirstRows:
-        """Read the first `rows` rows, or all of the data set if it has fewer. Raises as `read`."""
+    def first(self, rows: int) -> StreamedTokens:
+        """Keep the first `rows` rows in memory as the only ones, or all of the data set if it has fewer; return itself.
+
+        `sums` is then the identity and the first row's checksum, the same for any number of rows. Raises as `read`.
+        """
         self._open(self._points[0])
         count = rows * self._seq_len + 1
         parts: list[np.ndarray] = []
@@ -180,8 +185,9 @@ class StreamedTokens:
         ids = np.concatenate(parts)[:count]
         if self.row_length:  # The last row needs one id after it as its last target.
             ids = np.append(ids[: rows * self._seq_len], np.uint32(NOT_LEARNED))
-        sums = self.identity, zlib.crc32(ids[: self._seq_len].tobytes())
-        return FirstRows(self.name, self.tokenizer, self.row_length, self.packed, ids, sums)
+        self.sums = self.identity, zlib.crc32(ids[: self._seq_len].tobytes())
+        self._kept, self._records = ids, iter(())
+        return self
 
     def _open(self, point: Point) -> None:
         self._begin = self._end = point.tokens
@@ -285,25 +291,6 @@ class StreamedTokens:
             f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
             f"and the network{rerun}"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class FirstRows:
-    """The first rows of a streamed data set, in memory. Has the attributes of a `TokenFile` that its readers use."""
-
-    name: str
-    tokenizer: str
-    row_length: int | None
-    packed: bool
-    ids: np.ndarray
-    sums: tuple[str, int]  # the stream's identity and the first row's checksum, the same for any number of rows
-    summary, paths = None, ()
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        return self.ids[start : start + count]
 
 
 def _characters(record: list[str] | Example) -> int:

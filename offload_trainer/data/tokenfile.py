@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
-from pydantic import Field, with_config
+from pydantic import Field
 
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
+from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, read_back
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
 from offload_trainer.storage.owned_dirs import MODE, open_owned
@@ -200,8 +199,7 @@ class TokenFile:
         return max(int((self.read(i, min(_SCAN_TOKENS, self.tokens - i)) & bits).max()) for i in starts)
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[Count, Field(gt=0)]
@@ -328,9 +326,7 @@ class TokenWriter:
             self._sums.append(zlib.crc32(self._block[:BLOCK]))
             self._block = self._block[BLOCK:]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self._commit()

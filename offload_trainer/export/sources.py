@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import with_config
 
 from offload_trainer.checkpoint import (
     MADE,
@@ -34,7 +33,7 @@ from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description, read_store
-from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
+from offload_trainer.safe_files import Count, Line, Steps, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
@@ -93,8 +92,7 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
         )
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class FinalExport:
     """The content of export.json: the step after which the weights in RUN/export were written, and their run."""
 
@@ -182,8 +180,7 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _Planned:
     """The part of a run's plan.json that says where page files were."""
 

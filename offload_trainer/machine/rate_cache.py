@@ -12,16 +12,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import with_config
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.step_time import correction
-from offload_trainer.safe_files import LENIENT, Count, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
+from offload_trainer.safe_files import Count, Kind, Line, as_kind, file_bytes, is_there, lenient_record, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
@@ -62,8 +60,7 @@ def _drive_key(drive: DriveFacts) -> str:
     return " ".join(str(fact) for fact in facts if fact)
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _Kept:
     """The content of the file. Entries are validated one by one, since other versions may have written some."""
 
@@ -73,8 +70,7 @@ class _Kept:
     kept_free: dict[str, Any] = field(default_factory=dict)  # bytes, by the GPU's name
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _OfMachine:
     rates: Rates
     ratios: dict[Line, list[Ratio]] = field(default_factory=dict)

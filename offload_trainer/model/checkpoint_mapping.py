@@ -154,7 +154,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or names more layers than can be built.
     """
     path, fix = directory / "config.json", "It is no model's configuration; save or download it again"
-    values = read_back(path, dict[str, Any], links=True, finite=False, fix=fix)
+    values = read_back(path, dict[str, Any], links=True, fix=fix)
     refuse_endless(values, str(path))
     return values
 

@@ -16,22 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pydantic import with_config
 from torch import nn
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import Group, loading_groups
 from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
-from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back, shown
+from offload_trainer.safe_files import FileName, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, describe_invalid_values
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 5  # number of keys named in a note
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class ShardIndex:
     """The content of a model.safetensors.index.json."""
 

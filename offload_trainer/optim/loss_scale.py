@@ -5,19 +5,18 @@ A run keeps the scale and the window of the checkpoint that it resumes from, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, Strict, with_config
+from pydantic import Field, Strict
 
-from offload_trainer.safe_files import EXACT, Number, Steps
+from offload_trainer.safe_files import Number, Steps, exact_record
 
 INITIAL_SCALE = 65536.0
 WINDOW = 1000
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class LossScale:
     """The factor on the loss, and when it changes."""
 

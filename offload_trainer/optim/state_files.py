@@ -18,11 +18,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, with_config
+from pydantic import Field
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
@@ -40,7 +39,7 @@ from offload_trainer.plan.tiered.state_formats import (
     state_format,
 )
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.safe_files import EXACT, Steps, read_back
+from offload_trainer.safe_files import Steps, exact_record, read_back
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
@@ -48,8 +47,7 @@ _FIX = "Move that checkpoint away, and the same command resumes from the one bef
 MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class EngineState:
     """The part of an engine's state that is not tensors."""
 
@@ -240,9 +238,7 @@ class StoredKind:
     def __enter__(self) -> StoredKind:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
 

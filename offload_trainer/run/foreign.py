@@ -42,13 +42,13 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import torch
-from pydantic import Field, with_config
+from pydantic import Field
 from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.plan.shape import Weight
-from offload_trainer.safe_files import LENIENT, Steps, as_kind, is_there, open_file, open_given, read_back, shown
+from offload_trainer.safe_files import Steps, as_kind, is_there, lenient_record, open_file, open_given, read_back, shown
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
@@ -61,8 +61,7 @@ _MOMENT = re.compile(r"(?P<optimizer>.+?)\.state\.(?P<name>.+)\.exp_avg")
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class ScalerState:
     """The state of torch's GradScaler."""
 
@@ -249,8 +248,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 # -- transformers' Trainer ---------------------------------------------------------------------------------------------
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _TrainerState:
     """The part of trainer_state.json that an import reads."""
 
@@ -299,7 +297,7 @@ def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
     if not is_there(directory / STATE):
         return state
     fix = "Import another checkpoint of that run"
-    about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
+    about = read_back(directory / STATE, _TrainerState, links=True, fix=fix)
     position, scaler = None, None
     if is_there(directory / _SCHEDULER):
         saved = load_pickle(directory / _SCHEDULER)

@@ -33,8 +33,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from pydantic import with_config
-
 from offload_trainer.checkpoint import (
     MADE,
     TrainState,
@@ -67,7 +65,7 @@ from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
 from offload_trainer.run.resume_point import newest_state
-from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
+from offload_trainer.safe_files import Count, as_kind, file_bytes, lenient_record, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.scratch_dir import clear as clear_drive
@@ -84,8 +82,7 @@ from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _Made:
     """Content of run.json next to the page files: the metadata compared at resume."""
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from offload_trainer.errors import (
     gpu_full_told,
 )
 from offload_trainer.export.directory import write_final
-from offload_trainer.machine.rate_cache import keep_free
+from offload_trainer.machine.rate_cache import keep_free, keep_ratios
+from offload_trainer.plan.step_time import steady_ratios
 from offload_trainer.ranks import end_if_node_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
@@ -53,12 +55,17 @@ from offload_trainer.run.directory import Log, refuse_second, run_directory, wri
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
+from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
+from offload_trainer.telemetry.report import predicted_row, report_page
 from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_seconds
+
+_MOST_ROWS = 800  # steps of which a page is made
+_TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
 def train_run(
@@ -303,7 +310,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         if job.telemetry:
-            page = partial(run_page, setup, swaps=job.swaps)
+            page = partial(_run_page, setup, swaps=job.swaps)
             job.telemetry.report = LiveReport(output / "report.html", page, say=job.say)
         try:
             state = trainer.train(job, asked, resume=resume_from)
@@ -327,7 +334,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             else:
                 for _ in weights:  # this rank takes part in gathering them
                     pass
-        report(setup, job)
+        _report(setup, job)
         if asked.stop:
             farewell = _farewell(state.step, steps, saved=saved, output=output)
             stopped = Interrupted(farewell, signal_number=asked.stop)
@@ -349,3 +356,85 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
         f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
     )
+
+
+# -- report ----------------------------------------------------------------------------------------------------------
+
+
+def _report(setup: Setup, job: Job) -> None:
+    """Write the last report.html of this process, and keep the timing ratios for later plans, if a step was finished.
+
+    Does nothing on ranks without telemetry.
+    """
+    if not job.telemetry or not job.telemetry.report:
+        return
+    rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
+    if rows:
+        job.telemetry.report.end()
+        _keep_ratios(setup, rows)
+
+
+def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
+    """Return the page of a run, read from its directory.
+
+    It takes 0.1 s on one core, also after 100,000 steps, since it is made of about 800 of them. `left`: the seconds to
+    the end of the run; None: it has ended.
+    """
+    rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
+    return report_page(
+        title=f"{setup.config.model.name}: {setup.plan.homes}",
+        rows=rows,
+        evaluations=read_evaluations(setup.output / "evaluations.jsonl"),
+        progress=(setup.config.train.steps, left),
+        predicted=_predicted(setup, rows, swaps=swaps),
+        notes=setup.plan.notes,
+    )
+
+
+def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -> list[tuple[str, ...]]:
+    """Return rows of predicted and measured numbers: bytes of each tier and of a step's traffic, seconds by phase."""
+    if not rows:
+        return []
+    plan, output, counted = setup.plan, setup.output, steady(rows)
+    measured: dict[str, int | None] = {"gpu": max(row.device_peak_bytes for row in rows)}
+    measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
+    for drive, swap in zip(setup.drives, swaps, strict=False):
+        measured[str(drive.resolve())] = bytes_below(swap)
+    saved = sum(bytes_below(output / left) for left in ("checkpoints", "export"))
+    measured[str(output.expanduser().absolute())] = saved
+    table = []
+    for tier in dict.fromkeys([*plan.tiers, *measured]):
+        room = plan.tiers.get(tier, {})
+        table += predicted_row(tier, room.get("need"), measured.get(tier), format_bytes, room.get("have"))
+    on_drives = [moved for moved in plan.traffic if moved.place != "device"]
+    for way, key in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
+        moved = [getattr(row, key) for row in counted]
+        need = plan.nodes * sum(getattr(part, way) for part in on_drives)
+        table += predicted_row(f"{way} on drives, a step", need, None if None in moved else median(moved), format_bytes)
+    forecast, taken = plan.forecast.in_line, median_phases(rows)
+    for phase in dict.fromkeys([*forecast, *taken]):
+        table += predicted_row(phase, forecast.get(phase), taken.get(phase), format_seconds)
+    known = [seconds for seconds in forecast.values() if seconds is not None]
+    if taken.keys() == forecast.keys() and len(known) == len(forecast):  # otherwise the ratio would mislead
+        table += predicted_row("all phases, added", sum(known), sum(taken.values()), format_seconds)
+    return table
+
+
+def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
+    """Print measured / predicted seconds per phase and store the stable ratios for later plans."""
+    plan, log = setup.plan, setup.log
+    seconds, rows = median_phases(rows), steady(rows)
+    off = {
+        phase: seconds[phase] / known for phase, known in plan.forecast.in_line.items() if known and phase in seconds
+    }
+    if not off or len(rows) < _TELLING:
+        return
+    log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
+    try:
+        taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
+        keep_ratios(
+            setup.planned.machine,
+            steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world),
+        )
+    except (OSError, TrainerError) as error:  # the run itself has succeeded
+        log.say(f"note: these ratios could not be saved for later plans: {error}")

@@ -296,7 +296,7 @@ def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
             raise UserError(
                 f"blocks={name!r}: the module has no submodule of that name; it has {', '.join(list(parts)[1:9])}"
             )
-        inner = [_below(name, key) for key, _ in parts[name].named_children()]
+        inner = [f"{name}.{key}".lstrip(".") for key, _ in parts[name].named_children()]
         names += inner if isinstance(parts[name], nn.ModuleList) else [name]
     weights = []
     for name, parameter in module.named_parameters():
@@ -321,13 +321,11 @@ def repeated_blocks(module: nn.Module) -> list[str]:
         inside = any(name.startswith(f"{block}.") for block in found)
         if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
             found += [
-                _below(name, key) for key, child in part.named_children() if any(True for _ in child.parameters())
+                f"{name}.{key}".lstrip(".")
+                for key, child in part.named_children()
+                if any(True for _ in child.parameters())
             ]
     return found
-
-
-def _below(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
 
 
 def _told(module: nn.Module, key: str) -> int | None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pydantic import with_config
 from torch import nn
 
 from offload_trainer.checkpoint import RunRecord, TrainState, write_checkpoint
@@ -34,7 +33,7 @@ from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
-from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
+from offload_trainer.safe_files import Crc32, is_there, lenient_record, read_back
 from offload_trainer.session.optimizer import (
     OffloadedOptimizer,
     layout_of,
@@ -63,8 +62,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _SessionState:
     """Content of session.json."""
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from math import isfinite
 from pathlib import Path
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, Literal
 
 import psutil
@@ -465,9 +465,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

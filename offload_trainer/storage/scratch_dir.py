@@ -23,7 +23,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes
@@ -82,9 +81,7 @@ class DriveLease:
     def __enter__(self) -> DriveLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the lease. After an error, leave a directory that this run could resume from."""
         if error is not None and is_listed(self.path):
             self._place.leave()

@@ -14,11 +14,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -92,20 +91,18 @@ class PlacedWriter:
     `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
     """
 
-    def __init__(
-        self, path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self.path = path
         self._entries = {entry.name: entry for entry in entries}
-        _, self._starts, self.size = _laid_out(entries, metadata)
+        _, self._starts, self.size = _laid_out(entries)
         self._pieces: list[Piece] = []
         self._written = self._passed = 0
         self._file = _opened(path, os.O_WRONLY)  # write-only: over NFS the client then sends only these bytes
 
     @staticmethod
-    def make(path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None) -> Piece:
+    def make(path: Path, entries: Sequence[TensorEntry]) -> Piece:
         """Create the file with its header and its full size, and return the header's piece."""
-        header, _, size = _laid_out(entries, metadata)
+        header, _, size = _laid_out(entries)
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
             try:
                 _write_all(file.fileno(), memoryview(header), 0)
@@ -160,9 +157,9 @@ def _opened(path: Path, flags: int) -> BinaryIO:
         raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
 
 
-def _laid_out(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:
+def _laid_out(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], int]:
     """Return the file's header bytes, the byte offset at which each tensor starts, and the size of the whole file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, offset = {}, 0
     for entry in entries:
         starts[entry.name] = offset
@@ -196,11 +193,9 @@ class TensorFileWriter:
     Raises TrainerError if the disk refuses.
     """
 
-    def __init__(
-        self, path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self._header = PlacedWriter.make(path, entries, metadata=metadata)
-        self._writer = PlacedWriter(path, entries, metadata=metadata)
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+        self._header = PlacedWriter.make(path, entries)
+        self._writer = PlacedWriter(path, entries)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor, from any device and layout."""
@@ -283,9 +278,7 @@ class TensorFileReader:
     def __enter__(self) -> TensorFileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

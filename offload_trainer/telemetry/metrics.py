@@ -6,15 +6,13 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from pydantic import with_config
-
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, adapter, open_file, parsed
+from offload_trainer.safe_files import Count, Flag, Number, Steps, adapter, exact_record, open_file, parsed
 
 _Record = TypeVar("_Record")
 _PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
@@ -28,8 +26,7 @@ def _to_json(record: Any) -> str:
     return adapter(type(record)).dump_json(record, exclude_defaults=True).decode()  # type: ignore[arg-type]
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class StepRecord:
     """One optimizer step. Its fields are the keys of a line of metrics.jsonl, on which readers of the file rely."""
 
@@ -58,8 +55,7 @@ class StepRecord:
     to_json = _to_json
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class EvalRecord:
     """One validation. Its fields are the keys of a line of evaluations.jsonl."""
 

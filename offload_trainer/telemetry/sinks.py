@@ -19,14 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import with_config
 from tqdm import tqdm
 
 from offload_trainer.errors import TrainerError, reason
-from offload_trainer.safe_files import LENIENT, Steps, open_given, parsed
+from offload_trainer.safe_files import Steps, lenient_record, open_given, parsed
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.trackers import Trackers
@@ -76,8 +74,7 @@ class JsonLines:
         os.close(self._fd)
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
+@lenient_record
 class _Stepped:
     """The field shared by the lines of both files."""
 

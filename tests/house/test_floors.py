@@ -134,7 +134,6 @@ JSON = {
     "model.loader": "a configuration in memory, as transformers writes it",
     "hf": "whether the Trainer's own state was written to its end",
     "storage.tensorfile": "a header that the safetensors library has checked",
-    "safe_files": "",
 }
 
 

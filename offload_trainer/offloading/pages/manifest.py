@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, with_config
+from pydantic import Field
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import DamagedPage, PageCopies, PageTable, copies_of_bits
@@ -35,7 +35,7 @@ from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.safe_files import EXACT, Count, Line, Steps, file_bytes, open_file, parsed, read_back, shown
+from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 
@@ -46,8 +46,7 @@ FIX = "Export the run's newest checkpoint"
 # -- contents ----------------------------------------------------------------------------------------------------------
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class ManifestWeight:
     """A trainable weight: its unit, and its first element in the unit."""
 
@@ -61,8 +60,7 @@ class ManifestWeight:
         return math.prod(self.shape)
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class StoreManifest:
     """The content of store.json."""
 
@@ -119,8 +117,7 @@ def manifest_of(
     )
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Newest:
     """The content of a record: the step of the files, the valid pages, and other state that a resumed run needs.
 

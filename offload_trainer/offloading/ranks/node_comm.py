@@ -92,19 +92,17 @@ class FetchMatching:
 class Node:
     """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
 
-    def __init__(self, *, together: bool = False, by_parts: bool = False, stalled: float = ranks.STALLED) -> None:
+    def __init__(self, *, together: bool = False, by_parts: bool = False) -> None:
         """Connect to the other ranks if `together`; all ranks call it then.
 
         Args:
             together: this process is one of several ranks that were joined before.
             by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
-            stalled: seconds after which a rank that does not reach a `barrier` ends the run.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)
         self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
         self.by_parts = by_parts and len(self.local_ranks) > 1
-        self._stalled = stalled
         self._between_gpus: Any = None
         self._matching: FetchMatching | None = None
         self._point_to_point: Any = ranks.group_of() if self.world > 1 else None
@@ -175,7 +173,7 @@ class Node:
         if self._matching is not None:
             self._matching.barrier()
         elif self.world > 1:
-            ranks.barrier(stalled=self._stalled)
+            ranks.barrier()
 
     def fetch_matching(self) -> FetchMatching:
         """Return the node's `FetchMatching`, which from now on carries out `barrier` as well. All ranks call it."""
@@ -185,7 +183,7 @@ class Node:
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
-        return partial(ranks.exchange_numbers, stalled=self._stalled, group=ranks.group_of())
+        return partial(ranks.exchange_numbers, stalled=ranks.STALLED, group=ranks.group_of())
 
     @property
     def fetches_together(self) -> bool:

@@ -101,9 +101,7 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
         command += [*added.split(), "--output", f"{folder}/run"]
         with log.open("w") as errors:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-        trial.steps = [
-            parsed(line, dict[str, Any], finite=False) for line in done.stdout.splitlines() if line.startswith("{")
-        ]
+        trial.steps = [parsed(line, dict[str, Any]) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:
             reason = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
             trial.failed = f"{reason}: {' '.join(log.read_text(errors='replace').split())[-300:]}"

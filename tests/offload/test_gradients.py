@@ -65,7 +65,8 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 @contextmanager
 def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
-    transfers = Transfers()
+    transfers, patch = Transfers(), pytest.MonkeyPatch()
+    patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
     dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
     homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
@@ -74,6 +75,7 @@ def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iter
     try:
         yield made
     finally:
+        patch.undo()
         made.close()
         transfers.close()
 

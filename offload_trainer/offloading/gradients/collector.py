@@ -27,6 +27,7 @@ from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
@@ -86,21 +87,22 @@ class Gradients:
         *,
         device: Device,
         ring_bytes: int,
-        in_flight_bytes: int = GRADIENTS_IN_FLIGHT,
         order: Sequence[str],
         kernel: GradientKernel,
+        device_kernel: CudaKernel | None = None,
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
         Args:
             ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
                 that are not a weight's first or have another dtype.
-            in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
             order: weight names in the order in which their norms are summed.
             kernel: adds gradients to sums in host memory, and measures these.
+            device_kernel: does so on the device, if sums are in fp32; None: torch's operations, with the same bits.
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
+        self._device_kernel = device_kernel if self._ordered and self.dtype is torch.float32 else None
         self._intake = GradientIntake(units)
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
@@ -108,7 +110,7 @@ class Gradients:
         self._host = HostAccumulator(units, store, cores=cores_beside(device))
         self._copies = CopyGroup(device)
         self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda), before_wait=self._copies.queue)
-        self._in_flight = InFlight(in_flight_bytes, before_wait=self._copies.queue)
+        self._in_flight = InFlight(GRADIENTS_IN_FLIGHT, before_wait=self._copies.queue)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
@@ -160,9 +162,12 @@ class Gradients:
             self._norms[name] = norm_of(flat)
         if resident is not None:
             target = resident[here]
-            target.copy_(flat) if first else target.add_(flat)
-            if measured:
-                self._norms[name] = self._norm_of_sum(name, target)
+            if measured and self._device_kernel is not None:
+                self._norms[name] = self._device_kernel.add_gradient(target, flat.contiguous())
+            else:
+                target.copy_(flat) if first else target.add_(flat)
+                if measured:
+                    self._norms[name] = self._norm_of_sum(name, target)
         elif host is not None and at_hand:
             pieces = self._pieces(name) if measured else None
             results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
@@ -241,7 +246,7 @@ class Gradients:
     def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
         if values.device.type != "cpu":
-            return ordered_norm(values)
+            return ordered_norm(values) if self._device_kernel is None else self._device_kernel.add_gradient(values)
         pieces = self._pieces(name)
         return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 

@@ -22,7 +22,6 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
@@ -130,16 +129,8 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
-        on_device = parts.kernels[1]
-        return Gradients(
-            units,
-            store,
-            device=device,
-            ring_bytes=parts.ring_bytes,
-            order=order,
-            kernel=kernel,
-            device_kernel=on_device if isinstance(on_device, CudaKernel) and on_device.adds_gradients else None,
-        )
+        ring, beside = parts.ring_bytes, parts.kernels[1]
+        return Gradients(units, store, device=device, ring_bytes=ring, order=order, kernel=kernel, device_kernel=beside)
     return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 

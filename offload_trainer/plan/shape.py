@@ -364,20 +364,13 @@ def estimated(shape: ModelShape, item_bytes: int, *, pieces: int) -> Activations
     text = shape.without(shape.images.units if shape.images else ())  # `image_part` counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
-    head = e * shape.vocabulary * shape.hidden
+    head, loss = e * shape.vocabulary * shape.hidden, loss_peak(shape.vocabulary, e, pieces=pieces)
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,
         norm=Part(states, (states + states,), (states + states,)),
-        head=Part(
-            Growth(),
-            (),
-            (
-                Growth(token=loss_peak(shape.vocabulary, e, pieces=pieces)),
-                Growth(fixed=head, token=e * shape.vocabulary),
-            ),
-        ),
+        head=Part(Growth(), (), (Growth(token=loss), Growth(fixed=head, token=e * shape.vocabulary))),
         embedding=(Growth(fixed=head) + states + states,),
     )

@@ -16,6 +16,7 @@ from offload_trainer.data import rows
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.gradients.norms import ordered_norm
 from offload_trainer.optim import loss_scale
+from offload_trainer.optim.cuda_adam import CudaKernel
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
 DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
@@ -115,8 +116,13 @@ def test_clipped_steps_do_not_depend_on_the_placement(
     """A GPU's norms, by which gradients are clipped, are not plain torch's to the bit."""
     model, found, added, begin = model_directory(tmp_path / "gpt2", "gpt2"), [], [], Gradients.__init__
 
-    class Kernel:
+    class Kernel(CudaKernel):
         """A stand-in for the compiled addition."""
+
+        adds_gradients = True
+
+        def __init__(self) -> None:
+            pass
 
         def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
             added.append(sums)

@@ -289,7 +289,8 @@ def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPa
     for beside in (reference(), TorchKernel()):
         kernel, words = chosen_here(beside, monkeypatch)
         assert isinstance(kernel, CudaKernel)
-        assert "the CPU's bits" in words
+        assert kernel.adds_gradients
+        assert words.endswith("checked to give the CPU's bits.")
 
 
 def flushing(update: Callable[..., None], kernel: CudaKernel, page: PageUpdate) -> None:

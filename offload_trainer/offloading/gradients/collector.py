@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -89,7 +90,7 @@ class Gradients:
         ring_bytes: int,
         order: Sequence[str],
         kernel: GradientKernel,
-        device_kernel: CudaKernel | None = None,
+        device_kernel: Kernel | None = None,
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
@@ -98,11 +99,13 @@ class Gradients:
                 that are not a weight's first or have another dtype.
             order: weight names in the order in which their norms are summed.
             kernel: adds gradients to sums in host memory, and measures these.
-            device_kernel: does so on the device, if sums are in fp32; None: torch's operations, with the same bits.
+            device_kernel: a `CudaKernel` adds and measures sums in fp32 on the device, with the bits of torch.
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
-        self._device_kernel = device_kernel if self._ordered and self.dtype is torch.float32 else None
+        fits = self._ordered and self.dtype is torch.float32
+        usable = fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients
+        self._device_kernel = cast("CudaKernel", device_kernel) if usable else None
         self._intake = GradientIntake(units)
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
@@ -346,12 +349,13 @@ class CopyGroup:
 
     def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Add a copy of `values` (on the device), and return a future that completes with it, after `queue`."""
+        if self._device.in_host_memory:
+            return self._device.download(values, into)
         if unit != self._unit:
             self.queue()
-        self._unit = unit
+        self._unit, arrived = unit, self._arrived
         self._copies.append((values, into))
-        arrived = self._arrived
-        if self._device.in_host_memory or sum(values.nbytes for values, _ in self._copies) >= _TOGETHER:
+        if sum(values.nbytes for values, _ in self._copies) >= _TOGETHER:
             self.queue()
         return arrived
 

@@ -421,6 +421,7 @@ FLAGS_OF_COMMANDS = {
     "--machine": "plan",
     "--nodes": "plan",
     "--parallel": "plan",
+    "--explain": "plan",
     "--drive-gigabytes": "bench",
     "--write": "tune",
     "--trial-steps": "tune",

@@ -2,9 +2,10 @@
 
     check_cuda_kernel.py
 
-The PTX rounds each fp32 operation to nearest even and flushes no denormals to zero. It has exactly two FMAs an element,
-or none for CPUs without FMA. Exits with 1 if a check failed. Triton alone is needed: no GPU, driver or CUDA build of
-torch. On a GPU `tests/optim/test_cuda_adam.py` compares the bits, and `offload-train bench` measures the speed.
+The PTX rounds each fp32 operation to nearest even and flushes no denormals to zero. The update has exactly two FMAs an
+element, or none for CPUs without FMA; the addition of gradients has none. Exits with 1 if a check failed. Triton alone
+is needed: no GPU, driver or CUDA build of torch. On a GPU `tests/optim/test_cuda_adam.py` compares the bits, and
+`offload-train bench` measures the speed.
 """
 
 import re
@@ -20,7 +21,7 @@ from offload_trainer.optim.cuda_adam import constants
 CARDS = (70, 75, 80, 86, 89, 90, 100, 120)  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # The fp32 instructions allowed in PTX: arithmetic that rounds to nearest even, and instructions without arithmetic.
 EXACT = re.compile(
-    r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|cvt\.rn\.(f32\.[us]32|f16(x2)?\.f32)|cvt\.f32\.f16"
+    r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|add\.rn\.f32\.f16|cvt\.rn\.(f32\.[us]32|f16(x2)?\.f32)|cvt\.f32\.f16"
     r"|(ld|st|mov|selp|setp|neg|abs)\b.*"
 )
 TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments
@@ -32,7 +33,7 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
     faults = sorted({name for name in operations if not EXACT.fullmatch(name) or "ftz" in name})
     roots = operations.count("sqrt.rn.f32")  # each element takes one
     fused = operations.count("fma.rn.f32") + 2 * operations.count("fma.rn.f32x2")
-    if not roots or fused != (2 * roots if fuses else 0):
+    if fused != (2 * roots if fuses else 0) or (fuses and not roots):
         faults.append(f"{fused} FMA for {roots} elements")
     if ".local" in ptx:
         faults.append("registers spilled to memory")
@@ -58,10 +59,24 @@ def ptx_for(card: int, *, moments: str, given: str | None, fuses: bool, whole: b
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options).asm["ptx"]
 
 
+def ptx_of_addition(card: int, *, given: str) -> str:
+    """Compile `add_gradient` for a card, where it adds gradients of type `given` and squares the sums."""
+    fixed = {"SQUARES": True, "ROWS": 32, "LANES": 256}
+    signature = dict.fromkeys(triton_adam.add_gradient.arg_names, "*fp32") | {"values": given}
+    signature |= dict.fromkeys(("count", "width"), "i32") | dict.fromkeys(fixed, "constexpr")
+    source = ASTSource(triton_adam.add_gradient, signature=signature, constexprs=fixed)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options).asm["ptx"]
+
+
 def main() -> int:
-    """Compile the function for each card with each type once, and print a line for each format of moments."""
+    """Compile the functions for each card with each type once, and print a line for each format of moments."""
     wrong = False
     for card in CARDS:
+        added = [ptx_of_addition(card, given=given) for given in ("*i16", "*fp16", "*fp32")]
+        faults = [fault for code in added for fault in faults_of(code, fuses=False)]
+        wrong |= bool(faults)
+        print(f"triton {triton.__version__}  sm_{card}  gradients: {'; '.join(faults) or 'right'}")
         for moments in TYPES:
             faults = []
             for given, fuses, whole in (("*i16", True, True), ("*fp16", False, True), (None, True, False)):

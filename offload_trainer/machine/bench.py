@@ -48,6 +48,7 @@ from offload_trainer.plan.machine import (
     sums_key,
 )
 from offload_trainer.plan.parallel.comm_cost import piece_width
+from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.safe_files import one_line, parsed
 from offload_trainer.storage.host_memory import host_buffer
@@ -415,7 +416,8 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
 def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
     logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
     targets = torch.arange(_OF_LOSS, device=device)
-    return [logits], lambda: [cross_entropy(logits, targets)]
+    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=device.type != "cpu")
+    return [logits], lambda: [cross_entropy(logits, targets, pieces=pieces)]
 
 
 def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:

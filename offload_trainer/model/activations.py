@@ -158,13 +158,15 @@ class _Run:
             torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
         return held
 
-    def head(self, tokens: int) -> AllocationTrace:
-        """Trace the head on `tokens` tokens; `body` must have run before."""
+    def head(self, tokens: int, *, gpu: bool) -> AllocationTrace:
+        """Trace the head on `tokens` tokens, with a GPU's loss or a CPU's; `body` must have run before."""
         states = torch.empty(tokens, self.width, dtype=self.model.dtype, device="meta", requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
         with self._watched([], states, targets) as held:
             summed = (
-                cross_entropy(states, targets) if self._loss.whole else self._loss.summed(self.kind, states, targets)
+                cross_entropy(states, targets)
+                if self._loss.whole
+                else self._loss.summed(self.kind, states, targets, gpu=gpu)
             )
             held.mark("body")
             summed.backward()
@@ -257,12 +259,13 @@ def count_activations(
     whole_logits: bool = False,
     packed: bool = False,
     tiles: Sequence[str] = (),
+    chunk: int = 1024,
 ) -> ModelMemory:
     """Count the activation memory of `model` on a GPU and on a CPU when it runs in `dtype`.
 
     `model` is on the meta device, with its frozen parameters set; its parameters are in `dtype` afterwards. `packed` is
-    for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces. Raises any
-    exception of a model that cannot run on meta tensors.
+    for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
+    `chunk` is `model.loss_chunk`. Raises any exception of a model that cannot run on meta tensors.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -270,22 +273,24 @@ def count_activations(
     needed = AccessTrace(model, blocks)
     if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
         blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    loss = CausalLoss(model, chunk=1, whole=whole_logits)
+    loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
     parts = [model.get_submodule(name) for name in tiles]
 
     def run(kernels: Kernels) -> _Run:
         return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, needed=needed)
 
-    on_gpu, order = _count(model, blocks, lambda: run(kernels))
-    on_cpu = _count(model, blocks, lambda: run(Kernels("cpu")))[0] if kernels.differs else on_gpu
-    return ModelMemory(on_gpu, on_cpu, order)
+    counted = _count(model, blocks, lambda: run(kernels))
+    if not kernels.differs:
+        return counted
+    return replace(counted, on_cpu=_count(model, blocks, lambda: run(Kernels("cpu"))).on_cpu)
 
 
-def _count(
-    model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]
-) -> tuple[Activations, Order | None]:
-    """Count with three or two blocks of each kind if the model runs with so few, otherwise with all."""
+def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]) -> ModelMemory:
+    """Count with three or two blocks of each kind if the model runs with so few, otherwise with all.
+
+    The kernels of `begin` are either a GPU's or a CPU's; only the loss is counted for both.
+    """
     modules = [model.get_submodule(name) for name in blocks]
     known: dict[Any, int] = {}
     kinds = [known.setdefault(_signature(block), len(known)) for block in modules]
@@ -298,7 +303,7 @@ def _count(
             try:
                 with _only(model, blocks, ran):
                     found = _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
-                return found, run.needed.order(ran)
+                return ModelMemory(*found, run.needed.order(ran))
             except TooLong as error:
                 failed = error
             except Exception as error:  # transformers' code, in models that find blocks by their index
@@ -314,23 +319,25 @@ def _last(kinds: Sequence[int], count: int) -> list[int]:
 
 def _counted(
     run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
-) -> Activations:
+) -> tuple[Activations, Activations]:
+    """Return the memory with a GPU's loss and with a CPU's."""
     sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies, heads, pieces = [], [], []
+    bodies, heads, heads_of_cpu, pieces = [], [], [], []
     for rows, tokens in sizes:
         bodies.append(run.body(modules, rows, tokens))
-        heads.append(run.head(rows * tokens))
+        heads.append(run.head(rows * tokens, gpu=True))
+        heads_of_cpu.append(run.head(rows * tokens, gpu=False))
         pieces.append(run.pieces(rows * tokens))
         run.operations.resume()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
-    head = _Cut(heads, [], length=length).whole()
+    head, head_of_cpu = (_Cut(each, [], length=length).whole() for each in (heads, heads_of_cpu))
     hidden = Growth(token=run.hidden * run.model.dtype.itemsize)
     parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
     found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
     all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
     if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
-    return found
+    return found, replace(found, head=head_of_cpu)
 
 
 def _of_piece(counted: Part) -> Part:

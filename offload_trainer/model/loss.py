@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 from offload_trainer.optim.cross_entropy import cross_entropy
+from offload_trainer.plan.shape import loss_pieces
 
 _IGNORED = -100  # torch's and transformers' label for targets that do not count
 
@@ -154,9 +155,15 @@ class CausalLoss(nn.Module):
             total = total + checkpoint(self.summed, kind, part, wanted, use_reentrant=False)
         return total
 
-    def summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss of one chunk: `hidden` is [tokens, hidden], `targets` is [tokens]."""
-        return cross_entropy(self._logits(kind, hidden), targets)
+    def summed(
+        self, kind: type, hidden: torch.Tensor, targets: torch.Tensor, *, gpu: bool | None = None
+    ) -> torch.Tensor:
+        """Return the summed loss of one chunk: `hidden` is [tokens, hidden], `targets` is [tokens].
+
+        It is computed in the pieces of a GPU or of a CPU; by default of the device that has `hidden`.
+        """
+        logits, gpu = self._logits(kind, hidden), hidden.device.type != "cpu" if gpu is None else gpu
+        return cross_entropy(logits, targets, pieces=loss_pieces(logits.shape[1], chunk=self.chunk, gpu=gpu))
 
     def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:
         ids = hidden.new_zeros((), dtype=torch.int64).expand(1, len(hidden))  # heads read only its length

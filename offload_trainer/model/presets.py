@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from offload_trainer.plan.shape import LOSS_PIECES, Activations, Growth, ModelShape, Part, Weight, loss_peak, pruned
+from offload_trainer.config import ModelSection
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight, loss_peak, loss_pieces, pruned
+
+_CHUNK: int = ModelSection.model_fields["loss_chunk"].default
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
@@ -45,10 +48,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
+def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2, chunk: int = _CHUNK) -> ModelShape:
     """Return the shape of transformers' GPT2LMHeadModel with tied embeddings, parameters in its order.
 
-    `item_bytes` is the size of an activation in bytes.
+    `item_bytes` is the size of an activation in bytes; `chunk` is `model.loss_chunk`.
     """
     hidden, layers = config["n_embd"], config["n_layer"]
     block: dict[str, tuple[int, ...]] = {
@@ -86,13 +89,13 @@ def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
         attention=(2 * hidden,) * layers,
         heads=config["n_head"],
         key_heads=config["n_head"],
-        on_gpu=(counted := gpt2_activations(config, item_bytes=item_bytes)),
-        on_cpu=counted,
+        on_gpu=gpt2_activations(config, item_bytes=item_bytes, chunk=chunk, gpu=True),
+        on_cpu=gpt2_activations(config, item_bytes=item_bytes, chunk=chunk, gpu=False),
         can_checkpoint_some=True,
     )
 
 
-def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
+def gpt2_activations(config: dict[str, Any], *, item_bytes: int, chunk: int, gpu: bool) -> Activations:
     """Return what `model/activations.py` would count, in closed form: without dropout, with fused attention.
 
     The eager `gelu_new` keeps most of it: in total 28 hidden states per token and block.
@@ -118,15 +121,16 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
         backward=(Growth(fixed=2 * states, position=-states, token=states + 8),),
     )
     # `optim/cross_entropy.py`: logits, pieces in fp32, and each target's column and log-softmax
-    logits, piece = e * vocabulary, 4 * vocabulary / LOSS_PIECES
-    looked_up = piece + 8 + 4 if e == 4 else 2 * piece + 8 + 4 * (1 - 1 / LOSS_PIECES)
+    pieces = loss_pieces(vocabulary, chunk=chunk, gpu=gpu)
+    logits, piece = e * vocabulary, 4 * vocabulary / pieces
+    looked_up = piece + 8 + 4 if e == 4 else 2 * piece + 8 + 4 * (1 - 1 / pieces)
     head = Part(
         kept=Growth(token=logits),
         forward=(Growth(token=logits + looked_up),),
         backward=pruned(
             [
                 Growth(fixed=states * vocabulary, token=logits + states),
-                Growth(token=loss_peak(vocabulary, e) + 12),
+                Growth(token=loss_peak(vocabulary, e, pieces=pieces) + 12),
             ]
         ),
     )
@@ -146,6 +150,6 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
     )
 
 
-def preset_shape(name: str, *, item_bytes: int) -> ModelShape | None:
+def preset_shape(name: str, *, item_bytes: int, chunk: int = _CHUNK) -> ModelShape | None:
     """Return the shape of a preset, or None for any other name."""
-    return gpt2_shape(PRESETS[name], item_bytes=item_bytes) if name in PRESETS else None
+    return gpt2_shape(PRESETS[name], item_bytes=item_bytes, chunk=chunk) if name in PRESETS else None

@@ -91,8 +91,8 @@ def model_shape(
 
     def counted_with(*, whole_logits: bool) -> ModelMemory | None:
         with suppress(Exception):  # an architecture's code may raise anything on meta tensors
-            dtype = DTYPES[section.dtype]
-            return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
+            dtype, chunk = DTYPES[section.dtype], section.loss_chunk
+            return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed, chunk=chunk)
         return None  # the plan estimates activations
 
     counted = counted_with(whole_logits=False)

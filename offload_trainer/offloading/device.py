@@ -27,9 +27,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload_trainer.storage.host_memory import Heap, host_buffer
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
 _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
@@ -100,6 +101,10 @@ class CpuDevice:
         """Copy `values` (on the device) to host memory after the event `after`, or after everything queued so far."""
         into.copy_(values)
         return done()
+
+    def download_all(self, copies: Copies) -> Future:
+        """Copy several tensors on the device to host memory, after everything queued so far."""
+        return together([self.download(values, into) for values, into in copies])
 
     def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
@@ -238,23 +243,22 @@ class CudaDevice:
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
         after = after or self.mark()
-        return self._copy_out(values, into, after=after, stream=self._to_host, waiter=self._downloaded)
+        return self._copy_out([(values, into)], after=after, stream=self._to_host, waiter=self._downloaded)
+
+    def download_all(self, copies: Copies) -> Future:
+        return self._copy_out(copies, after=self.mark(), stream=self._to_host, waiter=self._downloaded)
 
     def _copy_out(
-        self,
-        values: torch.Tensor,
-        into: torch.Tensor,
-        *,
-        after: torch.cuda.Event,
-        stream: torch.cuda.Stream,
-        waiter: Workers,
+        self, copies: Copies, *, after: torch.cuda.Event, stream: torch.cuda.Stream, waiter: Workers
     ) -> Future:
-        event = self._copy(values, into, after=after, stream=stream)
-        values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
+        with self._in_order(stream, after=after) as event:
+            for values, into in copies:
+                into.copy_(values, non_blocking=True)
+                values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
         return waiter.submit(event.synchronize)
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
+        return self._copy_out([(values, into)], after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
 
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future

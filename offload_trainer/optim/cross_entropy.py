@@ -1,10 +1,11 @@
 """Cross-entropy of 16-bit logits that computes in fp32 on a few rows at a time, with the bits of torch's.
 
 torch needs three more tensors of the logits' size in fp32: a copy of the logits, their log-softmax and its gradient.
-Here each exists for 1/32 of the rows, and the backward computes the log-softmax again. On two CPU cores, 1,024 rows of
-50,257 logits took 0.15 s instead of 0.35 s, because such pieces stay in caches and in memory that is reused. The number
-of pieces does not depend on that of the rows, so that memory traces of all lengths (`model/activations.py`) have the
-same operations.
+Here each exists for one of several pieces of the rows, and the backward computes the log-softmax again. On two CPU
+cores, 1,024 rows of 50,257 logits in 32 pieces took 0.15 s instead of 0.35 s, because such pieces stay in caches and in
+memory that is reused. The number of pieces (`loss_pieces`) does not depend on that of the rows, so that memory traces
+of all lengths (`model/activations.py`) have the same operations. It changes no bit either: each row is computed alone,
+and the sum over the rows and the head's gradient come after the last piece.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ _IGNORED = -100
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, pieces: int) -> torch.Tensor:
+        ctx.pieces = pieces
         ctx.save_for_backward(logits, targets)
         columns = targets.clamp(min=0)[:, None]  # ignored targets get any column
-        pieces = zip(logits.chunk(LOSS_PIECES), columns.chunk(LOSS_PIECES), strict=True)
-        chosen = torch.cat([_log_softmax(rows).gather(1, column) for rows, column in pieces])
+        parts = zip(logits.chunk(pieces), columns.chunk(pieces), strict=True)
+        chosen = torch.cat([_log_softmax(rows).gather(1, column) for rows, column in parts])
         # torch's own sum over the rows, with its order of additions
         return functional.nll_loss(chosen, targets.clamp(max=0), ignore_index=_IGNORED, reduction="sum")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
         columns = targets.clamp(min=0)[:, None]
         of_chosen = torch.where(targets != _IGNORED, -gradient, 0.0)[:, None]
-        pieces = (tensor.chunk(LOSS_PIECES) for tensor in (of_logits, logits, columns, of_chosen))
-        for into, rows, column, of_row in zip(*pieces, strict=True):
+        parts = (tensor.chunk(ctx.pieces) for tensor in (of_logits, logits, columns, of_chosen))
+        for into, rows, column, of_row in zip(*parts, strict=True):
             into.copy_(_gradient(rows, column, of_row))
             if logits.is_meta:  # a trace of memory: the other pieces need what the first one did
                 break
-        return of_logits, None
+        return of_logits, None, None
 
 
 def _log_softmax(rows: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ def _gradient(rows: torch.Tensor, column: torch.Tensor, of_row: torch.Tensor) ->
     return found
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, pieces: int = LOSS_PIECES) -> torch.Tensor:
     """Return the summed cross-entropy of the targets that count, as an fp32 scalar.
 
     It equals ``functional.cross_entropy(logits.float(), targets, reduction="sum")``, and so do its gradients; on a CPU
@@ -65,6 +67,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [tokens, vocabulary] in fp16, bf16 or fp32.
         targets: int64 [tokens]; -100 marks those that do not count.
+        pieces: number of pieces of the tokens, of which one at a time is in fp32.
     """
-    loss: torch.Tensor = _SummedCrossEntropy.apply(logits, targets)
+    loss: torch.Tensor = _SummedCrossEntropy.apply(logits, targets, pieces)
     return loss

@@ -16,17 +16,20 @@ from contextlib import suppress
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.rules import AdamStep, step_constants
+from offload_trainer.plan.parallel.comm_cost import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
+_ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
 
 
 _FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
@@ -42,7 +45,13 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
         kernel = _checked_kernel(place, beside)
     except Exception as error:
         return None, f"The update on {place}: not used, so that no state can live there: {_reason(error)}"
-    return kernel, f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
+    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
+    with suppress(Exception):  # Triton's
+        kernel.adds_gradients = _adds_like_torch(kernel)
+    return (
+        kernel,
+        words if kernel.adds_gradients else f"{words} Gradients there are added by torch's slower operations.",
+    )
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:
@@ -71,6 +80,21 @@ def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
         if matches_bitwise(beside, kernel, device=place, several_pages=True):
             return kernel
     raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+
+
+def _adds_like_torch(kernel: CudaKernel) -> bool:
+    """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
+    random = torch.Generator().manual_seed(3)
+    for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
+        size, pieces = torch.empty(count).uniform_(-10, 5, generator=random).exp_(), Pieces.of(count, ordered=True)
+        expected, more = torch.randn(2, count, generator=random) * size
+        given = more.to(dtype)
+        sums = expected.to(kernel.place, copy=True)
+        norm = pieces.norm(TorchGradients().add(expected, given, pieces=pieces))
+        found = kernel.add_gradient(sums, given.to(kernel.place))
+        if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
+            return False
+    return True
 
 
 def _reason(error: Exception) -> str:
@@ -111,6 +135,7 @@ class CudaKernel:
     """
 
     name = "cuda"
+    adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
     def __init__(self, place: torch.device, *, fuses: bool, rows: int = 4) -> None:
         """Prepare for pages on `place`.
@@ -128,13 +153,14 @@ class CudaKernel:
         try:
             import triton
 
-            from offload_trainer.optim.triton_adam import adamw
+            from offload_trainer.optim import triton_adam
         except ImportError as error:
             raise TrainerError(
                 f"Triton, which comes with torch's wheels for CUDA, cannot be imported: {error}"
             ) from error
         self.place, self.version, self._rows = place, triton.__version__, rows
-        self._function, self._fuses = adamw, fuses
+        self._function, self._fuses = triton_adam.adamw, fuses
+        self._add, self._lanes = triton_adam.add_gradient, 64 * rows
         tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
         self._tables = [table.to(place) for table in tables]
 
@@ -173,6 +199,22 @@ class CudaKernel:
                 num_warps=4,
                 enable_fp_fusion=False,
             )
+
+    def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Add `values` to `sums` (fp32), both 1-D on the device, and return the new sums' `ordered_norm` (0-dim)."""
+        parts, piece = sums, piece_width(sums.numel(), ordered=True)
+        with torch.cuda.device_of(sums):
+            while parts is sums or parts.numel() > 1:
+                width = 1
+                while width * _ROWS < piece:  # shorter pieces are padded with zeros, which changes nothing
+                    width *= _ROWS
+                out = sums.new_empty(-(-parts.numel() // (width * _ROWS)) * width)
+                given = _without_bf16(values) if parts is sums else None
+                sizes = {"SQUARES": parts is sums, "ROWS": _ROWS, "LANES": self._lanes}
+                launch = self._add[(-(-out.numel() // self._lanes),)]
+                launch(parts, given, out, parts.numel(), width, **sizes, num_warps=4, enable_fp_fusion=False)
+                parts, piece = out, width if width > 1 else out.numel()  # at last the pieces' sums
+        return parts[0].sqrt()
 
     def _check(self, page: PageUpdate) -> None:
         """Assert the sizes, dtypes and alignment that the function relies on; nothing else checks the addresses."""

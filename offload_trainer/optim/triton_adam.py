@@ -1,5 +1,7 @@
 """The update of AdamW on a GPU, as a Triton function: one step over pages of optimizer state in GPU memory.
 
+`add_gradient`, below it, adds a gradient to sums that are kept there, and measures the sums.
+
     grad -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
                                              master (fp32, in place) -> out
 
@@ -8,7 +10,7 @@ which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 a
 arithmetic rounds them in the same way on every card. Every operation rounds to nearest even. FMA is written where the
 CPU fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
 
-cuda_adam.py launches this function. Only that module imports this one: Triton comes with torch's CUDA wheels, and not
+cuda_adam.py launches these functions. Only that module imports this one: Triton comes with torch's CUDA wheels, and not
 with the ones for CPUs.
 """
 
@@ -97,6 +99,39 @@ def adamw(
             m, v = _nearest_code(nearest, m), _code_stochastically(lower, cells, v, noise)
         tl.store(first_moments + narrow, m, mask=mask)
         tl.store(second_moments + narrow, v, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def add_gradient(
+    sums,  # fp32
+    values,  # fp32, fp16 or int16 (bf16), added to the sums; or None
+    out,  # fp32
+    count,  # elements of `sums`
+    width,  # elements of `out` for each ROWS * width elements of `sums`
+    SQUARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Add the sums, or their squares, that are `width` apart, in the order of gradient_kernel.py's `sum_by_halves`."""
+    result = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    first = result // width * (width * ROWS) + result % width
+    total = _added(sums, values, first, width, count, SQUARES, ROWS)
+    tl.store(out + result, total, mask=result < tl.cdiv(count, width * ROWS) * width)
+
+
+@triton.jit
+def _added(sums, values, first, apart, count, SQUARES: tl.constexpr, ROWS: tl.constexpr):
+    """Return the sum of ROWS elements from `first` on. Halving adds the two halves first that are farthest apart."""
+    if ROWS > 1:
+        even = _added(sums, values, first, 2 * apart, count, SQUARES, ROWS // 2)
+        return even + _added(sums, values, first + apart, 2 * apart, count, SQUARES, ROWS // 2)
+    else:  # needed, since Triton would compile what follows the `if` as well
+        mask = first < count
+        element = tl.load(sums + first, mask=mask, other=0)
+        if values is not None:
+            element += _widened(tl.load(values + first, mask=mask, other=0))
+            tl.store(sums + first, element, mask=mask)
+        return element * element if SQUARES else element
 
 
 @triton.jit

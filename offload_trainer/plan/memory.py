@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import kept_elements
-from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated
+from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated, loss_pieces
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import RAM_NAME, Item, TierKind, Tiers, tiers_of
 from offload_trainer.plan.workload import Workload
@@ -87,7 +87,8 @@ def activation_items(
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
     counted = tiled if work.mlp_chunk else whole
     offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
-    of_rank = counted or estimated(shape, work.item_bytes)
+    pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=tiers.has_gpu)
+    of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
     if work.sequence > 1:
         more = work.item_bytes * kept_elements(shape, work.sequence)
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)

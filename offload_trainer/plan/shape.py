@@ -13,7 +13,10 @@ from functools import cached_property
 from operator import add, sub
 from typing import Literal
 
-LOSS_PIECES = 32  # parts of the rows that the loss computes in fp32, one at a time (`optim/cross_entropy.py`)
+LOSS_PIECES = 32  # the most parts of the rows that the loss computes in fp32, one at a time
+# Bytes of logits in fp32 that a GPU's loss computes at a time. A kernel takes 40 us for so many on an H100, and a
+# launch takes 5, so that larger pieces would only need more memory.
+_LOSS_PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -332,14 +335,26 @@ def _widths(weights: Iterable[Weight]) -> float:
 KEPT = 1.8  # estimate of what a block keeps, as a multiple of the inputs and outputs of its matrix products
 
 
-def loss_peak(vocabulary: int, item_bytes: int) -> float:
+def loss_pieces(vocabulary: int, *, chunk: int, gpu: bool) -> int:
+    """Return the number of pieces in which the loss computes the rows of a chunk (`optim/cross_entropy.py`).
+
+    A CPU's caches want many, while a GPU wants few, since each has a dozen kernels. The plan asks this function as the
+    loss does. It looks at the model and `model.loss_chunk` and never at free memory, so that a run that resumes
+    elsewhere or with another placement computes the same bits.
+    """
+    least = math.ceil(4 * vocabulary * chunk / _LOSS_PIECE) if gpu else LOSS_PIECES
+    return min(1 << (least - 1).bit_length(), LOSS_PIECES)  # a power of two, which divides most numbers of rows
+
+
+def loss_peak(vocabulary: int, item_bytes: int, *, pieces: int) -> float:
     """Return the bytes per token of the loss's backward: the logits, their gradient, and three pieces in fp32."""
-    return 2 * item_bytes * vocabulary + 3 * 4 * vocabulary / LOSS_PIECES
+    return 2 * item_bytes * vocabulary + 3 * 4 * vocabulary / pieces
 
 
-def estimated(shape: ModelShape, item_bytes: int) -> Activations:
+def estimated(shape: ModelShape, item_bytes: int, *, pieces: int) -> Activations:
     """Estimate activation memory for an architecture that cannot run on meta tensors.
 
+    `pieces` is the number of pieces of the loss.
     Count `KEPT` times the inputs and outputs of the blocks' matrix products, and a third more at the peak.
     Architectures that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between
     documents are added.
@@ -349,15 +364,13 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     text = shape.without(shape.images.units if shape.images else ())  # `image_part` counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
-    head = e * shape.vocabulary * shape.hidden
+    head, loss = e * shape.vocabulary * shape.hidden, loss_peak(shape.vocabulary, e, pieces=pieces)
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,
         norm=Part(states, (states + states,), (states + states,)),
-        head=Part(
-            Growth(), (), (Growth(token=loss_peak(shape.vocabulary, e)), Growth(fixed=head, token=e * shape.vocabulary))
-        ),
+        head=Part(Growth(), (), (Growth(token=loss), Growth(fixed=head, token=e * shape.vocabulary))),
         embedding=(Growth(fixed=head) + states + states,),
     )

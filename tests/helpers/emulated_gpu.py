@@ -174,8 +174,9 @@ class EmulatedGpu:
             # wait.
             if work.kind == "copy" and getattr(self.current, "behind_compute", None) is not stream:
                 self.bare.append(stream.name)
-            waits = work.kind == "wait" and work.run.stream is self.compute
-            self.current.behind_compute = stream if waits else None
+            if work.kind != "copy":  # several copies may follow one wait
+                waits = work.kind == "wait" and work.run.stream is self.compute
+                self.current.behind_compute = stream if waits else None
             for one in self.streams:
                 while one.queue and self._random.random() < self._haste and self._may_move(one):
                     self._next(one)

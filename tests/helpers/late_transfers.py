@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import Read, ReturnCopy
+from offload_trainer.offloading.device import Copies, Read, ReturnCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, together
 
 
 def late(work: Callable[[], None]) -> Future:
@@ -160,6 +160,9 @@ class LateDevice:
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         into.fill_(float("nan"))
         return late(lambda: into.copy_(values))
+
+    def download_all(self, copies: Copies) -> Future:
+        return together([self.download(values, into) for values, into in copies])
 
     def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()

@@ -80,6 +80,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
         chunk = config.model.mlp_chunk
         module = source.build(dtype=torch.bfloat16, mlp_chunk=chunk if isinstance(chunk, int) else 0)
         module.train()
+        module.summed = partial(module.summed, gpu=True)
         length, positions = config.data.seq_len, list[torch.Tensor]()
         if (count := config.parallel.sequence) > 1:
             share_rows(module.model, SharedRows(torch.empty_like, count=count))

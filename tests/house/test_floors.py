@@ -172,6 +172,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "data.stream.StreamedTokens.__init__": "what one stream is read with; only a stream for validation names the last",
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
     "optim.triton_adam.adamw": "pointers, and constants of the compilation",
+    "optim.triton_adam.add_gradient": "pointers, and constants of the compilation",
 }
 # Modules that may use the whole configuration: those that read it, plan with it, and start from it.
 WHOLE = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,14 @@ from emulated_gpu import EmulatedGpu, emulated_gpu
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
 
 from offload_trainer.data import rows
+from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.norms import ordered_norm
+from offload_trainer.optim import loss_scale
+from offload_trainer.optim.cuda_adam import CudaKernel
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
 DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
+ON_GPU = ["--params", "gpu", "placement.gradients=gpu"]
 CHECKPOINTED = "model.activation_checkpointing=on"
 CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "resident": (["--params", "gpu"], 3),
@@ -26,55 +33,111 @@ CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
     "by the module": ([*RAM, "tiered.fetch_granularity=module"], 1),
     "fp16": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 3),
+    "fp16, skipped": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 1),
+    "frozen": ([*DRIVE, 'model.freeze=["wte","h.1.mlp"]', "tiered.overlap=forward"], 2),
 }
+LONGER: dict[str, tuple[list[str], int]] = {
+    "during the forward, from the drive": ([*DRIVE, "tiered.overlap=forward"], 3),
+    "evaluated during the forward": ([*RAM, "tiered.overlap=forward"], 1),
+    "evaluated during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
+    "shadows of some": ([*RAM, "tiered.overlap=backward"], 1),
+    "shadows of some, from the drive": ([*DRIVE, "tiered.overlap=backward"], 2),
+    "everything away, block by block": (
+        [*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first", "model.offload_activations=nvme"],
+        3,
+    ),
+    "by the module, from the drive": ([*DRIVE, "tiered.fetch_granularity=module", "tiered.overlap=backward"], 2),
+    "MLPs in pieces": ([*RAM, CHECKPOINTED, "model.mlp_chunk=7"], 2),
+    "loss in chunks": ([*RAM, "model.loss_chunk=10"], 2),
+}
+# Keys that plain torch needs as well
+OF_RESULTS = ("model.freeze", "model.mlp_chunk", "model.loss_chunk")
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
+def stepped(made: Any, *, accumulate: int, evaluate: bool) -> list[Step]:
+    """Train four steps; `evaluate`: before each, and return the losses of evaluations as further steps."""
+    data, seen = batches(4 * accumulate), list[Step]()
+    steps = train(
+        made,
+        data,
+        accumulate=accumulate,
+        before=lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None,
+    )
+    return steps + seen
+
+
 def trained(
-    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1, limit: float = 0
+    gpu: EmulatedGpu,
+    model: Path,
+    drive: Path,
+    words: list[str],
+    *,
+    accumulate: int = 1,
+    limit: float = 0,
+    shadows: float = 0,
+    evaluate: bool = False,
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Return the steps and masters of four steps on the emulated GPU, without clipping unless there is a limit."""
+    """Return what `stepped` does on the emulated GPU, and the masters, without clipping unless there is a limit."""
     device = gpu.device(staging_bytes=1 << 20, stagings=2)
     given = [*words, "--accumulate", str(accumulate), f"optim.max_grad_norm={limit}"]
-    with engine(model, *given, drives=[drive], device=device) as ours:
-        return train(ours, batches(4 * accumulate), accumulate=accumulate), masters(ours)
+    with engine(model, *given, drives=[drive], device=device, shadows=shadows) as ours:
+        steps = stepped(ours, accumulate=accumulate, evaluate=evaluate)
+        return steps, masters(ours)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LONGER)])
 def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and weights have plain torch's bits. Sums over micro-batches are measured in another order on a GPU."""
-    (words, accumulate), model = CASES[case], model_directory(tmp_path / "gpt2", "gpt2")
+    (words, accumulate), model = (CASES | LONGER)[case], model_directory(tmp_path / "gpt2", "gpt2")
     dtype = words[words.index("--dtype") :][:2] if "--dtype" in words else []
     given = ["--accumulate", str(accumulate), "optim.max_grad_norm=0", *dtype]
+    given += [word for word in words if word.startswith(OF_RESULTS)]
+    if "skipped" in case:
+        monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)
     with engine(model, "--engine", "plain", *given) as reference:
-        expected, weights = train(reference, batches(4 * accumulate), accumulate=accumulate), masters(reference)
+        expected = stepped(reference, accumulate=accumulate, evaluate="evaluated" in case)
+        weights = masters(reference)
     with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
-        steps, found = trained(gpu, model, drive, words, accumulate=accumulate)
+        how = {"shadows": 0.4 if "shadows" in case else 0, "evaluate": "evaluated" in case}
+        steps, found = trained(gpu, model, drive, words, accumulate=accumulate, **how)
     assert [loss for loss, _ in steps] == [loss for loss, _ in expected]
-    assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+    norms, wanted = ([math.inf if norm is None else norm for _, norm in one] for one in (steps, expected))
+    assert norms == pytest.approx(wanted, rel=1e-5)
+    assert ("skipped" in case) == (math.inf in norms)
     assert_same(found, weights)
     assert (gpu.freed, gpu.bare, gpu.elsewhere) == ([], [], set())
 
 
-def _rows_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rows, "_copied", lambda tensor, place: tensor)
-
-
-def _memory_freed_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EmulatedGpu, "record_stream", lambda *_: None)
-
-
+@pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_clipped_steps_do_not_depend_on_the_placement(
-    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: str, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's norms, by which gradients are clipped, are not plain torch's to the bit."""
-    model, found = model_directory(tmp_path / "gpt2", "gpt2"), []
-    for words in (["--params", "gpu", "placement.gradients=gpu"], DRIVE):
-        with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
-            found.append(trained(gpu, model, drive, words, accumulate=2, limit=0.1))
+    model, found, added, begin = model_directory(tmp_path / "gpt2", "gpt2"), [], [], Gradients.__init__
+
+    class Kernel(CudaKernel):
+        """A stand-in for the compiled addition."""
+
+        adds_gradients = True
+
+        def __init__(self) -> None:
+            pass
+
+        def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+            added.append(sums)
+            return ordered_norm(sums if values is None else sums.add_(values))
+
+    for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel())):
+        with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:
+            patch.setattr(Gradients, "__init__", lambda *a, its=kernel, **w: begin(*a, **w | {"device_kernel": its}))
+            given = [*words, f"optim.name={rule}"]
+            found.append(trained(gpu, model, drive, given, accumulate=2, limit=0.1))
+    assert len(added) == 4 * len(found[0][1])  # in each step's last micro-batch
     assert all(norm is not None and norm > 0.1 for _, norm in found[0][0])
-    assert found[0][0] == found[1][0]
+    assert found[0][0] == found[1][0] == found[2][0]
     assert_same(found[1][1], found[0][1])
+    assert_same(found[2][1], found[0][1])
 
 
 def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

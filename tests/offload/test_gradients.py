@@ -18,6 +18,7 @@ from late_transfers import FailingWrites, LateDevice
 from placements import ALL_ON_DRIVES
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.device import Copies
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
 from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
@@ -64,7 +65,8 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 @contextmanager
 def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
-    transfers = Transfers()
+    transfers, patch = Transfers(), pytest.MonkeyPatch()
+    patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
     dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
     homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
@@ -73,6 +75,7 @@ def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iter
     try:
         yield made
     finally:
+        patch.undo()
         made.close()
         transfers.close()
 
@@ -243,6 +246,49 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
         device.let_go()
         with pytest.raises(TrainerError, match="the copy failed"):
             gradients.finish()
+
+
+class GroupingDevice(LateDevice):
+    """A device that notes the number of copies that are queued together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[int] = []
+
+    def download_all(self, copies: Copies) -> Future:
+        self.groups.append(len(copies))
+        return super().download_all(copies)
+
+
+@pytest.mark.parametrize(
+    ("together", "changes", "groups"),
+    [
+        (10**9, {"dtype": torch.bfloat16}, [2, 2, 2, 1]),
+        (10**9, {}, [2, 2, 2, 1]),  # sums in fp32, through the ring
+        (12_000, {}, [2, 2, 2, 1]),
+        (100, {}, [1] * 7),
+        (10**9, {"dtype": torch.bfloat16, "in_flight_bytes": 100}, [2, 2, 2, 1]),
+        (10**9, {"ring_bytes": 8192}, None),  # has room for a third of a matrix
+    ],
+)
+def test_a_units_gradients_leave_together(
+    together: int, changes: dict[str, Any], groups: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large gradients do not wait for further ones, and nothing waits for a copy that is not queued, nor does an end
+    in the middle of a backward.
+    """
+    monkeypatch.setattr(module, "_TOGETHER", together)
+    units, device, given = model(), GroupingDevice(), dict[str, torch.Tensor]()
+    with sums(units, RAM, device=device, **changes) as gradients:
+        thread = on_a_thread(lambda: given.update(hand_over(gradients, units, last=True, seed=0)))
+        thread.join(300)
+        assert not thread.is_alive()
+        assert groups is None or device.groups == groups
+        gradients.finish()
+        for name, values in given.items():
+            assert torch.equal(gradients.sums(name), values.reshape(-1).to(gradients.dtype)), name
+        gradients.clear()
+        gradients.add("h.1.b", torch.ones(60, dtype=torch.bfloat16), last=False)
 
 
 def test_ring_memory_is_reused_only_after_it_was_read() -> None:

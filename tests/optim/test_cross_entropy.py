@@ -8,12 +8,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_trainer.optim.cross_entropy import cross_entropy
+from offload_trainer.plan.shape import loss_pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 31, 100])
 @pytest.mark.parametrize("vocabulary", [2, 5003])
-def test_loss_and_gradient_have_torchs_bits(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("pieces", [32, 2, 1])
+def test_loss_and_gradient_have_torchs_bits(pieces: int, rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Whatever the number of pieces, which is another on a GPU."""
     torch.manual_seed(rows)
     logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
     targets = torch.randint(0, vocabulary, (rows,))
@@ -21,7 +24,7 @@ def test_loss_and_gradient_have_torchs_bits(rows: int, vocabulary: int, dtype: t
     theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
 
     expected = functional.cross_entropy(theirs.float(), targets, reduction="sum")
-    loss = cross_entropy(ours, targets)
+    loss = cross_entropy(ours, targets, pieces=pieces)
     (expected / 7).backward()
     (loss / 7).backward()
 
@@ -53,8 +56,16 @@ class _Sizes(TorchDispatchMode):
         return found
 
 
-def test_fp32_tensors_have_a_thirty_second_of_the_rows() -> None:
+@pytest.mark.parametrize("pieces", [32, 4])
+def test_fp32_tensors_have_the_rows_of_a_piece(pieces: int) -> None:
     logits = torch.randn(64, 1000).bfloat16().requires_grad_()
     with _Sizes() as sizes:
-        cross_entropy(logits, torch.arange(64)).backward()
-    assert max(sizes.fp32) == 4 * 1000 * 64 // 32
+        cross_entropy(logits, torch.arange(64), pieces=pieces).backward()
+    assert max(sizes.fp32) == 4 * 1000 * 64 // pieces
+
+
+def test_a_gpu_has_few_pieces_of_bounded_size() -> None:
+    found = {words: loss_pieces(words, chunk=1024, gpu=True) for words in (2, 32_000, 50_257, 128_256, 262_144)}
+    assert list(found.values()) == [1, 2, 4, 8, 16]
+    assert all(4 * words * 1024 / pieces <= 64 * 2**20 for words, pieces in found.items())
+    assert loss_pieces(50_257, chunk=1024, gpu=False) == loss_pieces(50_257, chunk=10**6, gpu=True) == 32

@@ -33,6 +33,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.native_adam import NativeKernel
@@ -200,6 +201,24 @@ def test_from_any_thread() -> None:
     assert_same(found[0], updated(reference(), page, parts, states="fp32"))
 
 
+# -- gradients that are kept on the GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [*TYPES, None])
+@pytest.mark.parametrize("count", [1, 2, 33, 777, 9000, pytest.param((1 << 20) + 777, marks=pytest.mark.slow)])
+def test_gradients_are_added_and_measured_as_in_host_memory(count: int, given: torch.dtype | None) -> None:
+    """Subnormals, infinities and NaN included. The largest consists of two pieces."""
+    for special in (False, True):
+        expected, values = torch.randn(count), torch.randn(count) * torch.empty(count).uniform_(-30, 5).exp()
+        if special:
+            expected, values = (of_all_shapes(count, seed=seed, dtype=torch.float32) for seed in (1, 2))
+        sums, more = expected.to(PLACE, copy=True), None if given is None else values.to(given)
+        pieces = Pieces.of(count, ordered=True)
+        norm = pieces.norm(TorchGradients().add(expected, more, pieces=pieces))
+        found = cuda_kernel().add_gradient(sums, None if more is None else more.to(PLACE))
+        assert_same([sums.cpu(), found.cpu()[None]], [expected, norm[None]])
+
+
 # -- pages of equal size share a launch --------------------------------------------------------------------------------
 
 
@@ -270,7 +289,8 @@ def test_it_is_used_if_it_gives_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPa
     for beside in (reference(), TorchKernel()):
         kernel, words = chosen_here(beside, monkeypatch)
         assert isinstance(kernel, CudaKernel)
-        assert "the CPU's bits" in words
+        assert kernel.adds_gradients
+        assert words.endswith("checked to give the CPU's bits.")
 
 
 def flushing(update: Callable[..., None], kernel: CudaKernel, page: PageUpdate) -> None:
@@ -341,7 +361,7 @@ def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert {line.split()[2] for line in lines} == {f"sm_{card}" for card in (70, 75, 80, 86, 89, 90, 100, 120)}
-    assert len(lines) == 8 * len(STATES)
+    assert len(lines) == 8 * (1 + len(STATES))
 
 
 @pytest.mark.slow

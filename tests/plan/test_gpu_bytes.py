@@ -158,7 +158,7 @@ def test_dropout_and_eager_attention_need_more(tmp_path: Path) -> None:
         resolve_model(ModelSection(name="gpt2-mini", overrides=overrides), seed=0).shape
         for overrides in ({}, {"resid_pdrop": 0.1, "attn_pdrop": 0.1})
     )
-    assert plain.on_gpu == plain.on_cpu
+    assert plain.on_gpu == replace(plain.on_cpu, head=plain.on_gpu.head)  # their losses have different pieces
     assert plain.on_cpu.kinds[0].kept.pair == dropping.on_gpu.kinds[0].kept.pair == 0
     assert dropping.on_cpu.kinds[0].kept.pair >= 8 * 2  # a 16-bit number for each of 8 heads
     # dropout masks of one byte each

@@ -76,6 +76,7 @@ def with_tiles(source: ModelSource) -> ModelSource:
                 whole_logits=shape.whole_logits,
                 packed=shape.packed,
                 tiles=names,
+                chunk=source.section.loss_chunk,
             )
             on_gpu, on_cpu = counted.on_gpu, counted.on_cpu
     found = replace(shape, tiles=tuple(names), tiles_again=tuple(again), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu)

@@ -5,6 +5,7 @@
              ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
              ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (`HostAccumulator`)
 
+A GPU's copies are queued together for a unit (`CopyGroup`), with one event and one wait, for which Python takes 100 us.
 Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
 (`Ring`), and then only for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
 as autograd does. Norms are computed as gradients arrive, and summed in the model's order, so that neither the placement
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +27,9 @@ from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -33,6 +37,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 _ALIGN = 64  # bytes
+_TOGETHER = 32_000_000  # bytes; a copy of so many takes a GPU a millisecond, so that further ones need not wait for it
 
 # Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
 Complete = Callable[[int, Any, BaseException | None], None]
@@ -83,28 +88,32 @@ class Gradients:
         *,
         device: Device,
         ring_bytes: int,
-        in_flight_bytes: int = GRADIENTS_IN_FLIGHT,
         order: Sequence[str],
         kernel: GradientKernel,
+        device_kernel: Kernel | None = None,
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
         Args:
             ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
                 that are not a weight's first or have another dtype.
-            in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
             order: weight names in the order in which their norms are summed.
             kernel: adds gradients to sums in host memory, and measures these.
+            device_kernel: a `CudaKernel` adds and measures sums in fp32 on the device, with the bits of torch.
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
+        fits = self._ordered and self.dtype is torch.float32
+        usable = fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients
+        self._device_kernel = cast("CudaKernel", device_kernel) if usable else None
         self._intake = GradientIntake(units)
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
         self._host = HostAccumulator(units, store, cores=cores_beside(device))
-        self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda))
-        self._in_flight = InFlight(in_flight_bytes)
+        self._copies = CopyGroup(device)
+        self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda), before_wait=self._copies.queue)
+        self._in_flight = InFlight(GRADIENTS_IN_FLIGHT, before_wait=self._copies.queue)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
@@ -143,6 +152,7 @@ class Gradients:
         """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
         for name, flat in self._intake.rest():
             self._add(name, flat, last=last)
+        self._copies.queue()
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._intake.place[name]
@@ -155,16 +165,19 @@ class Gradients:
             self._norms[name] = norm_of(flat)
         if resident is not None:
             target = resident[here]
-            target.copy_(flat) if first else target.add_(flat)
-            if measured:
-                self._norms[name] = self._norm_of_sum(name, target)
+            if measured and self._device_kernel is not None:
+                self._norms[name] = self._device_kernel.add_gradient(target, flat.contiguous())
+            else:
+                target.copy_(flat) if first else target.add_(flat)
+                if measured:
+                    self._norms[name] = self._norm_of_sum(name, target)
         elif host is not None and at_hand:
             pieces = self._pieces(name) if measured else None
             results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
             if pieces is not None:
                 self._norms[name] = pieces.norm(results)
         elif first and host is not None and flat.dtype is self.dtype:
-            self._downloads[name] = self._device.download(flat, host[here])
+            self._downloads[name] = self._copies.add(unit.index, flat, host[here])
             self._in_flight.add(flat.nbytes, self._downloads[name])
         else:
             self._add_in_host_memory(name, flat, first=first, measured=measured)
@@ -177,6 +190,7 @@ class Gradients:
         missing = self._missing.setdefault(unit.index, set(names))
         missing.discard(name)
         if not missing:
+            self._copies.queue()
             made, downloads = self._device.mark(), [self._downloads.get(one) for one in names]
             added = done() if unit.index in self._on_device else self._host.complete(unit.index)
             stored = together([added, *(future for future in downloads if future is not None)])
@@ -201,7 +215,7 @@ class Gradients:
         for part in parts:
             memory, read = self._ring.take(part.nbytes)
             values = memory.view(part.dtype)
-            arrived = self._device.download(part, values)
+            arrived = self._copies.add(unit.index, part, values)
             arrived.then(gone.finish_part)
 
             def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
@@ -235,7 +249,7 @@ class Gradients:
     def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
         if values.device.type != "cpu":
-            return ordered_norm(values)
+            return ordered_norm(values) if self._device_kernel is None else self._device_kernel.add_gradient(values)
         pieces = self._pieces(name)
         return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 
@@ -243,6 +257,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
+        self._copies.queue()
         self._in_flight.synchronize()
         self._host.finish()
 
@@ -318,7 +333,42 @@ class Gradients:
 
     def close(self) -> None:
         """Wait for the accumulator's queued work, successful or not, and end its thread."""
+        with suppress(Exception):  # the accumulator waits for all copies, of which some may have failed
+            self._copies.queue()
         self._host.close()
+
+
+class CopyGroup:
+    """Copies of one unit's gradients to host memory that are queued together. A CPU copies each one immediately."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._unit = -1
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrived = Future()
+
+    def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
+        """Add a copy of `values` (on the device), and return a future that completes with it, after `queue`."""
+        if self._device.in_host_memory:
+            return self._device.download(values, into)
+        if unit != self._unit:
+            self.queue()
+        self._unit, arrived = unit, self._arrived
+        self._copies.append((values, into))
+        if sum(values.nbytes for values, _ in self._copies) >= _TOGETHER:
+            self.queue()
+        return arrived
+
+    def queue(self) -> None:
+        """Queue the copies on the device; before that, nothing may wait for them."""
+        if self._copies:
+            copies, arrived = self._copies, self._arrived
+            self._copies, self._arrived = [], Future()
+            try:
+                self._device.download_all(copies).then(arrived.finish_part)
+            except BaseException as error:
+                arrived.finish_part(error)
+                raise
 
 
 class InFlight:
@@ -328,14 +378,16 @@ class InFlight:
     else, would block the following copies until it has left.
     """
 
-    def __init__(self, bound: int) -> None:
-        self._bound = bound
+    def __init__(self, bound: int, *, before_wait: Callable[[], None]) -> None:
+        self._bound, self._before_wait = bound, before_wait
         self._out: deque[tuple[int, Future]] = deque()
 
     def add(self, size: int, gone: Future) -> None:
         """Count `size` bytes until `gone` completes, after waiting for room; raise errors of copies waited for."""
         self._out.append((size, gone))
         while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
+            if not self._out[0][1].done:
+                self._before_wait()
             self._out.popleft()[1].wait()
 
     def _beside_the_largest(self) -> int:
@@ -351,9 +403,9 @@ class InFlight:
 class Ring:
     """A ring buffer in host memory, whose pieces are reused after they have been read."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        """Use `memory`, a uint8 tensor."""
-        self._memory, self._next = memory, 0
+    def __init__(self, memory: torch.Tensor, *, before_wait: Callable[[], None] = lambda: None) -> None:
+        """Use `memory`, a uint8 tensor. `before_wait` is called before a wait for pieces to be read."""
+        self._memory, self._next, self._before_wait = memory, 0, before_wait
         self._out: deque[tuple[int, int, Future]] = deque()  # start, end, future that frees the piece
 
     @property
@@ -370,6 +422,8 @@ class Ring:
         start = self._next if self._next + size <= len(self._memory) else 0
         end = start + size
         while any(first < end and start < last for first, last, _ in self._out):
+            if not self._out[0][2].done:
+                self._before_wait()
             self._out.popleft()[2].wait()
         future = Future()
         self._out.append((start, end, future))

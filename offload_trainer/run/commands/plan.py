@@ -192,7 +192,9 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
-    return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
+    if changed:
+        return None
+    return preset_shape(section.name, item_bytes=item_bytes(section.dtype), chunk=section.loss_chunk)
 
 
 def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:

@@ -173,8 +173,11 @@ class Plan:
         tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[: _MOST - 1]]
         tail += [f"  note: {note}" for note in self.notes]
         last = "  more: every item, phase and rejected placement with `offload-train plan ... --explain`"
-        lines = [line for told in (*head, *tail) for line in wrap(told, _COLUMNS, subsequent_indent="      ")]
-        return "\n".join([*lines[: _LINES - 1], last])
+        lines = list[str]()
+        for told in (*head, *tail):
+            wrapped = wrap(told, _COLUMNS, subsequent_indent="      ")
+            lines += wrapped if len(lines) + len(wrapped) < _LINES else []
+        return "\n".join([*lines, last])
 
     def _describe_speed(self, steps: int | None) -> list[str]:
         """Return the seconds of a step, of its phases and of the run, and what limits each phase."""

@@ -293,7 +293,7 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
-    """Yield (seconds per step, setting) of each smaller format of the moments with which it would be `WORTH` shorter.
+    """Yield (seconds per step, setting) of each smaller format of the moments that would be `WORTH` shorter again.
 
     Smaller moments leave RAM for shadow memory and the GPU for more of the state. They change results, so `auto` never
     takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
@@ -310,6 +310,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
         shorter = smaller.forecast.step
         if smaller.fits and shorter is not None and shorter <= (1 - WORTH) * step:
             yield shorter, f"optim.moment_dtype={moments.name}"
+            step = shorter
 
 
 def _too_large(work: Workload, machine: MachineProfile) -> str:

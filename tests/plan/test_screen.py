@@ -65,5 +65,5 @@ def test_a_long_plan_ends_within_its_screen() -> None:
     plan = make_plan(wish(), SHAPES["gpt2"], replace(timed(), ram_bytes=GB))
     text = screen_of(replace(plan, notes=tuple(f"note {number} " + "word " * 60 for number in range(20))))
     assert "DOES NOT FIT" in text
-    assert "note 0" in text
+    assert "note: note 0" in text
     assert "note 19" not in text

@@ -15,6 +15,7 @@ test-all: SEED ?= $(shell date +%Y%m%d)
 .PHONY: demo wheel gpu-folder test test-all check setup clean
 
 demo: setup
+	rm -rf demo-run
 	$(RUN)/python scripts/demo.py demo-run $(WORDS)
 
 wheel: setup

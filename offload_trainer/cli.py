@@ -21,7 +21,6 @@ from offload_trainer import __version__
 from offload_trainer.arguments import help_text, parse, take_command
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
-from offload_trainer.plan.plan import Plan
 from offload_trainer.run.launcher import has_launcher, start_ranks
 from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten
 from offload_trainer.settings import dump_config, load_config
@@ -124,12 +123,10 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _answer(values, as_json=given.json, told=lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
-        _answer(plan.to_json(), as_json=given.json, told=lambda: _told(plan, given, steps=config.train.steps))
+        _answer(
+            plan.to_json(), as_json=given.json, told=lambda: plan.describe(steps=config.train.steps, full=given.explain)
+        )
     plan.refuse(force=config.placement.force)
-
-
-def _told(plan: Plan, given: Namespace, *, steps: int) -> str:
-    return plan.explain() if given.explain else plan.describe(steps=steps)
 
 
 def _plan_here(given: Namespace, words: list[str]) -> None:
@@ -144,7 +141,9 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
 
     planned = plan_run(config, longest=True)
     _answer(
-        planned.plan.to_json(), as_json=given.json, told=lambda: _told(planned.plan, given, steps=config.train.steps)
+        planned.plan.to_json(),
+        as_json=given.json,
+        told=lambda: planned.plan.describe(steps=config.train.steps, full=given.explain),
     )
     refuse(planned)
     check_start(planned, say=_say)

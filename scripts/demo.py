@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,11 +32,10 @@ peaks = [0]  # bytes of memory of each process that trained
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="everything is made here; what was there is deleted")
+    parser.add_argument("directory", type=Path, help="a new directory, in which everything is made")
     parser.add_argument("words", nargs="*", help="more flags and settings of the run, for example --seed=7")
     given, more = parser.parse_known_args()
     folder, words = given.directory, [*given.words, *more]
-    shutil.rmtree(folder, ignore_errors=True)
     (folder / "drive").mkdir(parents=True)
     started = time.monotonic()
     model = pretrained(folder)

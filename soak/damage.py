@@ -463,7 +463,7 @@ def config(folder: Path) -> Files:
         for found in (rate_cache.with_cached_rates(machine), read_machine(str(folder / "profile.json"))):
             assert all(note.isprintable() for note in found.notes), found.notes
             _, plan = resolve_and_plan(planned, shape, found)
-            plan.explain()
+            plan.describe(full=True)
             json.dumps(plan.to_json())
 
     return Files(folder, ["run.yaml", "machine.json", "profile.json"], use=use, links=True)

@@ -1,7 +1,6 @@
 """The result of planning: the chosen placement, its bytes per tier, the forecast of a step, and the rejected options.
 
-`Plan` also renders itself as one screen of text (`describe`), in full (`explain`), and as the JSON of `plan --json`
-(`to_json`).
+`Plan` also renders itself as text (`describe`) and as the JSON of `plan --json` (`to_json`).
 """
 
 from __future__ import annotations
@@ -152,59 +151,30 @@ class Plan:
             "notes": list(self.notes),
         }
 
-    def describe(self, *, steps: int | None = None) -> str:
-        """Return the plan on one screen: bytes, places, seconds, what was rejected. `steps`: the length of the run."""
-        rows = f"{self.micro_batch} x {self.seq_len}"
+    def describe(self, *, steps: int | None = None, full: bool = False) -> str:
+        """Return the plan on one screen, or with `full` in lines of any number and length. `steps`: of the run."""
+        count, rows = self.checkpointed, f"{self.micro_batch} x {self.seq_len}"
+        some = "" if count == self.layers else f" of the first {count} of {self.layers} blocks"
         head = [
             f"plan: {format_count(self.parameters)} parameters, {format_count(self.tokens_per_step)} tokens a step in "
             f"micro-batches of {rows}, {self.title}",
-            f"  {self.homes}{'; gradient checkpointing' * (self.checkpointed > 0)}",
+            f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}"
+            + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else ""),
+            *self._describe_tiers(full=full),
+            *self._describe_limits(),
+            *self._describe_seconds(steps, full=full),
         ]
-        tiers = self._tiers_in_use()
-        width = max(map(len, tiers))
-        for tier in tiers:
-            items = sorted((one for one in self.items if one.tier == tier), key=lambda one: -one.bytes)
-            named = [f"{one.name} {format_bytes(one.bytes)}" for one in items[:_MOST] if one.bytes]
-            size = format_bytes(self.tiers[tier]["need"])
-            head.append(
-                f"  {tier:<{width}} {size:>8} {self._verdict(tier)}" + (f": {', '.join(named)}" if named else "")
-            )
-        head += [*self._describe_limits(), *self._describe_speed(steps)]
-        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[: _MOST - 1]]
+        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[: None if full else _MOST - 1]]
         tail += [f"  note: {note}" for note in self.notes]
-        last = "  more: every item, phase and rejected placement with `offload-train plan ... --explain`"
+        if full:
+            return "\n".join([*head, *tail])
         lines = list[str]()
         for told in (*head, *tail):
             wrapped = wrap(told, _COLUMNS, subsequent_indent="      ")
             lines += wrapped if len(lines) + len(wrapped) < _LINES else []
-        return "\n".join([*lines, last])
-
-    def _describe_speed(self, steps: int | None) -> list[str]:
-        """Return the seconds of a step, of its phases and of the run, and what limits each phase."""
-        found, step = self.forecast, self.forecast.step
-        if step is None:
-            return self._describe_untimed()
-        total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
-        lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
-        for phase in PHASES:
-            if seconds := found.seconds[phase]:
-                lines.append(f"    {phase:<10}{format_seconds(seconds):>9}   {found.limits(phase)}")
-        return [*lines, *self._describe_hidden(), *self._describe_larger_steps(), *self._describe_faster()]
-
-    def explain(self) -> str:
-        """Return all of the plan as text."""
-        count = self.checkpointed
-        some = "on" if count == self.layers else f"of the first {count} of {self.layers} blocks"
-        lines = [
-            f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
-            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing {some if count else 'off'}"
-            + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
-        ]
-        lines += [*self._describe_tiers(), *self._describe_limits(), *self._describe_seconds()]
-        lines += self._describe_faster()
-        lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(
+            [*lines, "  more: all items, schedules and rejected placements with `offload-train plan ... --explain`"]
+        )
 
     def _describe_limits(self) -> list[str]:
         """Return what does not fit in any placement, and the longest row that fits."""
@@ -219,26 +189,19 @@ class Plan:
             )
         return lines
 
-    def _describe_tiers(self) -> list[str]:
-        """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""
-        lines = []
-        for tier in self._tiers_in_use():
-            lines.append(_entry(tier, format_bytes(self.tiers[tier]["need"]), self._verdict(tier)))
-            lines += [
-                _entry(f"  {item.name}", format_bytes(item.bytes), item.why)
-                for item in self.items
-                if item.tier == tier and item.bytes
-            ]
+    def _describe_tiers(self, *, full: bool) -> list[str]:
+        """Return a line for each tier of this machine, with its largest items; with `full` a line for each item."""
+        tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
+        width, lines = max(map(len, tiers)), list[str]()
+        for tier in tiers:
+            lines.append(f"  {tier:<{width}} {format_bytes(self.tiers[tier]['need']):>8} {self._verdict(tier)}")
+            items = [item for item in self.items if item.tier == tier and item.bytes]
+            if full:
+                lines += [f"    {item.name:<26}{format_bytes(item.bytes):>10}   {item.why}" for item in items]
+            elif items:
+                largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
+                lines[-1] += f": {', '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
         return lines
-
-    def _describe_faster(self) -> list[str]:
-        """Return the settings that would make a step shorter, but change results."""
-        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
-        return [f"  faster, with other results: {told}"] if told else []
-
-    def _tiers_in_use(self) -> list[str]:
-        """Return the names of the tiers of this machine."""
-        return [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
 
     def _verdict(self, tier: str) -> str:
         """Return the available bytes of a tier, and whether they are enough."""
@@ -263,16 +226,18 @@ class Plan:
         )
         return [*lines, f"    run `{command}` once to time it{chooses}"]
 
-    def _describe_seconds(self) -> list[str]:
-        found = self.forecast
-        step = found.step
+    def _describe_seconds(self, steps: int | None, *, full: bool) -> list[str]:
+        """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change."""
+        found, step = self.forecast, self.forecast.step
         if step is None:
             return self._describe_untimed()
-        speed = f"{format_count(self.tokens_per_step / step)} tokens/s"
-        lines = [_entry("estimated step", format_seconds(step), speed)]
+        total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
+        lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
         for phase in PHASES:
-            lines.append(_entry(f"  {phase}", format_seconds(found.seconds[phase] or 0.0), found.limits(phase)))
-        return [*lines, *self._describe_hidden(), *self._describe_ways()]
+            lines.append(f"    {phase:<10}{format_seconds(found.seconds[phase] or 0.0):>9}   {found.limits(phase)}")
+        lines += [*self._describe_hidden(), *(self._describe_ways() if full else []), *self._describe_larger_steps()]
+        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
+        return [*lines, f"  faster, with other results: {told}"] if told else lines
 
     def _describe_hidden(self) -> list[str]:
         """Return how much of the update overlaps with what, and what a step that needs clipping costs more."""
@@ -287,12 +252,12 @@ class Plan:
         return lines
 
     def _describe_ways(self) -> list[str]:
-        """Return the forecasts of the other update schedules, and the tokens per step that hide the drives' time."""
+        """Return the forecasts of the other update schedules, and why some were ruled out."""
         others = [way for way in self.ways if way.words != self.way]
         timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
         lines = [f"    auto chose {self.way}; estimated step with {', '.join(timed)}"] if timed else []
         lines += [f"    auto ruled out {way.why_not}" for way in others if way.why_not]
-        return lines + self._describe_larger_steps()
+        return lines
 
     def _describe_larger_steps(self) -> list[str]:
         """Return from how many tokens a step on the drives' time is hidden."""
@@ -303,8 +268,3 @@ class Plan:
         of_others = [f"with {way.words} from {format_count(way.tokens or 0)} on" for way in others]
         least = f"from {format_count(hidden)} tokens a step on (--accumulate)"
         return [f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *of_others])}"]
-
-
-def _entry(name: str, number: str, why: str) -> str:
-    """Return a line of the plan with name, number and reason in columns."""
-    return f"  {name:<26}{number:>10}   {why}"

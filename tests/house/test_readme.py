@@ -30,7 +30,7 @@ TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for one, other in COMMAND.findall(text)}
 # The text only names these.
-COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import")}
+COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import", "plan ... --explain")}
 SCRIPT = re.compile(r"((?:scripts|soak|benchmarks|tests)/[\w/]+\.(?:py|sh))")
 SCRIPTS = sorted({found for text in TEXTS.values() for found in SCRIPT.findall(text)})
 RUN = ("plan", "ls", "cp", "--help", "runs")

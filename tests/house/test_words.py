@@ -71,7 +71,7 @@ def test_an_unknown_machine(name: str, near: str | None) -> None:
 
 
 def test_a_plan_without_a_gpu_mentions_none() -> None:
-    told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).explain()
+    told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe(full=True)
     assert "gpu" not in told.lower().replace("note: no gpu here", "")
     assert "2 kept and the one being written, 1.49 GB each" in told
     assert "offload-train bench" in told

@@ -44,7 +44,7 @@ def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     again = make_plan(config, SHAPE, here)  # a settled configuration has the same plan
     assert (again.items, again.forecast) == (plan.items, plan.forecast)
     told = f"gradient checkpointing of the first {plan.checkpointed} of 50 blocks"
-    assert told in plan.explain()
+    assert told in plan.describe(full=True)
     assert plan.to_json()["chosen"]["checkpointed_blocks"] == plan.checkpointed
 
 

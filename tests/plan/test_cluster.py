@@ -116,7 +116,7 @@ def test_the_machines_of_a_file_or_of_the_command_line_are_planned(
     (tmp_path / "two.json").write_text(json.dumps(read_machine("4xrtx4090-10gbe").to_json() | {"nodes": 2}))
     assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:]]) == 0
     printed = capsys.readouterr().out
-    assert "plan: tiered engine" in printed
+    assert "tiered engine" in printed
     assert "8 ranks on 2 nodes" in printed
 
 

@@ -65,7 +65,7 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
     for chunk, size in sizes.items():
         plan = planned(size / GB + 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
         assert (plan.mlp_chunk, plan.fits) == (chunk, True)
-        assert f"MLPs in chunks of {chunk} tokens" in plan.explain()
+        assert f"MLPs in chunks of {chunk} tokens" in plan.describe(full=True)
         assert plan.to_json()["chosen"]["mlp_chunk"] == chunk
     least = planned(sizes[256] / GB - 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
     assert not least.fits
@@ -171,7 +171,7 @@ def test_the_plan_names_tiled_mlps(tmp_path: Path) -> None:
     """The plan states it for a described machine, without torch for a preset, and in the command's JSON."""
     plan = plan_elsewhere(wish("--model", "gpt2"), machine(gpu=24 * GB))
     assert plan.longest_row == 1024
-    assert "rows of up to 1024 tokens fit" in plan.explain()
+    assert "rows of up to 1024 tokens fit" in plan.describe(full=True)
     assert json.loads(json.dumps(plan.to_json()))["longest_row"] == 1024
     words = [f"model.overrides.{key}={value}" for key, value in WIDE.items()]
     small = plan_elsewhere(wish(*words, "--micro-batch", "1", "--seq-len", "512"), machine(gpu=4 * GB))

@@ -158,8 +158,8 @@ def test_the_plan_counts_it_and_says_so() -> None:
     assert sum(seconds or 0.0 for seconds in on.in_line.values()) == pytest.approx(on.step)
     assert off.in_line == off.seconds
     assert plans["forward"].to_json()["hidden"] == on.hidden
-    assert "update overlap with the next forward" in plans["forward"].explain()
-    assert "update overlap with" not in plans["off"].explain()
+    assert "update overlap with the next forward" in plans["forward"].describe(full=True)
+    assert "update overlap with" not in plans["off"].describe(full=True)
 
 
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +359,8 @@ def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks:
     assert full.apart == ()
     second = [item for item in plans["backward"].items if item.name == "state, second copy"]
     assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
-    said = plans["backward"].explain()
+    said = plans["backward"].describe(full=True)
     assert "update overlap with the backward and the next forward" in said
     assert f"skipped: up to {format_seconds(full.if_clipped)} more" in said
-    assert "skipped: up to" not in plans["forward"].explain()
+    assert "skipped: up to" not in plans["forward"].describe(full=True)
     assert [plans[way].to_json()["if_clipped"] for way in ("backward", "forward")] == [full.if_clipped, 0.0]

@@ -430,11 +430,11 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
     (told,) = plan.shortfalls()
     sizes = {place: format_bytes(size) for place, size in need.items()}
     assert told == f"one filesystem has 1 GB free for {sizes['/out']} in /out and {sizes['/ssd']} in /ssd"
-    said = plan.explain()
+    said = plan.describe(full=True)
     assert "of 0 B" not in said
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
         line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))
-        assert f"{sizes[place]}   of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
+        assert f"{sizes[place]} of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
 
 
 def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:

@@ -230,7 +230,7 @@ def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, nam
     plan = of_shape(shape, 2)  # half of it is CUDA's own memory and the reserve
     assert not plan.fits
     told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
-    assert told in plan.explain()
+    assert told in plan.describe(full=True)
     assert plan.to_json()["too_large"] == told
     with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
         plan.refuse(force=False)

@@ -38,7 +38,7 @@ def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[s
     assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
     assert plan.forecast.step == pytest.approx(steps[FULL])
     assert (plan.sizes.places, plan.sizes.ahead) == (2, True)
-    said = next(line for line in plan.explain().splitlines() if f"auto chose {FULL}" in line)
+    said = next(line for line in plan.describe(full=True).splitlines() if f"auto chose {FULL}" in line)
     for one, step in steps.items():
         assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
     taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
@@ -56,7 +56,7 @@ def test_two_copies_only_if_the_disk_has_room() -> None:
         plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
         assert plan.fits
         assert plan.way == way
-        assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.explain()) == (way != FULL)
+        assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.describe(full=True)) == (way != FULL)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_impossible_schedule_is_left_out_and_named() -> None:
     why = "in a session, the learning rate"
     assert plan.way != FULL
     assert next(one.why_not for one in plan.ways if one.words == FULL).startswith(FULL)
-    assert why in next(line for line in plan.explain().splitlines() if f"auto ruled out {FULL}" in line)
+    assert why in next(line for line in plan.describe(full=True).splitlines() if f"auto ruled out {FULL}" in line)
     with pytest.raises(UserError, match=FULL):
         planned(FULL, saves=False)
 
@@ -91,7 +91,7 @@ def test_an_impossible_schedule_is_left_out_and_named() -> None:
 def test_several_ranks_speculate_only_if_configured() -> None:
     plan = planned(*BOTH[:4], world=2)
     assert not plan.sizes.ahead
-    assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.explain()
+    assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe(full=True)
     assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
 
 
@@ -128,7 +128,7 @@ def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> 
     assert {one.words: one.seconds for one in plan.ways} == pytest.approx(steps)
     assert steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
     assert plan.forecast.if_clipped > 0
-    assert f"auto chose {FULL}" in plan.explain()
+    assert f"auto chose {FULL}" in plan.describe(full=True)
 
 
 def test_a_small_gain_is_not_mentioned() -> None:
@@ -196,7 +196,7 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
     assert (plan.sizes.overlap, plan.sizes.places) == (True, 1)
     in_line = planned(*words, OFF, on=on)
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
-    said = plan.explain()
+    said = plan.describe(full=True)
     times = next(line for line in said.splitlines() if "offload-train bench" in line)
     assert "run `offload-train bench --nvme /ssd` once to time it" in times
     assert f"the fastest of {FORWARD} (the current choice), {OFF}, {FULL}" in times

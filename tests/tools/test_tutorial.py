@@ -43,7 +43,7 @@ def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     assert (DEMO, ACTIVATE) == ("make demo", ". .venv/bin/activate")
     (recipe,) = re.findall(
-        r"^demo: setup\n\t\$\(RUN\)/(.*) \$\(WORDS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+        r"^demo: setup\n\trm -rf demo-run\n\t\$\(RUN\)/(.*) \$\(WORDS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
     shown = run(recipe, tmp_path, there)
     table = dict(re.findall(r"^(\w+(?: \w+)?) {2,}(.*(?:\n {13}.*)*)$", shown, re.MULTILINE))

@@ -123,9 +123,8 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _answer(values, as_json=given.json, told=lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
-        _answer(
-            plan.to_json(), as_json=given.json, told=lambda: plan.describe(steps=config.train.steps, full=given.explain)
-        )
+        steps = config.train.known_steps
+        _answer(plan.to_json(), as_json=given.json, told=lambda: plan.describe(steps=steps, full=given.explain))
     plan.refuse(force=config.placement.force)
 
 
@@ -143,7 +142,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     _answer(
         planned.plan.to_json(),
         as_json=given.json,
-        told=lambda: planned.plan.describe(steps=config.train.steps, full=given.explain),
+        told=lambda: planned.plan.describe(steps=config.train.known_steps, full=given.explain),
     )
     refuse(planned)
     check_start(planned, say=_say)
@@ -186,7 +185,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
     planned = plan_run(config)
     plan = planned.plan
-    _say(plan.describe(steps=config.train.steps))
+    _say(plan.describe(steps=config.train.known_steps))
     plan.refuse(force=config.placement.force)
     trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=given.trial_steps, say=_say)
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))

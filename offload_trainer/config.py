@@ -246,6 +246,11 @@ class TrainSection(_Section):
         "and a save would take longer; auto: no limit",
     )
 
+    @property
+    def known_steps(self) -> int | None:
+        """The optimizer steps of the run; None if they follow from `epochs` and the data."""
+        return self.steps if self.epochs == "auto" else None
+
 
 class PlacementSection(_Section):
     """Placement of weights, gradients and optimizer state, and the engine that implements it."""

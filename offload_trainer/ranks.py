@@ -482,7 +482,7 @@ class Group:
         except Exception as error:
             failed = error
         code = getattr(failed, "exit_code", LOST)
-        results = _gathered([code, str(failed or ""), mine], self.mesh, tuple[int, str, list[kind]])
+        results = _gathered([code, shown(str(failed or "")), mine], self.mesh, tuple[int, str, list[kind]])
         if failed is not None:
             raise failed
         for code, message, values in results:

@@ -31,8 +31,6 @@ _MOST_DIGITS = 100  # transformers writes a 31-digit number for a tokenizer with
 _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 files; parsing this much takes seconds
 _SHOWN = 300  # characters of a file's content quoted in a message
 
-EXACT = ConfigDict(extra="forbid")
-
 
 # -- records ---------------------------------------------------------------------------------------------------------
 
@@ -40,7 +38,7 @@ EXACT = ConfigDict(extra="forbid")
 @dataclass_transform(frozen_default=True)
 def exact_record(kind: type[Kind]) -> type[Kind]:
     """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error."""
-    return with_config(EXACT)(dataclass(frozen=True)(kind))
+    return with_config(ConfigDict(extra="forbid"))(dataclass(frozen=True)(kind))
 
 
 @dataclass_transform(frozen_default=True)

@@ -37,7 +37,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
 
 # Increase it when the same text and tokenizer give other ids than before.
 FORMAT = 3
@@ -209,7 +209,7 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     settled = set(found)
     for path in sorted(fresh):
-        if time.time_ns() - max(about[path][1:3]) > _SETTLED_NS:
+        if time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path):  # JSON has no other names
             settled.add(path)
         found[path] = _sum(Path(path))
     if settled & fresh:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload_trainer.storage.host_memory import Heap, host_buffer
-from offload_trainer.storage.transfer import Future, Workers, done, ending, together
+from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
@@ -97,14 +97,11 @@ class CpuDevice:
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
         return ReturnCopy(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
-        """Copy `values` (on the device) to host memory after the event `after`, or after everything queued so far."""
-        into.copy_(values)
+    def download(self, copies: Copies, *, after: Any = None) -> Future:
+        """Copy tensors on the device to host memory after the event `after`, or after everything queued so far."""
+        for values, into in copies:
+            into.copy_(values)
         return done()
-
-    def download_all(self, copies: Copies) -> Future:
-        """Copy several tensors on the device to host memory, after everything queued so far."""
-        return together([self.download(values, into) for values, into in copies])
 
     def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
@@ -241,12 +238,8 @@ class CudaDevice:
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
         return self._uploaded.submit(self._copy(values, into, after=after, stream=self._to_device).synchronize)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
-        after = after or self.mark()
-        return self._copy_out([(values, into)], after=after, stream=self._to_host, waiter=self._downloaded)
-
-    def download_all(self, copies: Copies) -> Future:
-        return self._copy_out(copies, after=self.mark(), stream=self._to_host, waiter=self._downloaded)
+    def download(self, copies: Copies, *, after: torch.cuda.Event | None = None) -> Future:
+        return self._copy_out(copies, after=after or self.mark(), stream=self._to_host, waiter=self._downloaded)
 
     def _copy_out(
         self, copies: Copies, *, after: torch.cuda.Event, stream: torch.cuda.Stream, waiter: Workers

@@ -314,8 +314,8 @@ class OffloadedModel:
         self.stream.end_backward()
         if self.node.world > 1:
             self.synchronize()  # a rank whose backward reached no weight has not waited for the update yet
-            self.gradients.end_of_backward(last=self.last)
             self.sum_changes += 1  # other ranks may have added gradients
+        self.gradients.end_of_backward(last=self.last)
 
     def turn_to(self, micro_batch: int, *, last: bool) -> None:
         """Announce whose gradients arrive next, in a backward of several micro-batches that take turns."""

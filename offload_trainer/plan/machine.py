@@ -10,15 +10,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, with_config
+from pydantic import Field
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, parsed, read_back
+from offload_trainer.safe_files import Count, Flag, Line, Number, exact_record, parsed, read_back
 
 _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
@@ -29,8 +29,7 @@ Ratio = Annotated[Number, Field(ge=1e-6, le=1e6)]
 Several = Annotated[Count, Field(ge=1)]
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Rate:
     """A rate per second, with its origin."""
 
@@ -39,8 +38,7 @@ class Rate:
     source: Line  # how it was measured, who specifies it, or why it is assumed
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class DriveRates:
     """Bytes per second of a drive; `mixed_*` are the rates of simultaneous reading and writing.
 
@@ -54,8 +52,7 @@ class DriveRates:
     computation_lost: Rate | None = None  # bytes moved while all cores lose one second of computation to transfers
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class DriveFacts:
     """A directory that state can be placed in."""
 
@@ -83,8 +80,7 @@ _LAYER_UNITS = {
 LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Rates:
     """Rates of computation and of copies on one machine; None if not measured or given."""
 
@@ -122,8 +118,7 @@ def sums_key(kernel: str, *, measured: bool) -> str:
     return f"{kernel}.norm" if measured else kernel
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Latency:
     """The time of a small message between two ranks."""
 
@@ -132,8 +127,7 @@ class Latency:
     source: Line
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Links:
     """Rates of communication between ranks, and of copies while all ranks copy; None if absent or unknown.
 
@@ -150,8 +144,7 @@ class Links:
     all_to_all: Rate | None = None  # bytes/s that each device receives, with a different part from each rank to each
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class MachineProfile:
     """One machine: its devices and the bytes that a run may use. A cluster is `nodes` such machines."""
 

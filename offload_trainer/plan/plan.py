@@ -17,8 +17,8 @@ from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_LINES, _COLUMNS = 25, 100  # of the screen
-_MOST = 3  # items of a tier, missing rates and rejected placements that the screen names
+_LINES, _COLUMNS, _REJECTED = 25, 100, 2  # lines and columns of the screen, and placements that it rejects by name
+_MOST = 3  # items of a tier that the screen names
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,17 @@ class Plan:
             *self._describe_limits(),
             *self._describe_seconds(steps, full=full),
         ]
-        tail = [f"  rejected: {name}: {reason}" for name, reason in self.rejected[: None if full else _MOST - 1]]
+        rejected = sorted(self.rejected, key=lambda one: not one[1].startswith("fits")) if not full else self.rejected
+        tail = [f"  rejected: {name}: {reason}" for name, reason in rejected[: None if full else _REJECTED]]
         tail += [f"  note: {note}" for note in self.notes]
         if full:
             return "\n".join([*head, *tail])
         lines = list[str]()
         for told in (*head, *tail):
-            wrapped = wrap(told, _COLUMNS, subsequent_indent="      ")
-            lines += wrapped if len(lines) + len(wrapped) < _LINES else []
+            wrapped = wrap(told, _COLUMNS, subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
+            if len(lines) + len(wrapped) >= _LINES:
+                break
+            lines += wrapped
         return "\n".join(
             [*lines, "  more: all items, schedules and rejected placements with `offload-train plan ... --explain`"]
         )
@@ -192,6 +195,9 @@ class Plan:
     def _describe_tiers(self, *, full: bool) -> list[str]:
         """Return a line for each tier of this machine, with its largest items; with `full` a line for each item."""
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
+        if not full:  # those that do not fit first, and no drive that is not used
+            tiers = [tier for tier in tiers if self.tiers[tier]["need"] or tier in (GPU_NAME, RAM_NAME)]
+            tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
         width, lines = max(map(len, tiers)), list[str]()
         for tier in tiers:
             lines.append(f"  {tier:<{width}} {format_bytes(self.tiers[tier]['need']):>8} {self._verdict(tier)}")
@@ -200,7 +206,7 @@ class Plan:
                 lines += [f"    {item.name:<26}{format_bytes(item.bytes):>10}   {item.why}" for item in items]
             elif items:
                 largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
-                lines[-1] += f": {', '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
+                lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
         return lines
 
     def _verdict(self, tier: str) -> str:

@@ -7,6 +7,7 @@ its values on rank 0 and on the other rank.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import secrets
 import socket
@@ -33,6 +34,7 @@ from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import shown
+from offload_trainer.settings import refuse_unwritable
 from offload_trainer.telemetry.trackers import refuse_missing
 
 _MOST = 10  # lines in a message
@@ -61,7 +63,8 @@ def refuse(planned: Planned) -> None:
 
 
 def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
-    """Raise UserError for missing trackers and for data that is missing or not text, before tokenizing anything."""
+    """Raise UserError for paths that no record can hold, missing trackers, and data that is missing or not text."""
+    refuse_unwritable([os.path.realpath(str(path)) for path in (planned.output, *planned.config.placement.nvme)])
     refuse_missing(planned.config.save.trackers)
     check_data(planned.config.data, planned.source, say=say)
 

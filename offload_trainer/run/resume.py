@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -48,7 +48,6 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import done_before
 from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
-    DESCRIPTION,
     Newest,
     StoreManifest,
     files_of,
@@ -65,7 +64,7 @@ from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
 from offload_trainer.run.resume_point import newest_state
-from offload_trainer.safe_files import Count, as_kind, file_bytes, lenient_record, parsed, read_back, shown
+from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.scratch_dir import clear as clear_drive
@@ -374,7 +373,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
     if why := _why_never(setup):
         raise ValueError(why)
-    identity, layout = _in_json(setup.record.identity), _in_json(setup.record.layout)
+    identity, layout = setup.record.identity, setup.record.layout
     units, pages, sizes = layouts_of(setup.work).units, _pages(setup), setup.plan.sizes
     assert isinstance(sizes, TierSizes)
     files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
@@ -392,8 +391,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         model=setup.output / "model",
         run=manifest.run,
     )
-    theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
-    differ = [key for key, value in _in_json(asdict(ours)).items() if value != theirs.get(key)]
+    differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]
     if "pages" in differ and made.ranks != setup.plan.world:
         raise ValueError(
             f"they were written by {made.ranks} rank(s), and this run has {setup.plan.world}: use --gpus {made.ranks}"
@@ -402,11 +400,6 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         raise ValueError(f"their layout differs from this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
     for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):
         setup.log.say(f"note: {line}")
-
-
-def _in_json(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` as it is after a round trip through JSON."""
-    return parsed(json.dumps(dict(value)), dict)
 
 
 _RESTORE = "Only a copy of that file can fix this"

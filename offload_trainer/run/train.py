@@ -201,7 +201,7 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     here = found[0] if found else plan_run(config, nodes=len(nodes))
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
-        log.say(planned.plan.describe(steps=config.train.steps))
+        log.say(planned.plan.describe(steps=config.train.known_steps))
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:
         on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
@@ -240,7 +240,7 @@ def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Pl
     machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
     planned = shared_plan(found[0] if found else before)
-    log.say(planned.plan.describe(steps=config.train.steps))
+    log.say(planned.plan.describe(steps=config.train.known_steps))
     on_rank_zero(lambda: refuse(planned))
     return planned
 
@@ -296,10 +296,7 @@ def _carry_out(
         job.unvalidated = unvalidated
         resume.keep(setup, job)
         _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
-        if setup.plan.uses_drives:  # then its start has removed what killed ones left
-            resume.drop(setup)
-        else:
-            resume.clear(setup)
+        resume.clear(setup)
 
 
 def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:

@@ -167,6 +167,7 @@ class EmulatedGpu:
         with self.lock:
             if stream is self.compute:
                 self.carry_out(stream, work)
+                self.current.behind_compute = None
                 return
             stream.queue.append(work)
             self._queued.update(tensor.untyped_storage()._cdata for tensor in work.tensors)

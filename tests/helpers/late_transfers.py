@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Copies, Read, ReturnCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, together
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of
 
 
 def late(work: Callable[[], None]) -> Future:
@@ -157,12 +157,10 @@ class LateDevice:
         ready.then(lambda error: late(lambda: into.copy_(source)).then(future.finish_part))
         return ReturnCopy(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
-        into.fill_(float("nan"))
-        return late(lambda: into.copy_(values))
-
-    def download_all(self, copies: Copies) -> Future:
-        return together([self.download(values, into) for values, into in copies])
+    def download(self, copies: Copies, *, after: Any = None) -> Future:
+        for _, into in copies:
+            into.fill_(float("nan"))
+        return late(lambda: [into.copy_(values) for values, into in copies])
 
     def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()

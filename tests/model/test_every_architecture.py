@@ -62,7 +62,9 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
 
 
 def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing router loss, or an eps that is 10 % too large, is reported as wrong."""
+    """A missing router loss, or an eps that is 10 % too large, is reported as wrong; without them all is right."""
+    result = examine("Mixtral", tmp_path / "right")
+    assert (result.outcome, result.router) == ("right", "right")
     with monkeypatch.context() as patch:
         patch.setattr("offload_trainer.model.loss.adds_router_loss", lambda _: False)
         result = examine("Mixtral", tmp_path / "router")

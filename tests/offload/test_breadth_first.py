@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
@@ -180,12 +181,11 @@ def test_memory_grows_by_inputs_of_all_micro_batches() -> None:
     """gpt2-xl on a GPU with 8 x 1 x 1024 tokens has 48 inputs of 3.3 MB in each micro-batch; away, all but two leave
     the GPU.
     """
-    each = 2 * 1024 * 1600
+    each, shape = 2 * 1024 * 1600, gpt2_shape(PRESETS["gpt2-xl"] | {"vocab_size": 4096})  # the peak is in a block
     for order, many in (("depth_first", 48 * each), ("breadth_first", 8 * 48 * each)):
         for home, others in (("false", {}), ("cpu", {"ram": many}), ("nvme", {"ram": 4 * each, "/ssd": many})):
             words = ["--params", "cpu", "--accumulate", "8", "--micro-batch", "1", f"tiered.micro_batch_order={order}"]
-            words += ["model.loss_chunk=128"]  # so that the peak is in a block
-            plan = make_plan(wish(*words, f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine(gpu=32 * GB))
+            plan = make_plan(wish(*words, f"model.offload_activations={home}"), shape, machine(gpu=32 * GB))
             found = {item.tier: item.bytes for item in plan.items if item.name == "block inputs"}
             assert found == {"gpu": 2 * each if others else many, **others}
             (out,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))

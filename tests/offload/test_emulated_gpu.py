@@ -130,7 +130,13 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
     for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel())):
         with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:
-            patch.setattr(Gradients, "__init__", lambda *a, its=kernel, **w: begin(*a, **w | {"device_kernel": its}))
+            changed = {"device_kernel": kernel}  # in place of the one that the engine gives
+
+            def built(*a: Any, changed: dict[str, Any] = changed, **words: Any) -> None:
+                assert words.keys() >= changed.keys()
+                begin(*a, **words | changed)
+
+            patch.setattr(Gradients, "__init__", built)
             given = [*words, f"optim.name={rule}"]
             found.append(trained(gpu, model, drive, given, accumulate=2, limit=0.1))
     assert len(added) == 4 * len(found[0][1])  # in each step's last micro-batch

@@ -28,7 +28,7 @@ from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, together
 
 
 class HeldDevice(LateDevice):
@@ -39,10 +39,10 @@ class HeldDevice(LateDevice):
         self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
         self.sizes: list[int] = []  # bytes of each copy
 
-    def download(self, values: torch.Tensor, into: torch.Tensor, **words: Any) -> Future:
-        self.held.append((values, into, Future()))
-        self.sizes.append(values.nbytes)
-        return self.held[-1][2]
+    def download(self, copies: Copies, **words: Any) -> Future:
+        self.held += [(values, into, Future()) for values, into in copies]
+        self.sizes += [values.nbytes for values, _ in copies]
+        return together([future for _, _, future in self.held[-len(copies) :]])
 
     def let_go(self, count: int | None = None) -> None:
         """Finish the oldest `count` copies, or all."""
@@ -255,9 +255,9 @@ class GroupingDevice(LateDevice):
         super().__init__()
         self.groups: list[int] = []
 
-    def download_all(self, copies: Copies) -> Future:
+    def download(self, copies: Copies, *, after: Any = None) -> Future:
         self.groups.append(len(copies))
-        return super().download_all(copies)
+        return super().download(copies, after=after)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -75,7 +76,10 @@ def test_without_a_network_the_demo_trains_the_smallest_preset(tmp_path: Path) -
 def test_plans_on_the_page_are_those_that_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """UPDATE_GOLDEN=1 writes them into the page. The hub's configuration of Qwen3-8B is made here."""
+    """UPDATE_GOLDEN=1 writes them into the page. The hub's configuration of Qwen3-8B is made here.
+
+    The README's picture, which `scripts/plan_picture.py` draws, has the second one.
+    """
     monkeypatch.chdir(tmp_path)
     hidden, layers, inner, heads, pairs = HELD
     config = Qwen3Config(
@@ -95,11 +99,12 @@ def test_plans_on_the_page_are_those_that_the_command_prints(
     page = TEXT
     for command, held in PLANS:
         words = shlex.split(command)[1:]
-        assert main([*words, *(["--scratch"] if "Qwen/Qwen3-8B" in words else [])]) == 0
+        assert main(words) == 0
         printed = "".join(line + "\n" for line in capsys.readouterr().out.rstrip().splitlines())
         if os.environ.get("UPDATE_GOLDEN"):
             page = page.replace(f"{command}\n\n```text\n{held}```", f"{command}\n\n```text\n{printed}```")
         else:
             assert printed == held
+    assert (ROOT / "docs/plan.svg").read_text() == runpy.run_path(str(ROOT / "scripts/plan_picture.py"))["picture"]()
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(page)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -103,9 +103,9 @@ class Gradients:
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
-        fits = self._ordered and self.dtype is torch.float32
-        usable = fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients
-        self._device_kernel = cast("CudaKernel", device_kernel) if usable else None
+        fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
+        if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
+            self._device_kernel = device_kernel
         self._intake = GradientIntake(units)
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
@@ -320,7 +320,7 @@ class Gradients:
         """
         resident = self.on_device(unit)
         if resident is not None:
-            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
+            return self._device.download([(resident[start : start + buffer.numel()], buffer)], after=after)
         return self.store.read(unit, start, buffer)
 
     def clear(self) -> None:
@@ -350,7 +350,7 @@ class CopyGroup:
     def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Add a copy of `values` (on the device), and return a future that completes with it, after `queue`."""
         if self._device.in_host_memory:
-            return self._device.download(values, into)
+            return self._device.download([(values, into)])
         if unit != self._unit:
             self.queue()
         self._unit, arrived = unit, self._arrived
@@ -365,7 +365,7 @@ class CopyGroup:
             copies, arrived = self._copies, self._arrived
             self._copies, self._arrived = [], Future()
             try:
-                self._device.download_all(copies).then(arrived.finish_part)
+                self._device.download(copies).then(arrived.finish_part)
             except BaseException as error:
                 arrived.finish_part(error)
                 raise

@@ -137,7 +137,7 @@ class ShardedGradients:
         """Start copying a gradient of the current unit to this rank's outbox."""
         place = self._intake.place[name][1]
         box = self._outboxes[self._node.rank][self._round % OUTBOXES]
-        self._copies.append(self._device.download(flat, box[place.start :][: flat.numel()]))
+        self._copies.append(self._device.download([(flat, box[place.start :][: flat.numel()])]))
         self._in_outbox.add(name)
 
     def _exchange(self) -> None:

@@ -20,11 +20,11 @@ from itertools import accumulate
 from math import prod
 from typing import Annotated
 
-from pydantic import Field, Strict, with_config
+from pydantic import Field, Strict
 
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind, in_memory
-from offload_trainer.safe_files import EXACT, Count
+from offload_trainer.safe_files import Count, exact_record
 
 ALIGN = 4096  # elements
 BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
@@ -116,8 +116,7 @@ class Unit:
         return not self.block and (self.within != "" or self.elements <= SMALL)
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
+@exact_record
 class Page:
     """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
-from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
+from offload_trainer.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.locks import NoLocks
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, protected
 from offload_trainer.telemetry.metrics import StepRecord, read_evaluations, read_metrics
@@ -155,8 +155,8 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         seconds = plan["seconds"].values()
         facts = {
             "placement": plan["chosen"]["homes"],
-            "tokens a step": plan["chosen"]["tokens_per_step"],
-            "a step, predicted": None if None in seconds else sum(seconds) - plan["hidden"],
+            "tokens a step": as_kind(plan["chosen"]["tokens_per_step"], Count),
+            "a step, predicted": None if None in seconds else as_kind(sum(seconds) - plan["hidden"], Number),
         }
         return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}, facts
     except OSError as error:

@@ -96,7 +96,7 @@ CASES = {
     "updated during the backward": (HALF, [*SAVED, "--ram-fraction", "0", "tiered.overlap=backward"]),
     "fp16, during the forward": (HALF, [*SAVED, "--dtype", "fp16", "tiered.overlap=forward"]),
     "block by block, inputs away": (
-        HALF,
+        HALF + 4_000_000,
         [
             *SAVED, "--params", "cpu", "--accumulate", "2", "tiered.micro_batch_order=breadth_first",
             "model.activation_checkpointing=on", "model.offload_activations=cpu",

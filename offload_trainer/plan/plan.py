@@ -164,8 +164,8 @@ class Plan:
             *self._describe_limits(),
             *self._describe_seconds(steps, full=full),
         ]
-        rejected = sorted(self.rejected, key=lambda one: not one[1].startswith("fits")) if not full else self.rejected
-        tail = [f"  rejected: {name}: {reason}" for name, reason in rejected[: None if full else _REJECTED]]
+        nearest = sorted(self.rejected, key=lambda one: not one[1].startswith("fits"))[:_REJECTED]
+        tail = [f"  rejected: {name}: {reason}" for name, reason in (self.rejected if full else nearest)]
         tail += [f"  note: {note}" for note in self.notes]
         if full:
             return "\n".join([*head, *tail])

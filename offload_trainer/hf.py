@@ -31,8 +31,8 @@ from offload_trainer.export.directory import EXPORT
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.safe_files import file_bytes
+from offload_trainer.session.api import SessionKeys
 from offload_trainer.session.api import load as load_session
-from offload_trainer.session.kwargs import SessionKeys
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session, listed
 from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead

@@ -186,7 +186,6 @@ WHOLE = {
     "run.planning",
     "run.train",
     "session.api",  # the entry point of the library
-    "session.kwargs",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

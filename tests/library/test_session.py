@@ -37,8 +37,7 @@ from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api
-from offload_trainer.session.api import ThisProcess
-from offload_trainer.session.kwargs import session_config
+from offload_trainer.session.api import ThisProcess, session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 

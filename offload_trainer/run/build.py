@@ -213,8 +213,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
 
 
 def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
-    from offload_trainer.engine.ds_config import deepspeed_config
+    from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 
     plan = setup.plan
     assert isinstance(plan.sizes, ZeroSizes)

@@ -17,7 +17,7 @@ import pytest
 import sample_chats
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
+from offload_trainer.data import documents, packing, prepare, tokenfile
 from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
@@ -341,7 +341,7 @@ def test_a_text_that_grows_meanwhile_is_refused(
         path.write_text(TEXT + "more")
         yield from documents.read_documents(path, **settings)
 
-    monkeypatch.setattr(chunked_tokenize, "read_documents", growing)
+    monkeypatch.setattr(packing, "read_documents", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]

@@ -16,7 +16,7 @@ import torch
 from commands import TINY, ask, everything
 from safetensors.torch import save_file
 
-from offload_trainer.data.prepare import source_sums
+from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model

@@ -92,7 +92,7 @@ def test_a_loop_has_the_bits_of_torch(
 ) -> None:
     """Its bits are torch's also if copies to the device and reads complete late."""
     if home == "late":
-        monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+        monkeypatch.setattr("offload_trainer.engine.tiered._device", lambda *_, **__: LateDevice())
         use_late_transfers(monkeypatch)
         home = "on the drive"
     model = MODELS[kind](tmp_path)

@@ -285,7 +285,7 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
 ) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: transfers)
+    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: transfers)
     with engine(gpt2(folder), *ALL_ON_DRIVES, FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))

@@ -26,13 +26,12 @@ from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.allocation import Drives, EngineParts
 from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
-from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
-from offload_trainer.optim.gradient_kernel import NativeGradients, gradient_kernel
+from offload_trainer.optim.gradient_kernel import NativeGradients, clip_factor, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.loss_scale import LossScale

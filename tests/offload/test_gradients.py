@@ -21,10 +21,9 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Copies
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
-from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients, global_norm, norm_of, ordered_norm
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer

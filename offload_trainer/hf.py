@@ -256,7 +256,7 @@ class Offloaded(_Trainer):
         if checkpoint is not None and self._session.trained:
             self._session.resume(Path(checkpoint) / STATE)
 
-    def _saved_apart(self) -> AbstractContextManager[None]:
+    def _saved_apart(self) -> AbstractContextManager[object]:
         """Return a context in which the optimizer's state dict has no moments: the session saves those itself."""
         return self._session.optimizer.saved_apart() if self._session.trained else nullcontext()
 

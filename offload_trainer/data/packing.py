@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -191,16 +191,6 @@ _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
-@contextmanager
-def _now_is(now: datetime) -> Iterator[None]:
-    """Let chat templates that ask for the date or the time print `now`."""
-    real, chat_template_utils.datetime = chat_template_utils.datetime, SimpleNamespace(now=lambda: now)
-    try:
-        yield
-    finally:
-        chat_template_utils.datetime = real
-
-
 class RowEncoder:
     """Encodes conversations as rows, for a token file and for a stream."""
 
@@ -267,7 +257,8 @@ class RowEncoder:
         """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
-            with _now_is(self._day):
+            # Chat templates that ask for the date or the time print the day.
+            with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
             for encoded in rendered:
                 row = self._maker.add(encoded)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -137,11 +138,8 @@ class Activations:
         self._kept.clear()
         self._prefetched.clear()
         self._forward += 1
-        self._in_forward = True
-        try:
+        with patch.object(self, "_in_forward", True):
             yield
-        finally:
-            self._in_forward = False
         self._look_ahead(len(self._kept) - 1)
 
     # -- forward ------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ torch's AdamW updates them. A save stores them in a separate directory, one file
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -159,17 +160,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.state = _State(self.state)
 
-    @contextmanager
-    def saved_apart(self) -> Iterator[None]:
+    def saved_apart(self) -> AbstractContextManager[object]:
         """Within this context, state_dict() and load_state_dict() omit the moments of offloaded parameters silently.
 
         The caller must save and load them with the session's `save` and `resume`.
         """
-        self._saved_apart = True
-        try:
-            yield
-        finally:
-            self._saved_apart = False
+        return patch.object(self, "_saved_apart", True)
 
 
 # -- resident parameters -----------------------------------------------------------------------------------------------

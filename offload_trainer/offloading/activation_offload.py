@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.autograd import WeightReferences
 from offload_trainer.offloading.device import Device, ReturnCopy
-from offload_trainer.offloading.recompute_hooks import WeightReferences
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer

@@ -46,8 +46,7 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
-from offload_trainer.telemetry.sinks import Screen, Telemetry
-from offload_trainer.telemetry.trackers import Tracked, Trackers
+from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
 from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
 

@@ -35,7 +35,7 @@ from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import shown
 from offload_trainer.settings import refuse_unwritable
-from offload_trainer.telemetry.trackers import refuse_missing
+from offload_trainer.telemetry.sinks import refuse_missing
 
 _MOST = 10  # lines in a message
 _PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from offload_trainer.config import ModelSection, TieredSection, TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
@@ -108,7 +107,6 @@ def make_plan(
     notes = list(chosen.notes)
     if note := work.state.rule.note:
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
-    notes += _note_of_stock(config, chosen, work, machine)
     faster = tuple(_faster_formats(engine, chosen, work, machine))
     return replace(chosen, notes=tuple(notes), faster=faster)
 
@@ -268,28 +266,6 @@ def _choose(plans: Sequence[Plan]) -> Plan:
     if len(known) < len(fitting):
         return fitting[0]
     return next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-
-
-def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:
-    """Return a note if `auto` uses the tiered engine for several ranks although DeepSpeed is forecast to be faster.
-
-    This happens because DeepSpeed's ZeRO can keep optimizer state on GPUs with several ranks.
-    """
-    stock = DeepSpeed(config.placement, config.deepspeed, config.optim.moment_dtype)
-    ours = plan.forecast.step
-    if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
-        return []
-    if len(config.placement.nvme) > 1 or config.tiered != TieredSection() or machine.lacks("deepspeed"):
-        return []
-    others = [_plan_of(one, work, machine, engine=stock.name) for one in stock.candidates(work, machine)]
-    best = _choose(others) if others else None
-    if best is None or not best.fits or best.forecast.step is None or best.forecast.step * _ALIKE > ours:
-        return []
-    seconds = format_seconds(best.forecast.step)
-    return [
-        f"{best.title}, {best.homes}, is forecast at {seconds} a step, the tiered engine at "
-        f"{format_seconds(ours)}: consider --engine deepspeed"
-    ]
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:

@@ -179,7 +179,6 @@ WHOLE = {
     "cli",  # groups help by section
     "plan.planner",
     "plan.engines",
-    "run.build",  # the set-up of a run
     "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",

@@ -436,12 +436,6 @@ def shared_filesystems(work: Workload, machine: MachineProfile) -> tuple[Shared,
     )
 
 
-def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan for another node's machine; `items` name that machine's drives."""
-    tiers, shared = room_of(items, work, machine), shared_filesystems(work, machine)
-    return replace(plan, items=tuple(items), tiers=tiers, shared=shared)
-
-
 # -- bytes only: does anything fit, and how long may a row be? --------------------------------------------------------
 
 

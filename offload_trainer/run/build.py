@@ -266,7 +266,7 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     """Create the screen, metrics files and trackers."""
     plan, save = setup.plan, setup.config.save
-    kinds = {phase: plan.forecast.kind(phase) for phase, known in plan.forecast.seconds.items() if known}
+    kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]

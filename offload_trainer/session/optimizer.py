@@ -95,8 +95,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def residents(self) -> dict[str, nn.Parameter]:
-        """Parameters of the groups that are not offloaded, by name."""
-        return named_residents(self._session.model, self.param_groups)
+        """Parameters of the groups that are not offloaded, by name; those outside the model are beside.0, ..."""
+        names = {parameter: name for name, parameter in self._session.model.named_parameters()}
+        found = [p for group in self.param_groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
+        others = iter(range(len(found)))
+        return {names.get(p) or f"beside.{next(others)}": p for p in found}
 
     def names(self) -> list[list[str]]:
         """Return the parameters' names, one list per group."""
@@ -166,20 +169,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The caller must save and load them with the session's `save` and `resume`.
         """
         return patch.object(self, "_saved_apart", True)
-
-
-# -- resident parameters -----------------------------------------------------------------------------------------------
-
-
-def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
-    """Return the groups' parameters that are not offloaded, by name.
-
-    Parameters outside `model` are named beside.0, beside.1, ...
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = [p for group in groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
-    others = iter(range(len(found)))
-    return {names.get(p) or f"beside.{next(others)}": p for p in found}
 
 
 # -- a step of resident parameters ------------------------------------------------------------------------------------

@@ -338,12 +338,12 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
-    items, costs, sizes = one.items(), one.costs(), one.sizes
+    costs, sizes = one.costs(), one.sizes
     found = forecast(one.work, machine, costs, engine=engine)
     if isinstance(one, TieredCandidate):
         sizes, found = one.settled(found)
-    items += reserve_items(machine, here=work.here)
-    items += saved_items(work, output=machine.output.directory)
+    saved = saved_items(work, output=machine.output.directory)
+    items = [*one.items, *reserve_items(machine, here=work.here), *saved]
     return Plan(
         engine=engine,
         title=one.title,
@@ -481,7 +481,7 @@ def any_placement_fits(
         other_items = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         for one in reversed(candidates):  # the ones with the least on the GPU first
-            room = room_of([*one.items(), *other_items], each, machine)
+            room = room_of([*one.items, *other_items], each, machine)
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False

@@ -230,7 +230,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_the_plan_counts_what_is_allocated(share: float, folder: Path) -> None:
     with engine(gpt2(folder), *ALL, FULL, shadows=share) as ours:
-        planned = [item.bytes for item in ours.candidate.items() if item.name == "shadow memory"]
+        planned = [item.bytes for item in ours.candidate.items if item.name == "shadow memory"]
         assert ours.offloaded.updater.shadows.nbytes == sum(planned) > 0
 
 

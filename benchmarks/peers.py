@@ -43,7 +43,7 @@ def builder(peer: str | None) -> Callable[..., Any]:
 
         return lambda setup, **_: PlainEngine(setup.source, setup.config.model, setup.config.optim)
     rival = {"fsdp2": fsdp2, "torchao": torchao}[peer]
-    return lambda setup, **_: rival(setup.planned.source, setup.planned.config)
+    return lambda setup, **_: rival(setup.source, setup.config)
 
 
 def native_engine(setup: Any, **_: Any) -> Any:

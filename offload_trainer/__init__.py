@@ -5,6 +5,7 @@
 `load` takes a transformers model by name, `offload` any `nn.Module`; docs/library.md describes both.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import the library on first use, so that `plan` and `--help` do not load torch."""
-    if name in ("load", "offload"):
-        from offload_trainer.session import api
-
-        return getattr(api, name)
-    if name == "Session":
-        from offload_trainer.session.session import Session
-
-        return Session
-    if name in __all__:
-        from offload_trainer import errors
-
-        return getattr(errors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    places = {"load": "session.api", "offload": "session.api", "Session": "session.session"}
+    return getattr(import_module(f"offload_trainer.{places.get(name, 'errors')}"), name)

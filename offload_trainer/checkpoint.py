@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from offload_trainer import __version__
+from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
@@ -69,20 +70,7 @@ _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, man
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
 STEERING = {
     "model": ("dtype", "attention", "mlp_chunk"),
-    "optim": (
-        "lr",
-        "betas",
-        "eps",
-        "moment_dtype",
-        "weight_decay",
-        "max_grad_norm",
-        "schedule",
-        "warmup_steps",
-        "decay_steps",
-        "final_lr_ratio",
-        "schedule_delay",
-        "accumulate_dtype",
-    ),
+    "optim": tuple(key for key in OptimSection.model_fields if key not in ("name", "kernel", "on_nonfinite_grad")),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
 }
 

@@ -31,8 +31,8 @@ from offload_trainer.export.directory import EXPORT
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.safe_files import file_bytes
+from offload_trainer.session.api import SessionKeys
 from offload_trainer.session.api import load as load_session
-from offload_trainer.session.kwargs import SessionKeys
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session, listed
 from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
@@ -256,7 +256,7 @@ class Offloaded(_Trainer):
         if checkpoint is not None and self._session.trained:
             self._session.resume(Path(checkpoint) / STATE)
 
-    def _saved_apart(self) -> AbstractContextManager[None]:
+    def _saved_apart(self) -> AbstractContextManager[object]:
         """Return a context in which the optimizer's state dict has no moments: the session saves those itself."""
         return self._session.optimizer.saved_apart() if self._session.trained else nullcontext()
 

@@ -113,15 +113,12 @@ def file_bytes(
     """
     descriptor = opener(path) if opener else open_file(path, links=links)
     try:
-        size = os.fstat(descriptor).st_size
-        if size > most:
-            raise ValueError(f"it has {size} bytes, and at most {most} are read")
-        with open(descriptor, "rb", closefd=False) as file:
+        with open(descriptor, "rb") as file:
+            if (size := os.fstat(descriptor).st_size) > most:
+                raise ValueError(f"it has {size} bytes, and at most {most} are read")
             data = file.read(most + 1)
     except OSError as error:
         raise ValueError(error.strerror or "reading failed") from error
-    finally:
-        os.close(descriptor)
     if len(data) > most:
         raise ValueError(f"it has more than the {most} bytes that are read")
     return data

@@ -2,11 +2,11 @@
 
 sources.find_sources           paths from the user           -> files
 documents                      a file, plain or compressed   -> documents (blocks of text) or records (objects)
-chunked_tokenize               documents                     -> ids
 conversations, loss_mask       a record                      -> messages -> ids with a loss mask
-packing                        ids with a loss mask          -> rows, one or several conversations in each
+packing                        documents                     -> ids
+                               ids with a loss mask          -> rows, one or several conversations in each
 stream.StreamedTokens          a streamed data set           -> ids or rows, tokenised while the run reads them
-prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
+run_data.prepare_tokens        all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
 mixture                        token files                   -> one, one after the other or mixed by weights
 run_data.prepare_data          the data section             -> the token files of a run, split into rows
 rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,7 +56,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
@@ -168,8 +169,9 @@ def _compute_rates(
     if subjects.orthogonalise is not None and RATE not in before.layers:
         say("bench: orthogonalising matrices")
         taken = _repeat(subjects.orthogonalise(layer.width), seconds=budget.layer_seconds)
-        how = f"a matrix of {layer.width} x {layer.width}, median of {len(taken)}"
-        layers[RATE] = Rate(products_of((layer.width, layer.width)) / median(taken), "measured", how)
+        layers[RATE] = _rate(
+            products_of((layer.width, layer.width)), taken, f"a matrix of {layer.width} x {layer.width}"
+        )
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements)
     sums: dict[str, Rate] = {}
@@ -212,6 +214,11 @@ def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> li
     return taken
 
 
+def _rate(count: float, taken: Sequence[float], what: str) -> Rate:
+    """Return the rate of `count` in the median of the times that were taken."""
+    return Rate(count / median(taken), "measured", f"{what}, median of {len(taken)}")
+
+
 def _now() -> float:
     """Return the time after all queued device work has finished."""
     if torch.cuda.is_available():
@@ -232,16 +239,14 @@ def _matmul(dtype: torch.dtype, layer: LayerSizes, *, gpu: bool, seconds: float)
         gradient @ weight.t()
         given.t() @ gradient
 
-    taken = _repeat(products, seconds=seconds)
-    operations = 3 * 2 * rows * inner * columns
-    shape = f"{rows} x {inner} x {columns}"
-    return Rate(operations / median(taken), "measured", f"three products of a layer, {shape}, median of {len(taken)}")
+    what = f"three products of a layer, {rows} x {inner} x {columns}"
+    return _rate(3 * 2 * rows * inner * columns, _repeat(products, seconds=seconds), what)
 
 
 def _triad(size: int) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
     taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
-    return Rate(12 * size / median(taken), "measured", f"triad of {4 * size >> 20} MiB arrays, median of {len(taken)}")
+    return _rate(12 * size, taken, f"triad of {4 * size >> 20} MiB arrays")
 
 
 def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:
@@ -263,9 +268,8 @@ def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: 
                 kernel.add(sums, gradient, pieces=pieces, on_torch_threads=not halving)
 
         taken = _repeat(add_all, seconds=size / (256 << 20))
-        how = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums, median of {len(taken)}"
-        moved = 10 * total.numel()
-        found[sums_key(kernel.name, measured=pieces is not None)] = Rate(moved / median(taken), "measured", how)
+        what = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums"
+        found[sums_key(kernel.name, measured=pieces is not None)] = _rate(10 * total.numel(), taken, what)
     return found
 
 
@@ -280,8 +284,7 @@ def _update(make: Callable[[int, int], Callable[[int], None]], budget: Budget) -
 
     taken = _repeat(once, seconds=budget.update_seconds, least=5)
     pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
-    how = f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out, median of {len(taken)}"
-    return Rate(elements / median(taken), "measured", how)
+    return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
 
 
 def _copies(seconds: float) -> Rates:
@@ -292,8 +295,7 @@ def _copies(seconds: float) -> Rates:
     side = torch.cuda.Stream()
 
     def timed(work: Callable[[], object], how: str) -> Rate:
-        taken = _repeat(work, seconds=seconds, least=5)
-        return Rate(size / median(taken), "measured", f"{format_bytes(size)}, {how}, median of {len(taken)}")
+        return _rate(size, _repeat(work, seconds=seconds, least=5), f"{format_bytes(size)}, {how}")
 
     def both() -> None:
         device.copy_(pinned, non_blocking=True)
@@ -329,8 +331,7 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     for part, (work, counts, what) in parts.items():
         taken = _timed(work, seconds=seconds)
         for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
-            how = f"{what}, median of {len(times)}"
-            rates[layer_key(dtype, part, phase)] = Rate(count / median(times), "measured", how)
+            rates[layer_key(dtype, part, phase)] = _rate(count, times, what)
     return rates
 
 
@@ -354,8 +355,8 @@ def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds
         rates[layer_key(dtype, "weights", phase)] = Rate(uses * count * weights / more, "measured", how)
     table, ids = torch.zeros(_TABLE // width, width, dtype=DTYPES[dtype], requires_grad=True), torch.arange(rows)
     _, fresh = _timed(([table], lambda: [functional.embedding(ids, table)]), seconds=seconds / 4)
-    how = f"gradient of {_TABLE >> 20} Mi elements, median of {len(fresh)}"
-    return {**rates, layer_key(dtype, "tables", "backward"): Rate(table.numel() / median(fresh), "measured", how)}
+    of_table = _rate(table.numel(), fresh, f"gradient of {_TABLE >> 20} Mi elements")
+    return {**rates, layer_key(dtype, "tables", "backward"): of_table}
 
 
 _Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
@@ -443,11 +444,8 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
     with DriveLease(Path(drive.directory), say=say) as lease:
         size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
-        file = DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))
-        try:
+        with closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file:
             return _timed_file(file, budget)
-        finally:
-            file.close()
 
 
 def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
@@ -459,17 +457,9 @@ def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
     places = list(range(0, file.size, _PIECE))
 
     def timed(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
-        mover = Transfers()
-        half = len(buffers) // 2
-        ways: list[_Way] = []
-        if read:
-            ways.append((mover.read, file, buffers[:half] if write else buffers))
-        if write:
-            ways.append((mover.write, file, buffers[half:] if read else buffers))
-        try:
-            return _move(places, seconds, ways)
-        finally:
-            mover.close()
+        with closing(Transfers()) as mover:
+            ways = [mover.read] * read + [mover.write] * write
+            return _move(file, places, seconds, ways, buffers)
 
     written, write_seconds = timed(budget.drive_seconds, read=False, write=True)
     # Parts that were never written are left out: they read as zeros without access to the drive.
@@ -517,31 +507,32 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
     return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
 
 
-_Way = tuple[Callable[[DriveFile, int, torch.Tensor], Future], DriveFile, Sequence[torch.Tensor]]
-
-
-def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[list[int], float]:
-    """Move pieces in the given directions, alternating, for about `seconds`.
+def _move(
+    file: DriveFile,
+    places: Sequence[int],
+    seconds: float,
+    ways: Sequence[Callable[[DriveFile, int, torch.Tensor], Future]],
+    buffers: Sequence[torch.Tensor],
+) -> tuple[list[int], float]:
+    """Move pieces in the given directions, alternating, for about `seconds`; the directions divide the buffers.
 
     Returns the bytes moved each way and the time. A buffer's next transfer waits for its previous one. Each place is
     used at most once.
     """
-    moved = [0 for _ in ways]
-    futures: list[list[Future | None]] = [[None] * len(buffers) for _, _, buffers in ways]
+    moved, each = [0 for _ in ways], len(buffers) // len(ways)
+    futures = [done() for _ in buffers]
     start = time.perf_counter()
     for number, place in enumerate(places):
         if time.perf_counter() - start > seconds:
             break
-        for way, (move, file, buffers) in enumerate(ways):
-            slot = number % len(buffers)
-            waiting = futures[way][slot]
-            if waiting is not None:
-                waiting.wait()
+        for way, move in enumerate(ways):
+            slot = way * each + number % each
+            futures[slot].wait()
             # The second direction starts half a file away, so that no piece is read that was just written.
             at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
-            futures[way][slot] = move(file, at, buffers[slot])
+            futures[slot] = move(file, at, buffers[slot])
             moved[way] += _PIECE
-    for future in (future for row in futures for future in row if future is not None):
+    for future in futures:
         future.wait()
     return moved, time.perf_counter() - start
 

@@ -20,9 +20,10 @@ key heads is not divisible by the ranks, key heads are repeated before they are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -165,14 +166,9 @@ class DividedAttention:
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
         self._mask: torch.Tensor | None = None
 
-    @contextmanager
-    def whole_rows(self) -> Iterator[None]:
+    def whole_rows(self) -> AbstractContextManager[object]:
         """Compute attention without exchange inside the context: each rank has whole rows."""
-        self._apart = True
-        try:
-            yield
-        finally:
-            self._apart = False
+        return patch.object(self, "_apart", True)
 
     def __call__(
         self,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -112,7 +113,8 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
             yield
             state = torch.get_rng_state()
 
-    with _NoteRandomOperations() as noted, _calling(noted.end_phase):
+    noted = _NoteRandomOperations()
+    with noted, patch.object(PreTrainedModel, "init_weights", lambda model: noted.end_phase(model)):
         twin = meta_model(config, trust_remote_code=trust_remote_code)
     names = {module: name for name, module in twin.named_modules()}
     skip, firsts = tied_names(twin), first_names(twin)
@@ -131,17 +133,6 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
                     raise TrainerError(f"transformers gives {name} no initial value of its own; train it from weights")
                 yield firsts[name], value
         initialised.add(model)
-
-
-@contextmanager
-def _calling(replacement: Callable[[PreTrainedModel], None]) -> Iterator[None]:
-    """Replace `init_weights` of every model."""
-    original = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = lambda model: replacement(model)
-    try:
-        yield
-    finally:
-        PreTrainedModel.init_weights = original
 
 
 Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
@@ -202,8 +193,7 @@ def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:
     owner._initialize_weights(module)
 
 
-@contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def parameters_without_memory() -> AbstractContextManager[object]:
     """Create parameters on the meta device and everything else as usual inside the context."""
     register = nn.Module.register_parameter
 
@@ -212,11 +202,7 @@ def parameters_without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patch.object(nn.Module, "register_parameter", without_memory)
 
 
 def without_values(

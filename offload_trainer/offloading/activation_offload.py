@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.autograd import WeightReferences
 from offload_trainer.offloading.device import Device, ReturnCopy
-from offload_trainer.offloading.recompute_hooks import WeightReferences
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer
@@ -137,11 +138,8 @@ class Activations:
         self._kept.clear()
         self._prefetched.clear()
         self._forward += 1
-        self._in_forward = True
-        try:
+        with patch.object(self, "_in_forward", True):
             yield
-        finally:
-            self._in_forward = False
         self._look_ahead(len(self._kept) - 1)
 
     # -- forward ------------------------------------------------------------------------------------------------------

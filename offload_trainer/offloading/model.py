@@ -22,17 +22,17 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.allocation import EngineParts, allocate_stores
+from offload_trainer.offloading.autograd import keep_weights
 from offload_trainer.offloading.device import trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.gradients.norms import global_norm
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.pages.store import DamagedPage
-from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.offloading.update.updater import StepParams, Updater, step_params_of
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
+from offload_trainer.optim.gradient_kernel import global_norm
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState

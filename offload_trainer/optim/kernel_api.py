@@ -77,7 +77,7 @@ class Kernel(Protocol):
         operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose function `adam` lists
         the operations; `step_constants` in rules.py computes the constants. An element's result depends only on that
         element and, in 8 bits, on the 256 elements that share its scale. So results depend neither on where pages are
-        cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares. Subnormal numbers
+        cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_bitwise` compares. Subnormal numbers
         are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.
 
         A CPU kernel has updated the page when it returns. A GPU kernel may return once the work is queued on the

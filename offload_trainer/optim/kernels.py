@@ -48,7 +48,7 @@ def _checked_native() -> tuple[NativeKernel, str]:
     """
     kernel = NativeKernel()
     level, misfit = kernel.library.level, kernel.library.misfit
-    matches = matches_torch(kernel)
+    matches = matches_bitwise(TorchKernel(), kernel)
     if level and matches:
         return kernel, f"prebuilt for {level}"
     if level:
@@ -57,15 +57,10 @@ def _checked_native() -> tuple[NativeKernel, str]:
             kernel = NativeKernel(use_prebuilt=False)
         except TrainerError as error:
             raise TrainerError(f"{error}; {misfit}") from error
-        matches = matches_torch(kernel)
+        matches = matches_bitwise(TorchKernel(), kernel)
     if not matches:
         raise TrainerError("on this machine its results differ from torch's in their last bits")
     return kernel, f"built for this machine{f' ({misfit})' if misfit else ''}"
-
-
-def matches_torch(kernel: Kernel) -> bool:
-    """Return whether a CPU kernel matches `TorchKernel` bit for bit."""
-    return matches_bitwise(TorchKernel(), kernel)
 
 
 # The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.

@@ -240,7 +240,8 @@ class Plan:
         total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
         lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
         for phase in PHASES:
-            lines.append(f"    {phase:<10}{format_seconds(found.seconds[phase] or 0.0):>9}   {found.limits(phase)}")
+            seconds = format_seconds(found.seconds[phase] or 0.0)
+            lines.append(f"    {phase:<10}{seconds:>9}   {found.slowest(phase).what}")
         lines += [*self._describe_hidden(), *(self._describe_ways() if full else []), *self._describe_larger_steps()]
         told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
         return [*lines, f"  faster, with other results: {told}"] if told else lines

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from offload_trainer.config import ModelSection, TieredSection, TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
@@ -108,7 +107,6 @@ def make_plan(
     notes = list(chosen.notes)
     if note := work.state.rule.note:
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
-    notes += _note_of_stock(config, chosen, work, machine)
     faster = tuple(_faster_formats(engine, chosen, work, machine))
     return replace(chosen, notes=tuple(notes), faster=faster)
 
@@ -270,28 +268,6 @@ def _choose(plans: Sequence[Plan]) -> Plan:
     return next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
 
 
-def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:
-    """Return a note if `auto` uses the tiered engine for several ranks although DeepSpeed is forecast to be faster.
-
-    This happens because DeepSpeed's ZeRO can keep optimizer state on GPUs with several ranks.
-    """
-    stock = DeepSpeed(config.placement, config.deepspeed, config.optim.moment_dtype)
-    ours = plan.forecast.step
-    if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
-        return []
-    if len(config.placement.nvme) > 1 or config.tiered != TieredSection() or machine.lacks("deepspeed"):
-        return []
-    others = [_plan_of(one, work, machine, engine=stock.name) for one in stock.candidates(work, machine)]
-    best = _choose(others) if others else None
-    if best is None or not best.fits or best.forecast.step is None or best.forecast.step * _ALIKE > ours:
-        return []
-    seconds = format_seconds(best.forecast.step)
-    return [
-        f"{best.title}, {best.homes}, is forecast at {seconds} a step, the tiered engine at "
-        f"{format_seconds(ours)}: consider --engine deepspeed"
-    ]
-
-
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
     """Yield (seconds per step, setting) of each smaller format of the moments that would be `WORTH` shorter again.
 
@@ -362,12 +338,12 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
-    items, costs, sizes = one.items(), one.costs(), one.sizes
+    costs, sizes = one.costs(), one.sizes
     found = forecast(one.work, machine, costs, engine=engine)
     if isinstance(one, TieredCandidate):
         sizes, found = one.settled(found)
-    items += reserve_items(machine, here=work.here)
-    items += saved_items(work, output=machine.output.directory)
+    saved = saved_items(work, output=machine.output.directory)
+    items = [*one.items, *reserve_items(machine, here=work.here), *saved]
     return Plan(
         engine=engine,
         title=one.title,
@@ -460,12 +436,6 @@ def shared_filesystems(work: Workload, machine: MachineProfile) -> tuple[Shared,
     )
 
 
-def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan for another node's machine; `items` name that machine's drives."""
-    tiers, shared = room_of(items, work, machine), shared_filesystems(work, machine)
-    return replace(plan, items=tuple(items), tiers=tiers, shared=shared)
-
-
 # -- bytes only: does anything fit, and how long may a row be? --------------------------------------------------------
 
 
@@ -511,7 +481,7 @@ def any_placement_fits(
         other_items = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         for one in reversed(candidates):  # the ones with the least on the GPU first
-            room = room_of([*one.items(), *other_items], each, machine)
+            room = room_of([*one.items, *other_items], each, machine)
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False

@@ -91,19 +91,10 @@ class Forecast:
         """Return the phases that do not overlap with others, so that a measurement can correct their prediction."""
         return () if self.ahead else ("backward",) if self.behind else PHASES
 
-    def limits(self, phase: str) -> str:
-        """Return a description of the phase's slowest bound."""
-        longest = self._longest(phase)
-        return longest.what if longest else "not timed"
-
-    def kind(self, phase: str) -> str:
-        """Return the kind of the phase's slowest bound, or "" if nothing was measured."""
-        longest = self._longest(phase)
-        return longest.kind if longest else ""
-
-    def _longest(self, phase: str) -> Bound | None:
+    def slowest(self, phase: str) -> Bound:
+        """Return the phase's slowest bound; if nothing was measured, one without a kind."""
         known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
-        return max(known, key=lambda bound: bound.seconds or 0.0, default=None)
+        return max(known, key=lambda bound: bound.seconds or 0.0, default=Bound(phase, None, "not timed", ""))
 
 
 def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
@@ -148,7 +139,7 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: s
     for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
         if known is not None:
-            known += ratio(phase, found.kind(phase)) * costs.on_top.get(phase, 0.0)
+            known += ratio(phase, found.slowest(phase).kind) * costs.on_top.get(phase, 0.0)
         found.seconds[phase] = known
     return found
 
@@ -681,7 +672,7 @@ def steady_ratios(
         middle = median(seconds)
         low, _, high = quantiles(seconds, n=4)
         if high - low <= _SPREAD * middle and 1 / _FARTHEST <= middle / predicted <= _FARTHEST:
-            kept[correction_key(engine, phase, found.kind(phase), ranks=ranks)] = middle / predicted
+            kept[correction_key(engine, phase, found.slowest(phase).kind, ranks=ranks)] = middle / predicted
     return kept
 
 

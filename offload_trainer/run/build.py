@@ -17,12 +17,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
-from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.stream import POINTS
@@ -33,7 +31,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed.memory import ZeroSizes
 from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
-from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
@@ -46,39 +43,17 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
-from offload_trainer.telemetry.sinks import Screen, Telemetry
-from offload_trainer.telemetry.trackers import Tracked, Trackers
+from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
 from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Planned):
     """A planned run with its data, before anything is built."""
 
-    planned: Planned
     data: RunData
     log: Log
-
-    @property
-    def config(self) -> TrainConfig:
-        """The configuration with the plan's choices."""
-        return self.planned.config
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self.planned.plan
-
-    @property
-    def source(self) -> Any:
-        """The ModelSource."""
-        return self.planned.source
-
-    @property
-    def output(self) -> Path:
-        """The run directory."""
-        return self.planned.output
 
     @property
     def drives(self) -> list[Path]:
@@ -98,8 +73,8 @@ class Setup:
     @cached_property
     def record(self) -> RunRecord:
         """The metadata of the run's checkpoints."""
-        identity = self.planned.identity | self.data.identity()
-        return record_of(self.planned, identity=identity, model=self.output / "model")
+        identity = self.identity | self.data.identity()
+        return record_of(self, identity=identity, model=self.output / "model")
 
 
 def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
@@ -109,7 +84,7 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
     UserError if the warm-up is longer than the run.
     """
-    train, plan, planned = setup.config.train, setup.plan, setup.planned
+    train, plan = setup.config.train, setup.plan
     if train.epochs == "auto":
         return setup
     rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
@@ -118,8 +93,7 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
     if mistakes := mistakes_of_length(setup.config.optim, steps=steps):
         raise UserError("; ".join(mistakes))
-    config = planned.config.with_keys("train", steps=steps, epochs="auto")
-    return replace(setup, planned=replace(planned, config=config))
+    return replace(setup, config=setup.config.with_keys("train", steps=steps, epochs="auto"))
 
 
 Build = Callable[..., Engine]  # same signature as `build_engine`
@@ -213,8 +187,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
 
 
 def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
-    from offload_trainer.engine.ds_config import deepspeed_config
+    from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 
     plan = setup.plan
     assert isinstance(plan.sizes, ZeroSizes)
@@ -247,7 +220,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
-    peak = setup.planned.machine.rates.matmul.get(setup.config.model.dtype)
+    peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     timer: HostTimer | StreamTimer = HostTimer()
     if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
@@ -283,8 +256,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
 
 def _seconds_of_save(setup: Setup) -> float:
     """Return the seconds that the first checkpoint is expected to take, after an update that may still be running."""
-    machine = setup.planned.machine
-    _, write = machine.rates_of(machine.output)
+    _, write = setup.machine.rates_of(setup.machine.output)
     return checkpoint_bytes(setup.work) / write + (setup.plan.forecast.seconds.get("update") or 0.0)
 
 
@@ -294,7 +266,7 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     """Create the screen, metrics files and trackers."""
     plan, save = setup.plan, setup.config.save
-    kinds = {phase: plan.forecast.kind(phase) for phase, known in plan.forecast.seconds.items() if known}
+    kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]

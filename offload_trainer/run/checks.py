@@ -28,14 +28,14 @@ from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.planner import on_another, workload
+from offload_trainer.plan.planner import room_of, shared_filesystems, workload
 from offload_trainer.ranks import all_gather_json, broadcast_json, on_rank_zero, on_some, place_here
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import shown
 from offload_trainer.settings import refuse_unwritable
-from offload_trainer.telemetry.trackers import refuse_missing
+from offload_trainer.telemetry.sinks import refuse_missing
 
 _MOST = 10  # lines in a message
 _PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written
@@ -163,10 +163,13 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
             f"{here} was given {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: the numbers must match"
         )
     names = dict(zip(*drives, strict=True))
-    items = [replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items]
+    items = tuple(replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items)
     work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
     try:
-        on_another(plan, items, work, machine).refuse(force=config.placement.force)
+        here_too = replace(
+            plan, items=items, tiers=room_of(items, work, machine), shared=shared_filesystems(work, machine)
+        )
+        here_too.refuse(force=config.placement.force)
     except UserError as error:
         raise UserError(f"{here}: {error}") from error
 

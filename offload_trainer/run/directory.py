@@ -141,7 +141,7 @@ def held(output: Path, log: Log) -> Iterator[int]:
     make_directories(output)
     with _lock_errors(output):
         lock = open_lock(output / _MARK, create=True)
-    try:
+    with open(lock):  # closes it
         try:
             with _lock_errors(output):
                 _take(lock)
@@ -151,8 +151,6 @@ def held(output: Path, log: Log) -> Iterator[int]:
                 "checkpoints are not pruned, and leftovers of a killed save are not removed"
             )
         yield lock
-    finally:
-        os.close(lock)
 
 
 @contextmanager

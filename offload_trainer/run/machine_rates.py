@@ -89,16 +89,17 @@ def bench_here(
     timed = bench.bench_machine(machine, subjects, budget=budget, say=say)
     if ranks > 1:
         timed = replace(timed, links=bench.bench_links(timed.links, ranks=ranks, say=say))
-    try:
-        keep_rates(timed)
-    except OSError as error:  # the cache was writable at the start; still return the measured rates
-        say(_not_kept(error))
+    _keep(timed, say=say)
     return timed
 
 
-def _not_kept(error: OSError | ValueError) -> str:
-    why = reason(error) if isinstance(error, OSError) else error
-    return f"note: these rates could not be saved for later plans: {why}"
+def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
+    """Store the rates for later plans, or say why that failed: they are those of this plan in any case."""
+    try:
+        keep_rates(timed)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        say(f"note: these rates could not be saved for later plans: {why}")
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -227,10 +228,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     timed = replace(timed, drives=tuple(found.get(drive.directory, drive) for drive in machine.drives))
     taken, found_rates = time.perf_counter() - start, "; ".join(_summary(timed, config.model.dtype))
     say(f"measured this machine in {taken:.0f} s: {found_rates}")
-    try:
-        keep_rates(timed)
-    except (OSError, ValueError) as error:
-        say(_not_kept(error))
+    _keep(timed, say=say)
     return timed
 
 

@@ -171,8 +171,8 @@ def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path |
     def choose() -> Path | None:
         nonlocal lock
         lock = stack.enter_context(held(setup.output, setup.log))
-        refuse(setup.planned)
-        chosen = refuse_output(setup.planned)
+        refuse(setup)
+        chosen = refuse_output(setup)
         if chosen != resume:
             setup.log.say(f"another run has ended in {setup.output} in the meantime: checking again")
             if chosen:

@@ -129,14 +129,14 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
     """
     gc.collect()
     torch.cuda.empty_cache()
-    machine, log, output = before.planned.machine, before.log, before.output
+    machine, log, output = before.machine, before.log, before.output
     more = more_free(machine, missing=full.missing)
     text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
     if alone := before.plan.world == 1 and before.plan.engine == "tiered":
         saved = complete_checkpoints(output / "checkpoints")
         if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
             config = config.with_keys("save", resume=str(saved[-1]))
-        planned, moved = plan_with_room(config, before.planned, more=more)
+        planned, moved = plan_with_room(config, before, more=more)
         refuse(planned)
         if not moved:
             raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
@@ -148,7 +148,7 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
         raise TrainerError(f"{text}; {RERUN_HINT}")
     with log.opened(output):
         log.say(f"{text}; on the GPU: {', '.join(moved)}")
-    setup, checkpoint = replace(before, planned=planned), refuse_output(planned)
+    setup, checkpoint = replace(before, **vars(planned)), refuse_output(planned)
     if checkpoint:
         resume.verify(setup, checkpoint)
     return setup, checkpoint
@@ -220,7 +220,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
-    setup = Setup(planned, data, log)
+    setup = Setup(**vars(planned), data=data, log=log)
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     if checkpoint:
@@ -287,7 +287,7 @@ def _carry_out(
             log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.config.train.steps} steps")
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
-            write_known(setup.planned, setup.data)
+            write_known(setup, setup.data)
         resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
@@ -430,7 +430,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
     try:
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
         keep_ratios(
-            setup.planned.machine,
+            setup.machine,
             steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world),
         )
     except (OSError, TrainerError) as error:  # the run itself has succeeded

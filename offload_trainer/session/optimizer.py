@@ -13,11 +13,12 @@ torch's AdamW updates them. A save stores them in a separate directory, one file
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -94,8 +95,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def residents(self) -> dict[str, nn.Parameter]:
-        """Parameters of the groups that are not offloaded, by name."""
-        return named_residents(self._session.model, self.param_groups)
+        """Parameters of the groups that are not offloaded, by name; those outside the model are beside.0, ..."""
+        names = {parameter: name for name, parameter in self._session.model.named_parameters()}
+        found = [p for group in self.param_groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
+        others = iter(range(len(found)))
+        return {names.get(p) or f"beside.{next(others)}": p for p in found}
 
     def names(self) -> list[list[str]]:
         """Return the parameters' names, one list per group."""
@@ -159,31 +163,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.state = _State(self.state)
 
-    @contextmanager
-    def saved_apart(self) -> Iterator[None]:
+    def saved_apart(self) -> AbstractContextManager[object]:
         """Within this context, state_dict() and load_state_dict() omit the moments of offloaded parameters silently.
 
         The caller must save and load them with the session's `save` and `resume`.
         """
-        self._saved_apart = True
-        try:
-            yield
-        finally:
-            self._saved_apart = False
-
-
-# -- resident parameters -----------------------------------------------------------------------------------------------
-
-
-def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
-    """Return the groups' parameters that are not offloaded, by name.
-
-    Parameters outside `model` are named beside.0, beside.1, ...
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = [p for group in groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
-    others = iter(range(len(found)))
-    return {names.get(p) or f"beside.{next(others)}": p for p in found}
+        return patch.object(self, "_saved_apart", True)
 
 
 # -- a step of resident parameters ------------------------------------------------------------------------------------

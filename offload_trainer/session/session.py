@@ -24,7 +24,6 @@ from torch import nn
 from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled
-from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import (
@@ -33,6 +32,7 @@ from offload_trainer.offloading.weights.parameter import (
     refuse_recording,
     refuse_written,
 )
+from offload_trainer.optim.gradient_kernel import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -86,14 +87,8 @@ def make_directories(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Sync the content of `path` to the disk. Do nothing if the file does not exist."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(FileNotFoundError), open(open_regular(path, os.O_RDONLY), "rb") as file:
+        os.fsync(file.fileno())
 
 
 def copy_tree(source: Path, destination: Path) -> None:

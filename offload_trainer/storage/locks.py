@@ -57,12 +57,9 @@ def shared_lock(path: Path) -> Iterator[None]:
 
     Raises as `open_lock` and `try_lock` do.
     """
-    descriptor = open_lock(path)
-    try:
-        try_lock(descriptor, shared=True)
+    with open(open_lock(path)) as file:
+        try_lock(file.fileno(), shared=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -72,12 +69,11 @@ def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = 
     Yields True, or False without a lock if the filesystem does not support locks. Waits at most `patience` seconds,
     reporting the wait through `say`, and then raises TrainerError.
     """
-    descriptor = open_lock(path, create=True)
     start, reported, held = time.monotonic(), False, True
-    try:
+    with open(open_lock(path, create=True)) as file:
         while True:
             try:
-                try_lock(descriptor)
+                try_lock(file.fileno())
                 break
             except NoLocks:
                 held = False
@@ -91,5 +87,3 @@ def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = 
                 reported = True
             time.sleep(0.05)
         yield held
-    finally:
-        os.close(descriptor)

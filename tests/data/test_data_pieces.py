@@ -14,10 +14,10 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data import chunked_tokenize
-from offload_trainer.data.chunked_tokenize import DocumentEncoder, TextSplitter
+from offload_trainer.data import packing
 from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
+from offload_trainer.data.packing import DocumentEncoder, TextSplitter
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
@@ -85,8 +85,8 @@ def test_ids_are_those_of_the_text_in_one_piece(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixty chunks of a text give the ids of the uncut text."""
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 1000)
-    monkeypatch.setattr(chunked_tokenize, "BATCH_CHARACTERS", 3000)
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 3000)
     path = tmp_path / "a.txt"
     path.write_text(CORPUS)
     messages: list[str] = []
@@ -119,7 +119,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 37)
+    monkeypatch.setattr(packing, "PIECE", 37)
     tokenizer = load_tokenizer("builtin")
     cutter = TextSplitter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
     for size in (1, 10, 37, 50, 1000):
@@ -131,7 +131,7 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
 
 
 def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 12)
+    monkeypatch.setattr(packing, "PIECE", 12)
     cutter = TextSplitter(lambda text: list(text.encode()))
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
@@ -139,7 +139,7 @@ def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.Mon
 
 
 def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 50)
+    monkeypatch.setattr(packing, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
     messages: list[str] = []
     prepared(tmp_path / "a.txt", tokenizer=load_tokenizer("builtin"), vocabulary=2048, say=messages.append)
@@ -208,7 +208,7 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents have the ids that transformers gives for each, prepared in pieces or streamed."""
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 700)
+    monkeypatch.setattr(packing, "PIECE", 700)
     marked = Marked.of(name)
     texts = ["one", "a second text\n", CORPUS[:2000]]
     begin, end = marked.tokenizer.decode(marked.before), marked.tokenizer.decode(marked.eos)

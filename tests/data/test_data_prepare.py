@@ -17,7 +17,8 @@ import pytest
 import sample_chats
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
+from offload_trainer.data import documents, packing, tokenfile
+from offload_trainer.data import run_data as preparing
 from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
@@ -76,7 +77,7 @@ def test_token_files_of_other_users_are_not_used(
     source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
-    monkeypatch.setattr(prepare, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
+    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
@@ -155,10 +156,10 @@ def test_an_unchanged_text_is_not_read_again(
     its checksum is damaged.
     """
     read: list[Path] = []
-    real = prepare._sum
-    monkeypatch.setattr(prepare, "_sum", lambda path: read.append(path) or real(path))
+    real = preparing._sum
+    monkeypatch.setattr(preparing, "_sum", lambda path: read.append(path) or real(path))
     now = [source.stat().st_ctime_ns + 10**9]
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
+    monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 
     def again() -> int:
         """Return how often the text was read."""
@@ -183,7 +184,7 @@ def test_an_unchanged_text_is_not_read_again(
 def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
+    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
     cache = tmp_path / "cache"
     prepared(source, tokenizer=tokenizer, cache=cache)
     before = source.stat()
@@ -341,7 +342,7 @@ def test_a_text_that_grows_meanwhile_is_refused(
         path.write_text(TEXT + "more")
         yield from documents.read_documents(path, **settings)
 
-    monkeypatch.setattr(chunked_tokenize, "read_documents", growing)
+    monkeypatch.setattr(packing, "read_documents", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]

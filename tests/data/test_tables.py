@@ -20,8 +20,8 @@ from pyarrow import ipc, parquet
 from sample_chats import CHATS, chat_tokenizer, prepared
 
 from offload_trainer.data import documents
-from offload_trainer.data.chunked_tokenize import DocumentEncoder, TextSplitter
 from offload_trainer.data.documents import read_documents
+from offload_trainer.data.packing import DocumentEncoder, TextSplitter
 from offload_trainer.errors import UserError
 
 

@@ -20,7 +20,7 @@ from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 
 def use_late_transfers(patch: pytest.MonkeyPatch) -> None:
     """Make reads and writes of engines that are built from now on complete late and out of order."""
-    patch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: LateTransfers())
+    patch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: LateTransfers())
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def engine_on_streams(patch: pytest.MonkeyPatch, model: Path, *words: str, **ext
     """Yield the engine on the real CUDA device with simulated streams that run late, and a kernel that does too."""
     with queued(patch, haste=0.2) as cuda:
         late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
-        patch.setattr("offload_trainer.engine.build_tiered._device_kernel", late)
+        patch.setattr("offload_trainer.engine.tiered._device_kernel", late)
         device = cuda.device(staging_bytes=1 << 20, stagings=2)
         with engine(model, *words, device=device, **extra) as ours:
             yield ours

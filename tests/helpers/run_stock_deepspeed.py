@@ -17,8 +17,7 @@ import torch
 from engine_bench import batches, masters, train
 from safetensors.torch import load_file
 
-from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
-from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 from offload_trainer.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model

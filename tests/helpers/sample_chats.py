@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.run_data import prepare_tokens
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
 

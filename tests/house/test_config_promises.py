@@ -14,7 +14,7 @@ from sample_plans import SHAPES, machine
 
 from offload_trainer import config as schema
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.engine.deepspeed import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed.memory import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload

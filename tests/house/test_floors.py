@@ -30,7 +30,6 @@ HOUSE = (
     ("run",),
     ("session",),
     ("hf",),
-    ("arguments",),
     ("cli",),
     ("__main__", ""),
 )
@@ -177,16 +176,14 @@ MANY_PARAMETERS: dict[str, str] = {
 # Modules that may use the whole configuration: those that read it, plan with it, and start from it.
 WHOLE = {
     "settings",
-    "arguments",  # groups help by section
+    "cli",  # groups help by section
     "plan.planner",
     "plan.engines",
-    "run.build",  # the set-up of a run
     "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",
     "run.train",
     "session.api",  # the entry point of the library
-    "session.kwargs",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

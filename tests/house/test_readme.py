@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from offload_trainer.arguments import parse, take_command
-from offload_trainer.cli import main
+from offload_trainer.cli import main, parse, take_command
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from offload_trainer import settings
-from offload_trainer.arguments import COMMANDS, take_command
+from offload_trainer.cli import COMMANDS, take_command
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS_OF_COMMANDS, dump_config, literals_of, load_config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.arguments import COMMANDS as OURS
-from offload_trainer.arguments import take_command
+from offload_trainer.cli import COMMANDS as OURS
+from offload_trainer.cli import take_command
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
 from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest, plain

@@ -18,7 +18,7 @@ from session_loop import HOMES, Spare, loss_of
 from torch import nn
 
 import offload_trainer as ot
-from offload_trainer.session.kwargs import INSTEAD, KEYS
+from offload_trainer.session.api import INSTEAD, KEYS
 from offload_trainer.settings import all_keys
 
 pytestmark = [

@@ -129,7 +129,7 @@ def test_a_loop_is_pefts_over_the_rounded_base(
 def test_checkpointed_blocks_and_late_transfers_have_the_same_bits(
     folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+    monkeypatch.setattr("offload_trainer.engine.tiered._device", lambda *_, **__: LateDevice())
     use_late_transfers(monkeypatch)
     with opened(folder, drive, "nf4", activation_checkpointing="on") as session:
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]

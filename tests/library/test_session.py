@@ -37,8 +37,7 @@ from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api
-from offload_trainer.session.api import ThisProcess
-from offload_trainer.session.kwargs import session_config
+from offload_trainer.session.api import ThisProcess, session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -93,7 +92,7 @@ def test_a_loop_has_the_bits_of_torch(
 ) -> None:
     """Its bits are torch's also if copies to the device and reads complete late."""
     if home == "late":
-        monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+        monkeypatch.setattr("offload_trainer.engine.tiered._device", lambda *_, **__: LateDevice())
         use_late_transfers(monkeypatch)
         home = "on the drive"
     model = MODELS[kind](tmp_path)

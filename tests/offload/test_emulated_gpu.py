@@ -14,9 +14,9 @@ from engine_bench import Step, assert_same, batches, engine, masters, model_dire
 
 from offload_trainer.data import rows
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.gradients.norms import ordered_norm
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.cuda_adam import CudaKernel
+from offload_trainer.optim.gradient_kernel import ordered_norm
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
 DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]

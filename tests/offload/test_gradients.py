@@ -21,10 +21,9 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Copies
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
-from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
+from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients, global_norm, norm_of, ordered_norm
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
@@ -358,7 +357,7 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     monkeypatch.setattr(Gradients, "add", seen_add)
     monkeypatch.setattr(Future, "wait", seen_wait)
     # large enough for all gradients
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.gradient_ring", lambda *_, **__: 1 << 23)
+    monkeypatch.setattr("offload_trainer.engine.tiered.gradient_ring", lambda *_, **__: 1 << 23)
     where = model_directory(tmp_path / "gpt2", "gpt2")
     with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
         train(ours, batches(3), accumulate=3)
@@ -371,7 +370,7 @@ def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
     drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: FailingWrites("gradients"))
+    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: FailingWrites("gradients"))
     where = model_directory(tmp_path / "gpt2", "gpt2")
     before = _threads_of_sums()  # threads of other tests' engines
     with engine(where, "--accumulate", "2", *ALL_ON_DRIVES, drives=[drive]) as ours:

@@ -90,6 +90,7 @@ def test_ranks_have_the_bits_of_one(
 
 FAULTY = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 import forked_ranks
 from offload_trainer import cli, ranks
@@ -106,7 +107,7 @@ def ends(*_):
         raise TrainerError("the disk is full")
     ranks.barrier(stalled=1.0 if fault == "stalls" else 300.0)
 
-cli._COMMANDS["train"] = ends
+cli.COMMANDS["train"] = replace(cli.COMMANDS["train"], run=ends)
 sys.exit(cli.main(["train"]))
 """
 

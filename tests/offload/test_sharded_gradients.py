@@ -18,12 +18,12 @@ from test_gradients import model, names, places, sums
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CpuDevice
-from offload_trainer.offloading.gradients import norms
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
 from offload_trainer.offloading.update.progress import UpdateProgress
+from offload_trainer.optim import gradient_kernel as norms
 from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight

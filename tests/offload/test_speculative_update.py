@@ -230,7 +230,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_the_plan_counts_what_is_allocated(share: float, folder: Path) -> None:
     with engine(gpt2(folder), *ALL, FULL, shadows=share) as ours:
-        planned = [item.bytes for item in ours.candidate.items() if item.name == "shadow memory"]
+        planned = [item.bytes for item in ours.candidate.items if item.name == "shadow memory"]
         assert ours.offloaded.updater.shadows.nbytes == sum(planned) > 0
 
 
@@ -285,7 +285,7 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
 ) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: transfers)
+    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: transfers)
     with engine(gpt2(folder), *ALL_ON_DRIVES, FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))

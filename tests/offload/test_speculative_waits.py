@@ -38,7 +38,7 @@ NOT_CLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
     made = HeldWrites()
-    monkeypatch.setattr("offload_trainer.engine.build_tiered.Transfers", lambda **_: made)
+    monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: made)
     return made
 
 

@@ -247,7 +247,7 @@ def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **ex
             cuda.queue("update", partial(launch, copied, given, **size))
 
         patch.setattr(kernel, "_launch", late)
-        patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: kernel)
+        patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: kernel)
         words = (*words, "tiered.page_size=4096")
         with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
             yield ours, launches

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 
-from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.optim.gradient_kernel import (
     GradientKernel,
     Lanes,
@@ -19,6 +18,8 @@ from offload_trainer.optim.gradient_kernel import (
     TorchGradients,
     adds_like_torch,
     gradient_kernel,
+    norm_of,
+    ordered_norm,
 )
 from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.native_adam import NativeKernel, sum_with, zlib_sum

@@ -58,7 +58,7 @@ def test_seconds_of_the_links() -> None:
     slow = cluster(network=rate(1e9))
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
-    assert computing.kind("backward") == "compute"
+    assert computing.slowest("backward").kind == "compute"
     told = replace(slow, links=replace(slow.links, message=Latency(1e-3, "assumed", "for a test")))
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3

@@ -19,7 +19,7 @@ import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.engine.deepspeed import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.deepspeed.memory import zero_sizes

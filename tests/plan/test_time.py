@@ -30,7 +30,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
     assert half.forecast.seconds["update"] == pytest.approx(state / 1e9, rel=0.01)
     slow = make_plan(wish("--ram-fraction", "0.5"), shape, timed(update=1e6))
     assert slow.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e6, rel=0.01)
-    assert "AdamW" in slow.forecast.limits("update")
+    assert "AdamW" in slow.forecast.slowest("update").what
     inside = make_plan(wish("--ram-fraction", "1"), shape, timed())
     assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + UPDATE_START)
 

@@ -68,7 +68,7 @@ def run(
         gpu.bytes, gpu.fails = size, fails
         patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
-        patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
+        patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
         with cached_counts():
             train_run(load_config([*given, *words]), build=build)
         return gpu.allocations

@@ -16,13 +16,13 @@ import torch
 from commands import TINY, ask, everything
 from safetensors.torch import save_file
 
-from offload_trainer.data.prepare import source_sums
+from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
 from offload_trainer.run import directory, resume
+from offload_trainer.run.build import Setup
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
-from offload_trainer.run.planning import Planned
 from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
@@ -215,8 +215,7 @@ def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
     unused: Any = None
     plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # a plan that fits
-    planned = Planned(config, plan, unused, unused)
-    setup: Any = SimpleNamespace(planned=planned, save=config.save, output=tmp_path, log=Log(loud=False))
+    setup = Setup(config, plan, unused, unused, data=unused, log=Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:
@@ -236,7 +235,7 @@ def test_the_checkpoint_is_chosen_again_under_the_lock(tmp_path: Path, monkeypat
     monkeypatch.setattr(resume, "refuse", lambda planned: None)
     monkeypatch.setattr(resume, "refuse_output", lambda planned: newer)
     monkeypatch.setattr(resume, "verify", lambda setup, checkpoint: checked.append(checkpoint))
-    setup: Any = SimpleNamespace(planned=None, output=tmp_path, log=Log(loud=False))
+    setup: Any = SimpleNamespace(output=tmp_path, log=Log(loud=False))
     for chosen in (older, newer):
         with ExitStack() as stack:
             assert resume.hold(stack, setup, resume=chosen)[0] == newer

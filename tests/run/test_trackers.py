@@ -16,9 +16,9 @@ from commands import TINY, call
 from test_telemetry import a_step
 
 from offload_trainer.errors import UserError
-from offload_trainer.telemetry import trackers
+from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord
-from offload_trainer.telemetry.trackers import Tracked, Trackers, _Kind, _Tracker
+from offload_trainer.telemetry.sinks import Tracked, Trackers, _Kind, _Tracker
 
 EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
 
@@ -124,7 +124,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
         (begun if begun is not None else []).append((run, identity))
         return _Tracker(identity or "a new one", log, close or (lambda: ended.append(name)))
 
-    monkeypatch.setitem(trackers._KINDS, name, _Kind(("json", "loads"), begin, "Mend it"))
+    monkeypatch.setitem(sinks._KINDS, name, _Kind(("json", "loads"), begin, "Mend it"))
     return ended
 
 
@@ -144,7 +144,7 @@ def test_a_failing_tracker_is_dropped_and_reported_once(tmp_path: Path, monkeypa
 
 def test_a_tracker_that_never_ends_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(trackers, "_LAST", 0.05)
+    monkeypatch.setattr(sinks, "_LAST", 0.05)
     put(monkeypatch, "slow", lambda *_: None, close=lambda: go.wait(300))
     assert run(tmp_path, "slow") == ["note: slow: not all was taken within 0 s; metrics.jsonl has it"]
     go.set()
@@ -165,7 +165,7 @@ def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch
     def begin(run: Tracked, identity: str | None) -> _Tracker:
         raise OSError("no route to host")
 
-    monkeypatch.setitem(trackers._KINDS, "far", _Kind(("json", "loads"), begin, "Go nearer"))
+    monkeypatch.setitem(sinks._KINDS, "far", _Kind(("json", "loads"), begin, "Go nearer"))
     with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
         Trackers(["far"], tracked(tmp_path), say=print)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.storage.ab_record import Record, read_record, torn_slot
+from offload_trainer.offloading.pages.manifest import Record, read_record, torn_slot
 
 
 def written(path: Path, *contents: bytes) -> Record:

@@ -40,7 +40,7 @@ from offload_trainer.model.probes.tiny_model import (
 )
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.offloading.recompute_hooks import keep_weights
+from offload_trainer.offloading.autograd import keep_weights
 from offload_trainer.plan.shape import Needs
 from offload_trainer.plan.tiered.layout import divided
 from offload_trainer.storage.tensorfile import DTYPES

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
-from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces, norm_of, ordered_norm
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT

@@ -13,14 +13,26 @@ writes the copies that are not valid, and then a record that names the new ones:
 
 The same holds after a power cut: pages are durable before the record that names them, and the record is durable before
 the old copies are overwritten. `read_store` reads the masters of a dead run.
+
+The record has two slots of which each write uses the other, so that it survives a kill or a power cut at any moment:
+
+    slot 0   number, bytes, CRC-32, content ...      the valid slot with the larger number is the current record
+    slot 1   the same                                the next write goes to the other slot
+
+The file has a fixed size and its blocks are allocated when it is created. Writing a slot and `fdatasync` therefore
+change nothing else on the disk; replacing a file by renaming would cost two filesystem journal entries each time. A
+slot torn by a kill or a power cut fails its CRC-32, and the reader falls back to the previous record in the other slot.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +48,6 @@ from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
-from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 
 DESCRIPTION, RECORD = "store.json", "record"
@@ -270,8 +281,6 @@ def files_of(manifest: StoreManifest) -> list[Path]:
 
 # -- masters of a dead run ---------------------------------------------------------------------------------------------
 
-_MASTER = 4  # bytes; masters are a page's first field
-
 
 @dataclass(frozen=True)
 class StoredMasters:
@@ -284,7 +293,7 @@ class StoredMasters:
     copies: Sequence[int]  # the valid copy of each page
     sums: Sequence[int]  # checksums by page and field
     places: dict[str, ManifestWeight]
-    _verified: set[int] = field(default_factory=set)  # pages whose checksum was compared
+    _last: dict[int, torch.Tensor] = field(default_factory=dict)  # the page read last
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -299,40 +308,31 @@ class StoredMasters:
         weight = self.places[name]
         out = torch.empty(weight.numel)
         for number, held, given in self.table.touched("master", weight.unit, weight.start, weight.numel):
-            self._verify(number)
-            self._fill(out[given], number, start=_MASTER * held.start)
+            out[given] = self._masters(number)[held]
         return out.view(weight.shape)
 
-    def _verify(self, number: int) -> None:
-        """Raise DamagedPage if the checksum of the page's masters differs."""
-        if number in self._verified:
-            return
-        fields = self.table.format.fields
+    def _masters(self, number: int) -> torch.Tensor:
+        """Return a page's masters. The last page is kept, since weights follow each other in pages."""
+        if number in self._last:
+            return self._last[number]
+        self._last.clear()
+        fields, path = self.table.format.fields, self.files[self.table.homes[number]]
         data = torch.empty(fields["master"].padded(self.table.pages[number]), dtype=torch.uint8)
-        file, offset = self._fill(data, number)
-        if zlib_sum(data) != self.sums[number * len(fields)]:
-            raise DamagedPage(
-                f"{file}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
-                f"they do not have the CRC-32 that they were written with. {FIX}"
-            )
-        self._verified.add(number)
-
-    def _fill(self, data: torch.Tensor, number: int, *, start: int = 0) -> tuple[Path, int]:
-        """Fill `data` from byte `start` of a page; return the file and the offset that it was read from.
-
-        Raises TrainerError if the file cannot be read or is too short.
-        """
-        view, path = data.view(torch.uint8).numpy().data, self.files[self.table.homes[number]]
-        offset = self.table.offset(number, copy=self.copies[number]) + start
+        offset = self.table.offset(number, copy=self.copies[number])
         try:
             with open(open_file(path), "rb") as file:
                 file.seek(offset)
-                got = file.readinto(view)
+                got = file.readinto(data.numpy().data)
         except (OSError, ValueError) as error:
-            raise TrainerError(f"{path}: {len(view)} bytes at {offset} cannot be read: {error}") from error
-        if got != len(view):
-            raise TrainerError(f"{path}: cut short: {got} of {len(view)} bytes at {offset}")
-        return path, offset
+            raise TrainerError(f"{path}: {data.numel()} bytes at {offset} cannot be read: {error}") from error
+        if got != data.numel():
+            raise TrainerError(f"{path}: cut short: {got} of {data.numel()} bytes at {offset}")
+        if zlib_sum(data) != self.sums[number * len(fields)]:
+            raise DamagedPage(
+                f"{path}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
+                f"they do not have the CRC-32 that they were written with. {FIX}"
+            )
+        return self._last.setdefault(number, data.view(torch.float32))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole fp32 master), one at a time; see `read` for errors."""
@@ -366,3 +366,89 @@ def read_store(directory: Path) -> StoredMasters:
         raise UserError(f"{directory}: {error}. {FIX}") from error
     places = {weight.name: weight for weight in manifest.weights}
     return StoredMasters(newest.step, Path(manifest.model), files, table, copies, sums, places)
+
+
+# -- the record's file -------------------------------------------------------------------------------------------------
+
+
+_HEAD = struct.Struct("<QQI")  # record number, content size in bytes, CRC-32 of number, size and content
+_BLOCK = 4096
+
+
+class Record:
+    """A writer of records of at most `most` bytes to the file at `path`."""
+
+    def __init__(self, path: Path, *, most: int) -> None:
+        """Open or create the file. A record already in it stays current until the next `write`.
+
+        Raises OSError, and ValueError if an existing file has another size.
+        """
+        self._slot = _slot(most)
+        found = _newest(_read(path, self._slot), self._slot) if path.exists() else None
+        self._number = found[0] if found else 0
+        self.is_new = found is None
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        if found is None:
+            os.posix_fallocate(self._descriptor, 0, 2 * self._slot)
+            os.fsync(self._descriptor)
+            sync_directory(path.parent)
+
+    def write(self, content: bytes) -> None:
+        """Replace the record. After a kill or a power cut, readers find this record or the previous one."""
+        number = self._number + 1
+        head = struct.pack("<QQ", number, len(content))
+        data = head + struct.pack("<I", zlib.crc32(head + content)) + content
+        assert len(data) <= self._slot, f"{len(content)} bytes in a slot of {self._slot}"
+        done, start = 0, number % 2 * self._slot
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], start + done)
+        os.fdatasync(self._descriptor)
+        self._number = number
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_record(path: Path, *, most: int) -> bytes:
+    """Return the newest valid record.
+
+    Raises ValueError if neither slot is valid, and FileNotFoundError.
+    """
+    data = _read(path, _slot(most))
+    found = _newest(data, _slot(most))
+    if found is None:
+        raise ValueError(f"neither of its two slots is whole{'' if any(data) else ': it holds zeros alone'}")
+    return found[1]
+
+
+def torn_slot(path: Path, *, most: int) -> bool:
+    """Return whether a slot holds data but no valid record, that is, whether a kill or the drive damaged it."""
+    slot, data = _slot(most), _read(path, _slot(most))
+    return any(_content(data, start, slot) is None and any(data[start : start + slot]) for start in (0, slot))
+
+
+def _slot(most: int) -> int:
+    """Return the size of a slot in bytes: whole blocks, so that writing one slot never touches a block of the other."""
+    return -(-(_HEAD.size + most) // _BLOCK) * _BLOCK
+
+
+def _read(path: Path, slot: int) -> bytes:
+    data = file_bytes(path, most=2 * slot)
+    if len(data) not in (0, 2 * slot):
+        raise ValueError(f"it has {len(data)} bytes, and two slots have {2 * slot}")
+    return data
+
+
+def _newest(data: bytes, slot: int) -> tuple[int, bytes] | None:
+    """Return the number and the content of the newest valid record, or None."""
+    return max(filter(None, (_content(data, start, slot) for start in range(0, len(data), slot))), default=None)
+
+
+def _content(data: bytes, start: int, slot: int) -> tuple[int, bytes] | None:
+    """Return the number and the content of the record in the slot at byte `start`, or None if it is not valid."""
+    number, size, crc = _HEAD.unpack_from(data, start)
+    content = data[start + _HEAD.size :][:size]
+    fits = size <= slot - _HEAD.size and number and number % 2 * slot == start
+    return (number, content) if fits and zlib.crc32(data[start:][:16] + content) == crc else None

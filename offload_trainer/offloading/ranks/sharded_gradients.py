@@ -17,9 +17,9 @@ Norms have the bits of one rank that has the whole sums, although no rank reads 
     own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
              ──end of a piece──> the rank in whose range that piece begins
 
-A piece is a range of a weight of fixed length, counted from the weight's start (`gradients/norms.py`). For each weight
-a rank sends at most one part of a piece, and receives the ends of one piece. Partial norms of a unit are computed while
-the unit's sums are in memory.
+A piece is a range of a weight of fixed length, counted from the weight's start (`optim/gradient_kernel.py`). For each
+weight a rank sends at most one part of a piece, and receives the ends of one piece. Partial norms of a unit are
+computed while the unit's sums are in memory.
 """
 
 from __future__ import annotations

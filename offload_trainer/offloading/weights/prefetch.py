@@ -25,17 +25,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import (
+    BlockSavedTensors,
     as_saved,
     hooks_of_autograd,
     in_backward,
     keep_by,
     not_compiled,
+    recompute_views,
     set_memory,
     unprotected,
     without_modes,
 )
 from offload_trainer.offloading.device import Device, DeviceCopy, Read
-from offload_trainer.offloading.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Place, Unit

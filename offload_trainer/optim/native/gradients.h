@@ -6,7 +6,7 @@
 // torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
 // then the elements that fill no vector. How many lanes there are, and where a square and its addition are fused,
 // depends on how torch was built and on the CPU; gradient_kernel.py finds the order with torch's bits. HALVES is the
-// order of norms.py's `ordered_norm`: element i + half is added to element i until one is left.
+// order of gradient_kernel.py's `ordered_norm`: element i + half is added to element i until one is left.
 #pragma once
 
 #include <memory>

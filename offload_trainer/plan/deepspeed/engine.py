@@ -227,6 +227,7 @@ class DeepSpeedCandidate:
     def _bytes(self) -> StockBytes:
         return StockBytes(self.work, self.placement, self.sizes, tiers_of(self.machine))
 
+    @property
     def items(self) -> list[Item]:
         """Return stock DeepSpeed's memory at its peak."""
         return self._bytes.items()

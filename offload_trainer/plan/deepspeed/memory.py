@@ -250,7 +250,7 @@ class StockBytes:
 # -- ZeRO's buffer and bucket sizes, and the weights that ZeRO-3 gathers
 #
 # DeepSpeed's default sizes fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
-# `engine/ds_config.py` writes these sizes into DeepSpeed's configuration.
+# `engine/deepspeed.py` writes these sizes into DeepSpeed's configuration.
 
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000

@@ -207,12 +207,12 @@ class Tiered:
             return tried.setdefault(sizes, replace(one, sizes=sizes))
 
         def needs(sizes: TierSizes, tier: Tier) -> int:
-            return sum_of(sized(sizes).items(), tier)
+            return sum_of(sized(sizes).items, tier)
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
         each, ram, sizes = one.sizes.format.mean_bytes(one.work.shape), tiers_of(one.machine).ram, one.sizes
         room, may_keep = ram.capacity - left_free(ram.capacity), _may_keep_heap(one.work, one.machine)
-        if may_keep and heap_holes(one.work, one.items()) <= left_free(ram.capacity):
+        if may_keep and heap_holes(one.work, one.items) <= left_free(ram.capacity):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
         sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
         if may_keep:
@@ -327,12 +327,9 @@ class TieredCandidate:
         others = (self.placement.params, self.sizes.gradients, self.work.inputs_away)
         return self.sizes.on_drives > 0 or TierKind.DRIVES in others
 
+    @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return list(self._items)
-
-    @cached_property
-    def _items(self) -> list[Item]:
         return tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
     def costs(self) -> Costs:

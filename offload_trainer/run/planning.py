@@ -251,17 +251,21 @@ def with_what_fits(
     world, nodes = found.plan.world, found.plan.nodes
     moves = [words for words in _moves(found, config, here=here) if not (resumes and words.startswith("--seq-len"))]
 
-    def fits(words: str) -> bool:
-        with suppress(UserError):  # contradicts the configuration, or a length that does not divide a step's tokens
+    def fits(words: str, *, contradicts: bool = False) -> bool:
+        try:
             candidate, machine = with_words(config, words), found.machine
             if candidate.placement.nvme != config.placement.nvme:
                 machine = machine_here(candidate.placement, output=config.save.output)
             shape = models.as_wished(candidate).shape
             if any_placement_fits(candidate, shape, machine, world=world, nodes=nodes):
                 return planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
+        except UserError:  # contradicts the configuration, or a length that does not divide a step's tokens
+            return contradicts
         return False
 
-    sets = (map(" ".join, combinations(moves, count)) for count in range(1, _MOST_MOVES + 1))
+    smallest = {words.split()[0]: words for words in moves}  # of two lengths of a row the shorter
+    counts = range(1, _MOST_MOVES + 1) if fits(" ".join(smallest.values()), contradicts=True) else ()
+    sets = (map(" ".join, combinations(moves, count)) for count in counts)
     enough = (tuple(islice(filter(fits, words), _MOST_FITTING)) for words in sets)
     return replace(found, plan=replace(found.plan, fits_with=next(filter(None, enough), ())))
 

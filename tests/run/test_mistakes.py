@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a drive that is a file": ("--nvme little.txt", "little.txt"),
     "a run directory that is a file": ("--output little.txt", "little.txt"),
     "a model that does not fit": (
-        "--model gpt2-10b model.overrides.n_embd=16384 --nvme drive --ram-fraction 0 --save-every 0",
+        "--model gpt2-10b model.overrides.n_embd=8192 --nvme drive --ram-fraction 0 --save-every 0",
         "/drive (--force runs it anyway)",
     ),
     "a warm-up longer than the epochs": (

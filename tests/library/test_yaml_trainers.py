@@ -16,7 +16,7 @@ from fresh_environment import installed_environment
 from hf_trainers import model_folder, weights
 from sample_chats import chat_tokenizer, chats
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(75)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()

@@ -17,7 +17,7 @@ from fresh_environment import fresh_environment
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(90)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment
+from fresh_environment import shell
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from offload_trainer.cli import main
@@ -31,14 +32,6 @@ PLANS = re.findall(r"^ {4}(offload-train plan .*--machine .*)\n\n```text\n((?:.*
 DEMO, ACTIVATE, *OURS = [line for line in COMMANDS if line not in [plan for plan, _ in PLANS]]
 QUESTION = "Which flag names the drive?"
 HELD = 4096, 36, 12288, 32, 8  # Qwen3-8B on the hub: hidden, layers, intermediate, heads, heads of keys and values
-
-
-def run(command: str, folder: Path, there: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=there, input=QUESTION, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-    return done.stdout + done.stderr
 
 
 def losses(run: Path) -> list[float]:
@@ -71,7 +64,7 @@ def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
     (recipe,) = re.findall(
         r"^demo: setup\n\trm -rf demo-run\n\t\$\(RUN\)/(.*) \$\(WORDS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
-    shown = run(recipe, tmp_path, there)
+    shown = shell(recipe, there, tmp_path)
     table = dict(re.findall(r"^(\w+(?: \w+)?) {2,}(.*(?:\n {13}.*)*)$", shown, re.MULTILINE))
     assert "--nvme" not in table["before"]
     assert "--nvme" in table["after"]
@@ -86,25 +79,18 @@ def test_the_demo_and_each_command_of_the_tutorial(tmp_path: Path) -> None:
             shutil.copytree(demo, tmp_path / "runs/chat")
             told["train"] = command
         else:
-            told[command] = run(command, tmp_path, there)
+            told[command] = shell(command, there, tmp_path, typed=QUESTION)
     assert "--output runs/chat" in told["train"]
     assert "32 conversations" in next(text for command, text in told.items() if " prepare " in command)
     assert "--nvme" in told["offload-train chat runs/chat"]
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "ask.py").write_text(code)
-    assert "--nvme names a directory on the drive" in run("python ask.py", tmp_path, there)
+    assert "--nvme names a directory on the drive" in shell("python ask.py", there, tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-bf16", dtype=torch.bfloat16)
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "demo-run/SmolLM2-135M-Instruct", dtype=torch.bfloat16)
     assert any(
         not torch.equal(one, other) for one, other in zip(exported.parameters(), before.parameters(), strict=True)
     )
-
-
-def test_without_a_network_the_demo_trains_the_smallest_preset(tmp_path: Path) -> None:
-    there = environment(UV_OFFLINE="1", UV_NO_CACHE="1", DEMO_PACKAGES=str(tmp_path / "packages"), PYTHONPATH=str(ROOT))
-    shown = run(f"{shlex.quote(sys.executable)} {ROOT}/scripts/demo.py {tmp_path}/demo-run", ROOT, there)
-    assert "could not be installed: PyPI must be reachable" in shown
-    assert "\nMACBETH." in shown
 
 
 def test_plans_on_the_page_are_those_that_the_command_prints(

@@ -17,7 +17,7 @@ from engine_bench import assert_same, batches, engine, masters, model_directory,
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.offloading.pages.store import copies_of_bits
+from offload_trainer.offloading.pages.store import DamagedPage, copies_of_bits
 from offload_trainer.offloading.update.updater import Updater
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -99,6 +99,27 @@ def test_files_hold_one_whole_step_at_every_moment(
             before = masters(ours)
         pages = len(ours.offloaded.store.pages)
     assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
+
+
+def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, drive: Path, tmp_path: Path) -> None:
+    with engine(model, *TWO, drives=[drive]) as ours:
+        ours.offloaded.enable_manifest(model=tmp_path)
+        train(ours, batches(2))
+        ours.commit({})
+        ours.synchronize()
+        store = ours.offloaded.store
+        last = len(store.pages) - 1
+        name = next(iter(ours.offloaded.state.pieces(last)))[0]
+        for place in (store.copies.free(last), store.copies.valid(last)):
+            assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
+            file, offset = store._where(last, place)
+            with open(file.path, "r+b") as damaged:
+                damaged.seek(offset)
+                first = damaged.read(4096)
+                damaged.seek(offset)
+                damaged.write(first[::-1])
+        with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
+            read_store(lease(drive)).read(name)
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])

@@ -22,6 +22,7 @@ from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, gpt2, h
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater, step_params_of
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of
@@ -67,6 +68,18 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
     ]
     assert expected.same_for(step_params_of(unit, rule, dict(steps), scale=0.5, noise_seed=7), 0)
     assert not any(expected.same_for(other, 0) for other in others)
+
+
+@pytest.mark.usefixtures("always")
+def test_prefetched_weights_of_a_skipped_step_are_dropped(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget, forgotten = WeightPrefetcher.forget, []
+    monkeypatch.setattr(WeightPrefetcher, "forget", lambda stream: (forgotten.append(True), forget(stream)))
+    with engine(gpt2(folder), *HOMES["weights in RAM"], FULL, drives=[drive]) as ours:
+        ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
+        assert train(ours, batches(1))[0][1] is None
+        assert forgotten
 
 
 # -- every wait is needed --------------------------------------------------------------------------------------------

@@ -194,6 +194,23 @@ def test_ring_memory_is_reused_only_after_it_was_read() -> None:
     assert taken[4][0].data_ptr() == taken[0][0].data_ptr()
 
 
+def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
+    """One copy of both uses leaves the device. The gradient of one use alone is copied at the end of the backward."""
+    units, device = model(tied=True), HeldDevice()
+    with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
+        given = hand_over(gradients, units, last=True, seed=1)
+        assert sorted(device.sizes) == sorted(2 * place.weight.numel for _, place in places(units))
+        device.let_go()
+        gradients.finish()
+        gradients.clear()
+        gradients.add("wte", given["wte"], last=True)
+        assert not device.held
+        gradients.end_of_backward(last=True)
+        device.let_go()
+        gradients.finish()
+        assert gradients.sums("wte").equal(given["wte"].reshape(-1))
+
+
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["--params", "gpu"], ALL_ON_DRIVES], ids=["RAM", "drive"])
 def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(

@@ -60,8 +60,8 @@ def main() -> int:
 
 _UNREACHABLE = -1
 _TWO = ("-n", "2", "--dist", "worksteal")
-# Excludes long tests that depend on no library: initialisation of large presets, kills, hanging services.
-_CHOSEN = ("-m", "not ops", "-k", "not step_0_loss and not killed and not stands_still")
+# Excludes long tests that depend on no library.
+_CHOSEN = ("-m", "not ops", "-k", "not killed")
 
 
 def _install(venv: Path, pins: list[str]) -> int:

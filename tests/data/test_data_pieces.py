@@ -96,17 +96,6 @@ def test_ids_are_those_of_the_text_in_one_piece(
     assert not [line for line in messages if "cuts" in line]
 
 
-def test_the_plain_cut_would_change_ids() -> None:
-    """Cutting after every line end changes Metaspace's ids, so the test above can fail."""
-    tokenizer = KINDS["Metaspace"]()
-    place = CORPUS.index("\n", 1000) + 1
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    assert ids(CORPUS[:place]) + ids(CORPUS[place:2000]) != ids(CORPUS[:2000])
-
-
 TEXTS = [
     "short",
     "one\ntwo\n\n\nthree four\n" * 20,

@@ -17,7 +17,7 @@ from published_models import MODELS, TEXT, read, write
 from synthetic_checkpoints import exported
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.slow(40), pytest.mark.network]
 
 SCRIPT = f"python {published_models.__file__}"
 # The converter knows byte-level BPE tokenizers by a hash, and these are not among them. It reads Phi-3's tokenizer from

@@ -1,4 +1,4 @@
-"""A new virtual environment without this repository, whose libraries are those of this interpreter."""
+"""Run commands in a new virtual environment without this repository, with the libraries of this interpreter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ import torch
 from commands import environment
 
 TOOLS = "/usr/local/bin:/usr/bin:/bin"
+
+
+def shell(command: str, there: dict[str, str], folder: Path | None = None, *, typed: str = "") -> str:
+    """Run a command line in `folder` with these variables and this standard input; return what it printed."""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=there, input=typed, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
 
 
 def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:

@@ -4,8 +4,8 @@ FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of 
 after the other. With RANK they happen in that rank only. Several FAULTs of one start are separated by semicolons. Those
 separated by commas count for one start after the other, where torchrun starts ranks again; after the last one nothing
 happens. The ranks that `--gpus` starts are run with the same fault. A FAULT without @ is none. The variable
-LOSS_SCALE=VALUE,WINDOW replaces those of fp16, RAM=BYTES the RAM of this machine, as plans see it, and ENGINE=plain
-the engine by torch alone (plain_engine.py), whatever the plan names.
+LOSS_SCALE=VALUE,WINDOW replaces those of fp16, and ENGINE=plain the engine by torch alone (plain_engine.py), whatever
+the plan names.
 
 kill, INT, TERM, HUP, ...    this process gets the signal
 pause~FILE                   it waits until FILE exists (5 minutes)
@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,10 @@ from plain_engine import PlainEngine
 
 from offload_trainer.cli import main
 from offload_trainer.optim import loss_scale
-from offload_trainer.run import planning, train
+from offload_trainer.run import train
 
 if "LOSS_SCALE" in os.environ:
     loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
-if "RAM" in os.environ:
-    probed = planning.machine_here
-    planning.machine_here = lambda *given, **more: replace(probed(*given, **more), ram_bytes=int(os.environ["RAM"]))
 if os.environ.get("ENGINE") == "plain":
 
     def plain(setup: Any, *, swaps: Any, load_weights: bool) -> PlainEngine:

@@ -173,18 +173,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "optim.triton_adam.adamw": "pointers, and constants of the compilation",
     "optim.triton_adam.add_gradient": "pointers, and constants of the compilation",
 }
-# Modules that may use the whole configuration: those that read it, plan with it, and start from it.
-WHOLE = {
-    "settings",
-    "cli",  # groups help by section
-    "plan.planner",
-    "plan.engines",
-    "run.process_setup",  # sets up a process from four sections
-    "run.commands.plan",
-    "run.planning",
-    "run.train",
-    "session.api",  # the entry point of the library
-}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -215,8 +203,3 @@ def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
     assert {name for name, path in modules().items() if len(path.read_text().splitlines()) > OF_MODULE} == set()
     assert {name for name, each in found if (each.end_lineno or 0) - each.lineno + 1 > LINES} == set()
     assert {name for name, each in found if parameters(each) > PARAMETERS} == set(MANY_PARAMETERS)
-
-
-def test_few_modules_take_the_whole_configuration() -> None:
-    known = {name for name, path in modules().items() if "offload_trainer.config.TrainConfig" in imports(path)}
-    assert known == WHOLE

@@ -14,7 +14,6 @@ import pytest
 from synthetic_checkpoints import save
 
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
-from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import _checkpoint_card
 from offload_trainer.machine import rate_cache
@@ -215,20 +214,6 @@ def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tm
 
 
 # -- files next to tokens and weights --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sidecar", "wrong"),
-    [
-        ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
-        ("[]", "it should be"),
-    ],
-)
-def test_a_sidecar_of_other_types_is_refused(sidecar: str, wrong: str, tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(bytes(4))
-    (tmp_path / "t.bin.json").write_text(sidecar)
-    with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
-        TokenFile.open(tmp_path / "t.bin")
 
 
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": "../b"}}'])

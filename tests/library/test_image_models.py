@@ -35,7 +35,7 @@ import offload_trainer as ot
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
-from offload_trainer.model.images import image_parts, refuse_other_losses
+from offload_trainer.model.images import refuse_other_losses
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.memory import image_part
 from offload_trainer.plan.plan import Plan
@@ -330,28 +330,6 @@ def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_units_for_images_are_the_tower_and_its_projector(name: str, models: Callable[[str], Any]) -> None:
-    """They are found by a run on text, and without one by transformers' accessors."""
-    folder, _ = models(name)
-    source = resolve_model(ModelSection(name=str(folder), dtype="fp32"), seed=0, image_patches="auto")
-    shape, model = source.shape, source.meta()
-    assert shape.on_gpu is not None
-    assert shape.images is not None
-    text = {id(p) for p in (*model.get_decoder().parameters(), *model.get_output_embeddings().parameters())}
-    expected = {n for n, parameter in model.named_parameters() if id(parameter) not in text}
-    inside = set(shape.images.units)
-    assert {weight.name for weight in shape.weights if weight.unit in inside} == expected
-    assert image_parts(model, shape.weights, None, patches="auto").units == shape.images.units
-    assert shape.order is not None
-    assert set(shape.order.forward) >= inside
-    assert {weight.unit for weight in shape.weights} <= set(shape.order.forward)
-    assert shape.images.eager_heads == 0
-    assert len(shape.images.layers) == 2
-    assert set(shape.images.layers) <= inside
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
 def test_the_memory_of_a_tower_is_not_underestimated(name: str, models: Callable[[str], Any]) -> None:
     """Autograd keeps at most what is counted for the images of a batch, and at least a quarter of it."""
     folder, data = models(name)
@@ -374,16 +352,3 @@ def test_the_memory_of_a_tower_is_not_underestimated(name: str, models: Callable
     shape = resolve_model(config.model, seed=0, image_patches=PATCHES).shape
     counted = image_part(workload(config, shape)).kept.row * rows
     assert sum(held.values()) <= counted <= 4 * sum(held.values())
-
-
-@pytest.mark.slow
-def test_a_frozen_tower_is_not_recomputed(models: Callable[[str], Any], drive: Path) -> None:
-    """transformers' checkpointing would set requires_grad of its first activations, for gradients that nothing uses."""
-    folder, data = models("Llava")
-    keys = session_keys(data, drive, activation_checkpointing="on", freeze=["vision_tower"])
-    with ot.load(folder, **keys) as session:
-        outputs: list[bool] = []
-        tower = session.model.model.vision_tower
-        tower.register_forward_hook(lambda _, __, output: outputs.append(output.last_hidden_state.requires_grad))
-        session.model.train()(**data[0]).loss.backward()
-        assert outputs == [False]

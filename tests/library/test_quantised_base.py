@@ -12,8 +12,6 @@ import torch
 from bitsandbytes import functional
 from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
-from late_engines import use_late_transfers
-from late_transfers import LateDevice
 from peft import PeftModel
 from safetensors.torch import load_file
 from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
@@ -123,16 +121,6 @@ def test_a_loop_is_pefts_over_the_rounded_base(
     )
     assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
     assert_same(exported.state_dict(), whole)
-
-
-@pytest.mark.slow
-def test_checkpointed_blocks_and_late_transfers_have_the_same_bits(
-    folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload_trainer.engine.tiered._device", lambda *_, **__: LateDevice())
-    use_late_transfers(monkeypatch)
-    with opened(folder, drive, "nf4", activation_checkpointing="on") as session:
-        assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
 from offload_trainer import checkpoint as saving
-from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api
-from offload_trainer.session.api import ThisProcess, session_config
+from offload_trainer.session.api import session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -311,43 +308,35 @@ class Checkpointed(Tower):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
-def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None:
+def test_checkpointed_parts_of_several_blocks(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputing several blocks with dropout is right if their weights fit together, and refused otherwise."""
 
-    def step(model: nn.Module, around: Any = nullcontext) -> float:
+    def step(model: nn.Module, around: Any, clip: Callable[[float], Any]) -> tuple[float, float]:
         torch.manual_seed(7)
         with around():
             loss = loss_of(model, batches(1)[0])
             loss.backward()
-        return loss.item()
+        return loss.item(), float(clip(1.0))
 
     torch.manual_seed(1)
     model = Checkpointed()
     reference, small = copy.deepcopy(model), copy.deepcopy(model)
-    expected = step(reference)
-    norm = clipped(reference, 1.0)
+    expected = step(reference, nullcontext, partial(clipped, reference))
     with ot.offload(model, nvme=drive, params="nvme", weight_buffers=2) as session:
-        around = session.micro_batch if inside else nullcontext
-        for _ in range(2):  # the second step prefetches, since the order is known
-            assert step(model, around) == expected
-            assert session.clip_grad_norm_(1.0) == norm
+        for around in (nullcontext, session.micro_batch):  # the second step prefetches, since the order is known
+            assert step(model, around, session.clip_grad_norm_) == expected
             session._clear()
-        Checkpointed.reentrant = True
-        try:
-            if inside:
-                assert step(model, around) == expected
-                assert session.clip_grad_norm_(1.0) == norm
-            else:
-                with pytest.raises(ot.UserError, match="use_reentrant=False"):
-                    step(model)
-        finally:
-            Checkpointed.reentrant = False
+        monkeypatch.setattr(Checkpointed, "reentrant", True)
+        assert step(model, session.micro_batch, session.clip_grad_norm_) == expected
+        session._clear()
+        with pytest.raises(ot.UserError, match="use_reentrant=False"):
+            step(model, nullcontext, session.clip_grad_norm_)
+    monkeypatch.setattr(Checkpointed, "reentrant", False)
     with (
-        ot.offload(small, nvme=drive, params="nvme", weight_buffers=1),
+        ot.offload(small, nvme=drive, params="nvme", weight_buffers=1) as session,
         pytest.raises(ot.UserError, match="weight_buffers must be at least 2"),
     ):
-        step(small)
+        step(small, nullcontext, session.clip_grad_norm_)
 
 
 def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
@@ -501,24 +490,6 @@ def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> N
 def test_a_keyword_takes_one_name_or_several(several: object) -> None:
     config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
     assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
-
-
-@pytest.mark.slow
-def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = api.machine_here(PlacementSection())
-    monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
-
-    def planned(ram: int, **keys: Any) -> Plan:
-        monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))
-        with ot.offload(Tower(), params="cpu", say=lambda line: None, **keys) as session:
-            return session.plan
-
-    plan = planned(here.ram_bytes)
-    room = plan.tiers["ram"]
-    less = here.ram_bytes - (room["have"] - room["need"]) - 1
-    assert (plan.sizes.unit_buffers, planned(less).sizes.unit_buffers) == (3, 2)
-    with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
-        planned(less, weight_buffers=3)
 
 
 def test_blocks_are_found_or_named() -> None:

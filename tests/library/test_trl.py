@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from offload_trainer import offload
 from offload_trainer.errors import UserError
-from offload_trainer.hf import Offloaded, attach, session_of
+from offload_trainer.hf import Offloaded, attach
 
 pytestmark = pytest.mark.slow
 
@@ -146,42 +146,6 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
         model = attach(session)
         with pytest.raises(UserError, match=r"4 rows in a micro-batch, and the plan counts 2"):
             trainer_of("Reward", model, tmp_path, ours=True)
-
-
-# -- completions that are generated elsewhere --------------------------------------------------------------------------
-
-
-def test_a_rollout_function_sees_the_current_weights(
-    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`named_weights` gives a generation server the stock trainer's weights in each step."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-    def rollout(seen: list[dict[str, torch.Tensor]], weights_of: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:
-        def complete(conversations: list[Any], trainer: Any) -> dict[str, Any]:
-            seen.append({name: weight.detach().clone() for name, weight in weights_of(trainer.model)})
-            asked = chat_tokenizer().apply_chat_template(
-                conversations, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-            answers = [[20 + len(seen) + (row % 4) * token for token in range(4)] for row in range(len(asked))]
-            return {"prompt_ids": asked, "completion_ids": answers, "logprobs": None}
-
-        return complete
-
-    expected: list[dict[str, torch.Tensor]] = []
-    found: list[dict[str, torch.Tensor]] = []
-    more = {"rollout_func": rollout(expected, lambda model: model.named_parameters())}
-    stock = trainer_of("GRPO", plain(folder), tmp_path / "stock", ours=False, more=more, num_iterations=1)
-    stock.train()
-    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
-        more = {"rollout_func": rollout(found, lambda model: session_of(model).named_weights())}
-        trainer = trainer_of("GRPO", model, tmp_path / "ours", ours=True, more=more, num_iterations=1)
-        trainer.train()
-        assert told(trainer) == told(stock)
-    assert len(found) == len(expected) == 4
-    assert not torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from engine_bench import assert_same
-from fresh_environment import installed_environment
+from fresh_environment import installed_environment, shell
 from hf_trainers import model_folder, weights
 from sample_chats import chat_tokenizer, chats
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(75)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()
@@ -37,11 +35,6 @@ def model_and_data(folder: Path) -> Path:
     tokenizer.save_pretrained(model)
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats()))
     return model
-
-
-def run(command: str, folder: Path, there: dict[str, str]) -> None:
-    done = subprocess.run(shlex.split(command), cwd=folder, env=there, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
 def compare(folder: Path) -> None:
@@ -68,10 +61,10 @@ def test_ms_swift(tmp_path: Path) -> None:
     del theirs["external_plugins"], theirs["model_kwargs"]
     place = {"nvme": [str(tmp_path / "drive")], "params": "nvme", "ram_fraction": 0.0}
     ours = SWIFT | theirs | {"output_dir": "ours", "model_kwargs": place}
-    run("python -m offload_trainer cp ms_swift", tmp_path, there)
+    shell("python -m offload_trainer cp ms_swift", there, tmp_path)
     for name, keys in (("ours", ours), ("theirs", theirs)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
-        run(f"swift sft {name}.yaml", tmp_path, there)
+        shell(f"swift sft {name}.yaml", there, tmp_path)
     compare(tmp_path)
 
 
@@ -89,7 +82,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     changes |= {"dataset_dir": str(tmp_path), "cutoff_len": 128, "pure_bf16": False}
     for name in ("ours", "theirs"):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(LLAMA_FACTORY | SAME | changes | {"output_dir": name}))
-    run("python -m offload_trainer cp llama_factory", tmp_path, there)
-    run(f"python llama_factory.py ours.yaml --nvme {tmp_path / 'drive'} --params nvme", tmp_path, there)
-    run("llamafactory-cli train theirs.yaml", tmp_path, there)
+    shell("python -m offload_trainer cp llama_factory", there, tmp_path)
+    shell(f"python llama_factory.py ours.yaml --nvme {tmp_path / 'drive'} --params nvme", there, tmp_path)
+    shell("llamafactory-cli train theirs.yaml", there, tmp_path)
     compare(tmp_path)

@@ -4,7 +4,6 @@ registers them in. The models are tiny ones of transformers' causal architecture
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from transformers import LlamaConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.model.probes import blocks
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
 from offload_trainer.plan.tiered import footprint, layout
@@ -183,21 +181,6 @@ def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
     result = examine("XLNet", tmp_path, "modules")
     assert result.outcome == "whole"
     assert "tiered.fetch_granularity=module" in result.why
-
-
-@pytest.mark.slow
-def test_wrong_parts_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that cannot be divided, or another order, is reported as wrong."""
-    inside, every = blocks._inside, lambda tiny: {kind for kind, _, _ in blocks._with_children(tiny)}
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
-        result = examine("Llama", tmp_path / "order", "modules")
-        assert result.outcome == "wrong"
-        assert re.search(r"model\.layers\.\S+ \d times for", result.why), result.why
-    monkeypatch.setattr(blocks, "_separable", every)
-    result = examine("Mamba", tmp_path / "divided", "modules")
-    assert result.outcome == "wrong"
-    assert "a loss is NaN" in result.why
 
 
 # -- the order alone ---------------------------------------------------------------------------------------------------

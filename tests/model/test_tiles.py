@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import queued
 from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
 from late_engines import late_engine
 from small_architectures import ARCHITECTURES
@@ -239,18 +238,6 @@ def test_no_placement_changes_a_bit_and_losses_are_those_of_whole_rows(name: str
         ):
             assert train(ours, batches(4), accumulate=2) == tiled, home
             assert_same(masters(ours), bits)
-
-
-@pytest.mark.slow
-def test_late_streams_change_no_bit(tmp_path: Path) -> None:
-    model = model_directory(tmp_path / "qwen3", "qwen3")
-    words = ["model.mlp_chunk=7", "model.activation_checkpointing=on", "--params", "cpu", BUFFERS]
-    with engine(model, *words) as ours:
-        expected = train(ours, batches(3))
-    with pytest.MonkeyPatch.context() as patch, queued(patch, haste=0.05) as cuda:
-        device = cuda.device(staging_bytes=1 << 20, stagings=2)
-        with engine(model, *words, device=device) as ours:
-            assert train(ours, batches(3)) == expected
 
 
 class Fetching(CpuDevice):

@@ -148,15 +148,6 @@ def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(folder:
     assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), (one, 5 * INPUT), (other, 4 * INPUT)}
 
 
-@pytest.mark.slow
-def test_each_input_has_its_buffer_in_host_memory(folder: Path) -> None:
-    away = of_a_step(folder, "cpu")
-    assert away["inputs"] <= INPUTS_UNDER_WAY
-    assert away["memory"] == 9 * INPUT
-    assert (away["read"], away["written"]) == (0, 0)
-    assert ("ram", 9 * INPUT) in {(item.tier, item.bytes) for item in away["plan"].items}
-
-
 def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> None:
     """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
     device = Counting()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import Step, assert_same, batches, engine, masters, model_directory, plain, train
+from engine_bench import batches, engine, model_directory, train
 from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -23,71 +23,12 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.planning import model_of
-from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 MICRO = 4
 BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpointing=on", "--accumulate", str(MICRO)]
-DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 AWAY = ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buffers=2"]
-
-
-def expected_of(model: Path, *words: str) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    return plain(model, 2, "--accumulate", str(MICRO), *words, accumulate=MICRO)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changes", "same"),
-    [
-        ("gpt2", DROPOUT, ["model.loss_chunk=7"]),
-        ("phimoe", {"tied": False, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3}, []),
-    ],
-)
-def test_bits_are_those_of_one_micro_batch_after_the_other(
-    name: str, changes: dict[str, Any], same: list[str], folder: Path, drive: Path
-) -> None:
-    """`test_pairs.py` compares other models, in every placement."""
-    model = model_directory(folder / name, name, **changes)
-    expected, weights = expected_of(model, *same)
-    with engine(model, *BREADTH, *AWAY, *same, drives=[drive]) as ours:
-        assert ours._breadth_first is not None
-        assert train(ours, batches(2 * MICRO), accumulate=MICRO) == expected
-        assert_same(masters(ours), weights)
-
-
-@pytest.mark.slow
-def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
-    """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
-    read = {}
-    for micro in (1, MICRO):
-        words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
-        words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
-        with engine(model, *words, drives=[drive]) as ours:
-            train(ours, batches(2 * micro), accumulate=micro)
-            settle(ours)
-            before = read_io()
-            train(ours, batches(micro), accumulate=micro)
-            settle(ours)
-            moved = read_io() - before
-        away = [one for one in ours.plan.traffic if one.place != "device"]
-        assert moved.read_bytes == sum(one.read for one in away)
-        assert moved.written_bytes == sum(one.written for one in away)
-        inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")
-        assert inputs == micro * 5 * 8192
-        read[micro] = moved.read_bytes - (inputs - 4 * 8192)
-    assert read[MICRO] == read[1]
-
-
-def settle(ours: Any) -> None:
-    ours.synchronize()
-    for slot in ours.offloaded.stream._slots:
-        if slot.arrival is not None:
-            slot.arrival.wait()
-    for buffer in ours.offloaded.activations._ring:
-        buffer.free.wait()
 
 
 def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

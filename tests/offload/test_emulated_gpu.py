@@ -169,22 +169,3 @@ def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pyt
             patch.setattr(owner, name, fault)
             trained(gpu, model, drive, RAM)
         assert bool(gpu.freed) == (owner is EmulatedGpu)
-
-
-def test_devices_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated_gpu(monkeypatch) as gpu:
-        weights, here = torch.zeros(5, 3, device="cuda"), torch.ones(3)
-        assert [str(one.device) for one in (weights, here, weights[0] * 2, here.to(weights.device))] == [
-            "cuda:0", "cpu", "cuda:0", "cuda:0",
-        ]  # fmt: skip
-        assert (weights + torch.tensor(1.0)).is_cuda  # a single number of the host may take part
-        assert weights[torch.tensor([1, 2])].is_cuda  # and so may indices
-        before = gpu.host_waits
-        assert weights.cpu().numpy().sum() == 0
-        assert float(weights.sum()) == 0
-        assert gpu.host_waits == before + 2
-        for wrong in (lambda: weights + here, lambda: weights.add_(here), lambda: here.mul_(weights)):
-            with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
-                wrong()
-        with pytest.raises(TypeError, match="can't convert cuda:0"):
-            weights.numpy()

@@ -29,7 +29,7 @@ from engine_bench import (
 from placements import BEHIND, HOMES, gpt2, skip_last_block
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.manifest import ManifestWriter, read_description, read_newest
+from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
@@ -109,44 +109,6 @@ def test_evaluation_masters_and_weights_wait_for_the_update(home: str, folder: P
     assert found[0] == found[1]
 
 
-def test_the_manifest_records_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index changes before the first page is updated and after the last is written, whichever thread that is."""
-    events: list[Any] = []
-    note, update, write = ManifestWriter.note, Updater._update, PageStore.write
-
-    def noted(index: ManifestWriter, step: int, *, updating: bool) -> None:
-        events.append((step, updating))
-        note(index, step, updating=updating)
-
-    def updated(updater: Updater, *given: Any, **words: Any) -> None:
-        events.append("page")
-        update(updater, *given, **words)
-
-    def written(store: PageStore, number: int, buffer: torch.Tensor) -> Future:
-        home, arrived = Future(), write(store, number, buffer)
-
-        def told(error: BaseException | None) -> None:
-            events.append("home")
-            home.finish_part(error)
-
-        arrived.then(lambda error: threading.Timer(0.02, told, [error]).start())
-        return home
-
-    monkeypatch.setattr(ManifestWriter, "note", noted)
-    monkeypatch.setattr(Updater, "_update", updated)
-    monkeypatch.setattr(PageStore, "write", written)
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, "tiered.state_copies=2", drives=[drive]) as ours:
-        ours.offloaded.enable_manifest(model=folder)
-        train(ours, batches(2))
-        ours.synchronize()
-        pages = ["home", "page"] * len(ours.offloaded.store.pages)
-    notes = [place for place, event in enumerate(events) if isinstance(event, tuple)]
-    assert [events[place] for place in notes] == [(0, True), (1, False), (1, True), (2, False)]
-    for begin, end in (notes[:2], notes[2:]):
-        assert sorted(events[begin + 1 : end]) == sorted(pages)
-    assert notes[1] + 1 == notes[2]
-
-
 def test_closing_waits_for_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, go = Updater._update_all, threading.Event()
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
@@ -178,17 +140,6 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
         for call in (ours.synchronize, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
             with pytest.raises(TrainerError, match=words):
                 call()
-
-
-def test_an_error_in_the_update_is_raised_by_every_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any exception is raised at the next wait, even if it occurs before anything waits."""
-    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
-        train(ours, batches(1))
-        ours.synchronize()
-        monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)
-        train(ours, batches(1))
-        with pytest.raises(ZeroDivisionError):
-            train(ours, batches(1))
 
 
 # -- timings -----------------------------------------------------------------------------------------------------------

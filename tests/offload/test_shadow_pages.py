@@ -34,18 +34,6 @@ def lease(drive: Path) -> Path:
     return next((drive / "offload-trainer").glob("run-*"))
 
 
-@pytest.mark.slow
-def test_twice_the_disk_is_planned_and_used(model: Path, drive: Path) -> None:
-    found = {}
-    for words in (["--optimizer", "nvme"], TWO):
-        with engine(model, *words, drives=[drive]) as ours:
-            planned = {item.name: item.bytes for item in ours.plan.items if item.tier == str(drive)}
-            found[len(words)] = planned, (lease(drive) / "state").stat().st_size
-    (once, size), (twice, double) = found.values()
-    assert twice == once | {"state, second copy": once["state"]}
-    assert 2 * size == double == 2 * once["state"]
-
-
 # -- commit or discard -------------------------------------------------------------------------------------------------
 
 
@@ -111,25 +99,6 @@ def test_files_hold_one_whole_step_at_every_moment(
             before = masters(ours)
         pages = len(ours.offloaded.store.pages)
     assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
-
-
-def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, tmp_path: Path) -> None:
-    with engine(model, *TWO, drives=[drive]) as ours:
-        ours.offloaded.enable_manifest(model=tmp_path)
-        train(ours, batches(2))
-        ours.commit({})
-        ours.synchronize()
-        before, record = masters(ours), (lease(drive) / "record").read_bytes()
-        train(ours, batches(3)[2:])
-        ours.commit({})
-        ours.synchronize()
-        assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
-        now = (lease(drive) / "record").read_bytes()
-        place = next(number for number, byte in enumerate(now) if byte != record[number])
-        (lease(drive) / "record").write_bytes(now[: place + 20] + record[place + 20 :])
-        stored = read_store(lease(drive))
-        assert stored.step == 2
-        assert_same(dict(stored.weights()), before)
 
 
 def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, drive: Path, tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from late_transfers import FailingWrites
 from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, gpt2, hold_up, plant, skip_last_block
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater, step_params_of
+from offload_trainer.offloading.update.updater import MispredictionWatch, Updater, step_params_of
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -107,20 +106,6 @@ def test_pages_are_written_during_the_backward_and_copies_flip_after_it(folder: 
         assert all(store.copies.valid(number) == 1 - before[number] for number in ahead)
 
 
-def test_a_unit_reported_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        moving, seen = ours.offloaded.updater.pipeline, []
-
-        def late(_: torch.Tensor) -> None:
-            moving.offer(SpeculativeStep(step_params_of((), {}, {}, scale=1.0, noise_seed=None)), 0, None, None)
-            seen.append((len(moving._waiting), len(moving._in_slots)))
-
-        ours.offloaded.parameters[FIRST][0].register_hook(late)
-        train(ours, batches(1))
-    assert seen == [(0, 0)]
-
-
 # -- pages in RAM, with shadow memory for their old bytes --------------------------------------------------------------
 
 
@@ -157,29 +142,6 @@ def test_pages_in_ram_are_updated_before_the_backward_has_ended(
             assert torch.equal(old, before[number])
             assert not torch.equal(new, old)
             assert torch.equal(new, state[number])  # it is not updated again
-
-
-@pytest.mark.slow
-def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the_same_slots(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages that were prefetched for later units do not have to leave their slots to pages in RAM."""
-    read, seen = PageStore.read, list[int]()
-
-    def noted(store: PageStore, number: int, *given: Any, **more: Any) -> Any:
-        seen.append(number)
-        return read(store, number, *given, **more)
-
-    words = ["placement.gradients=gpu", "--ram-fraction", "0.9", "tiered.page_buffers=3", UNCLIPPED, FULL]
-    with engine(gpt2(folder), *words, drives=[drive], shadows=1.0) as ours:
-        hold_up(ours)
-        monkeypatch.setattr(PageStore, "read", noted)
-        train(ours, batches(3))
-        ours.synchronize()
-        ahead = [page.route.number for page in ours.offloaded.updater.pipeline._prefetched]
-        on_drives = [number for number, page in enumerate(ours.offloaded.store.pages) if page.home >= 0]
-    assert len(on_drives) > 2
-    assert sorted(seen) == sorted([*3 * on_drives, *ahead])
 
 
 @pytest.mark.usefixtures("always")

@@ -114,17 +114,6 @@ def model(folder: Path) -> Path:
     return model_directory(folder / "qwen3", "qwen3", tied=False)
 
 
-@pytest.mark.slow
-def test_pieces_of_a_row_are_computed_with_a_part_that_stays(model: Path) -> None:
-    found = []
-    for more in ((BY_MODULE,), ()):
-        with engine(model, *RAM, ON, "model.mlp_chunk=16", "tiered.weight_buffers=1", *more) as ours:
-            names = [unit.name for unit in ours.offloaded.units if unit.is_part]
-            assert "model.layers.0.mlp" in names if more else not names
-            found.append(train(ours, batches(3)))
-    assert found[0] == found[1]
-
-
 def test_a_recomputation_that_keeps_bare_weights_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
     share buffers.

@@ -359,7 +359,7 @@ def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 SCRIPT = ROOT / "scripts" / "check_cuda_kernel.py"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(75)
 @pytest.mark.skipif(PLACE.type == "cuda", reason="a minute of compilation, which needs no GPU")
 def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) -> None:
     """The script runs in a separate process, because Triton interprets functions in this one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, ask, call
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
 from placements import skip_last_block
 from reference_muon import MuonWithAdamW
@@ -303,26 +301,6 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
 # -- for users -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    words = [*TINY, *MUON, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
-    words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
-    whole = call(*words, output=tmp_path / "whole")
-    assert "optimizer Muon for the matrices of blocks, " in whole.text
-    shutil.copytree(whole.output, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000004")
-    (tmp_path / "half" / "metrics.jsonl").unlink()
-    other = call(*words, "--ram-fraction", "1", output=tmp_path / "half")
-    assert other.losses == whole.losses[2:]
-    exported = ask("export", tmp_path / "half", tmp_path / "hf", "--dtype", "fp32")
-    assert exported.returncode == 0, exported.stderr
-    held = load_file(tmp_path / "hf" / "model.safetensors")
-    saved = load_file(whole.output / "checkpoints" / "step-00000004" / "master.safetensors")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in held.items() if name in saved)
-    assert "name=muon, lr=" in (tmp_path / "hf" / "README.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("home", "settings"),
     [
@@ -376,26 +354,6 @@ def test_a_session_supports_the_rule(home: dict[str, str], settings: dict[str, A
     assert all(torch.equal(held[name], weight) for name, weight in expected.named_parameters())
     with pytest.raises(UserError, match="no repeated block of this model has a trainable matrix"):
         ot.offload(torch.nn.Linear(32, 32), rule="muon", **keys)
-
-
-@pytest.mark.slow
-def test_the_plan_counts_eight_bytes_for_matrices() -> None:
-    def planned(*words: str) -> dict[str, int]:
-        shared = ["--model", "gpt2-10b", "--dtype", "fp16", "--nvme", "/ssd", "--gpu-fraction", "0"]
-        config = load_config([*shared, "--ram-fraction", "0.25", *words])
-        plan = make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("v100-32gb"))
-        return {item.name: item.bytes for item in plan.items}
-
-    config = load_config(["--model", "gpt2-10b"])
-    shape = resolve_model(config.model, seed=0).shape
-    matrices = sum(weight.numel for weight in shape.weights if weight.matrix)
-    muon, adamw = planned("optim.name=muon"), planned()
-    for name in ("state in RAM", "state"):
-        assert 1e9 < muon[name] < 0.7 * adamw[name]
-    whole = muon["state in RAM"] + muon["state"]
-    assert whole == pytest.approx(12 * shape.trainable - 4 * matrices, rel=1e-3)
-    assert muon["checkpoints"] == pytest.approx(adamw["checkpoints"] * whole / (12 * shape.trainable), rel=1e-3)
-    assert muon["orthogonalisation"] > 1e8
 
 
 @pytest.mark.slow

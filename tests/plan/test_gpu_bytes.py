@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sample_plans import SHAPES, machine, wish
-from tiny_models import kinds
 from tracked_bytes import config_of, planned, tracked
-from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.model import meta_trace
 from offload_trainer.model import shape as model_shape
-from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, pruned
+from offload_trainer.plan.shape import Activations, Growth, Part, pruned
 
 _SMALL = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "intermediate_size": 160}
@@ -52,18 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
     | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
-# Architectures that are planned by an estimate, among all that transformers builds from default configurations.
-ESTIMATED = {
-    "data decide": {"Blt", "DiffLlama", "JetMoe", "LongcatFlash"},
-    "blocks are not known": {"CTRL", "CpmAnt", "OpenAIGPT", "XLM", "XLNet"},
-    "more operations than are counted": {"Rwkv", "Zamba"},
-    "only the whole depth runs, and is too much": {"Dots3Note", "Gemma4", "Gemma4Unified", "HrmText", "Zamba2"},
-    "buffers in fp32 do not go with weights in bf16": {"MiniMax", "xLSTM"},
-    "blocks of two kinds that are found by their number": {"Mllama"},
-    "the defaults do not run": {"DeepseekV2", "Xmod"},
-}
-# Recurrent state, unnamed blocks, a head that reads the body, a vision tower's blocks, and no token ids.
-SPECIAL = ("Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text")
 
 
 def assert_planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
@@ -151,22 +135,6 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
     assert block.kept.at(2, 1000) > 900 * block.kept.at(2, 1) > 0
 
 
-@pytest.mark.slow
-def test_dropout_and_eager_attention_need_more(tmp_path: Path) -> None:
-    """On a CPU, dropout disables fused attention, so its matrices grow with pairs of tokens; on a GPU it does not."""
-    plain, dropping = (
-        resolve_model(ModelSection(name="gpt2-mini", overrides=overrides), seed=0).shape
-        for overrides in ({}, {"resid_pdrop": 0.1, "attn_pdrop": 0.1})
-    )
-    assert plain.on_gpu == replace(plain.on_cpu, head=plain.on_gpu.head)  # their losses have different pieces
-    assert plain.on_cpu.kinds[0].kept.pair == dropping.on_gpu.kinds[0].kept.pair == 0
-    assert dropping.on_cpu.kinds[0].kept.pair >= 8 * 2  # a 16-bit number for each of 8 heads
-    # dropout masks of one byte each
-    assert dropping.on_gpu.kinds[0].kept.token == plain.on_gpu.kinds[0].kept.token + 2 * 256
-    eager = resolve_model(ModelSection(name="gpt2-mini", attention="eager"), seed=0).shape
-    assert eager.on_gpu.kinds[0].kept.pair > 0
-
-
 def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise NotImplementedError
@@ -190,44 +158,6 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
 def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 1000)
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
-
-
-@pytest.mark.slow
-def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.FixtureRequest) -> None:
-    """Default configurations with two layers are counted unless listed.
-
-    Without --exhaustive, only some with features of their own and every tenth other one are tested.
-    """
-    known = {name for names in ESTIMATED.values() for name in names}
-    others = sorted(kinds().keys() - known)
-    every = 1 if request.config.getoption("--exhaustive") else 10
-    shapes = dict[str, ModelShape]()
-    for name in {*others[::every], *SPECIAL, "Blt", "CTRL"}:
-        with suppress(AssertionError):  # the defaults do not build a model
-            shapes[name] = shape_of(kinds()[name])
-    for name in ("Blt", "CTRL"):  # their sizes are stored elsewhere, or their blocks are unknown
-        assert min(shapes[name].layers, shapes[name].hidden, shapes[name].widths) > 0
-    counted = {name: shape for name, shape in shapes.items() if shape.on_gpu is not None}
-    assert set(shapes) - set(counted) <= known
-    assert len(counted) > 0.7 * len(others[::every])
-    for shape in map(counted.__getitem__, SPECIAL):
-        assert len(shape.on_gpu.blocks) == shape.layers
-        assert min(part.kept.at(1, 65536) for part in shape.on_gpu.kinds) > 65536 * shape.hidden
-
-
-def shape_of(kind: Any) -> ModelShape:
-    """Return the shape of a small model; raise AssertionError if the defaults do not build one."""
-    layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-    try:
-        config = kind()
-        for key in layers:
-            if isinstance(getattr(config, key, None), int):
-                setattr(config, key, min(2, getattr(config, key)))
-        with no_init_weights():
-            model = meta_model(config)
-    except Exception as error:  # a package is missing, or keys do not fit each other
-        raise AssertionError from error
-    return model_shape.model_shape(model, ModelSection(name="gpt2", random_init=True))
 
 
 STEP = workload(wish(), SHAPES["gpt2"])

@@ -85,17 +85,16 @@ def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refuse
         make_plan(config, shape, machine)
 
 
-@pytest.mark.slow
-def test_auto_dtype_depends_on_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_dtype_depends_on_the_card() -> None:
     for words, capability, dtype in (
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
     ):  # fmt: skip
         config = load_config(["--model", "gpt2", *words])
         settled, plan = resolve_and_plan(config, SHAPES["gpt2"], replace(card((8, 0), None), capability=capability))
         assert settled.model.dtype == dtype
-        assert ("has no bf16 units: training in fp16" in "".join(plan.notes)) == (dtype == "fp16")
-    assert main(["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]) == 0
-    assert "has no bf16 units: training in fp16 with dynamic loss scaling" in capsys.readouterr().out
+        assert ("has no bf16 units: training in fp16 with dynamic loss scaling" in "".join(plan.notes)) == (
+            dtype == "fp16"
+        )
 
 
 def missing(_: torch.device, **__: bool) -> None:

@@ -67,21 +67,6 @@ def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = str(tmp_path / "run")
-    (tmp_path / "a.dump").write_bytes(b"\0")
-    assert plan("--output", output, capsys=capsys)[0] == 0
-    for words, told in (
-        (["--data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
-        (["--validation-data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
-        (["--data", str(tmp_path / "a.dump")], "neither UTF-8 text nor what its name says"),
-    ):
-        code, errors = plan("--output", output, *words, capsys=capsys)
-        assert (code, told in errors) == (2, True), errors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.dump"]
-
-
-@pytest.mark.slow
 def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the manifest exists, since `plan` reads nothing else of a checkpoint."""
     output = tmp_path / "run"

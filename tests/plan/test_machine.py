@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from update_ranges import form
 
-from offload_trainer.cli import main
 from offload_trainer.config import PlacementSection
 from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import TrainerError, UserError
@@ -42,7 +41,6 @@ from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 
 CLUSTERS = ["4xa100-80gb-100gbe", "4xrtx4090-10gbe", "8xa100-80gb", "8xh100-80gb"]
-FLAGSHIP = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16"]
 NAMED = [*CLUSTERS, "a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
 
 
@@ -232,36 +230,6 @@ def test_named_machines() -> None:
         assert len(cited) >= 2
     with pytest.raises(UserError, match="neither a file"):
         read_machine("v100")
-
-
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
-    for text in ("{", "[]", '{"gpu": 1}'):
-        (tmp_path / "m.json").write_text(text)
-        with pytest.raises(UserError, match=r"m\.json"):
-            read_machine(str(tmp_path / "m.json"))
-
-
-@pytest.mark.slow
-def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureFixture[str]) -> None:
-    plans = []
-    for words in ([], ["--gpu-fraction", "0"]):
-        main([*FLAGSHIP, "--machine", "v100-32gb", "tiered.state_copies=1", *words])
-        plans.append(json.loads(capsys.readouterr().out))
-    filled, without = plans
-    assert all(plan["fits"] and plan["chosen"]["params"] == "gpu" for plan in plans)
-    assert without["tiers"]["/mnt/nvme"]["need"] > 22e9
-    assert filled["tiers"]["/mnt/nvme"]["need"] < without["tiers"]["/mnt/nvme"]["need"] - 8.5e9
-    assert filled["tiers"]["/mnt/nvme"]["need"] < 14e9
-    ram = filled["tiers"]["ram"]
-    free = 0.05 * 64e9 + 0.02 * (ram["have"] - 64e9)
-    assert free <= ram["have"] - ram["need"] < free + 0.2e9  # a thousandth of the state is 0.12 GB
-    gpu = filled["tiers"]["gpu"]
-    # at most one unit's gradients, which move to the GPU with the last of its state
-    assert gpu["have"] - gpu["need"] < 1.3e9
-    assert filled["chosen"]["sizes"]["gpu_fraction"] > 0
-    assert sum(filled["seconds"].values()) < 0.8 * sum(without["seconds"].values())
-    (written,) = [moved["written"] for moved in filled["traffic"] if moved["place"] == "/mnt/nvme"]
-    assert written == filled["tiers"]["/mnt/nvme"]["need"]
 
 
 def test_drives_of_a_named_machine_are_where_nvme_says() -> None:

@@ -14,9 +14,7 @@ from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF
-from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
 from offload_trainer.plan.tiered.spec import left_free
-from offload_trainer.plan.tiers import RAM, TierKind
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
@@ -166,24 +164,6 @@ def test_without_a_gpu_pages_in_ram_wait_for_the_decision() -> None:
     plans = [planned("--ram-fraction", "1", "--params", "gpu", way) for way in (FORWARD, FULL)]
     assert [shadow_memory(plan) for plan in plans] == [0, 0]
     assert plans[0].forecast.step == pytest.approx(plans[1].forecast.step)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
-def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
-    units = units_of(SHAPES["gpt2-medium"])
-    pages = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
-    kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
-    homes = with_shadows(homes_of(units, pages, **kinds, speeds=(), ranks=ranks), units, share=share)
-    blocks = [unit for unit in units if unit.block]
-    assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
-    for unit in blocks:
-        for rank in range(ranks):
-            its = [n for n, page in enumerate(pages) if page.unit == unit.index and homes.of_rank(n, rank)]
-            some = [number for number in its if number in homes.shadows]
-            largest = max(pages[number].elements for number in its)
-            given = sum(pages[number].elements for number in some)
-            assert abs(given - share * sum(pages[number].elements for number in its)) <= 2 * largest
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])

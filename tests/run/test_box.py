@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import KILL, LIMIT, Run, ask, command, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.box]
+pytestmark = [pytest.mark.slow(40), pytest.mark.box]
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "num_hidden_layers": 2, "tie_word_embeddings": False}
 LLAMA |= {"bos_token_id": 0, "eos_token_id": 0}

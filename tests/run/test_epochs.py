@@ -64,13 +64,3 @@ def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path,
     assert "resuming from the page files" in again.text
     assert again.losses == whole.losses
     assert "done" in call(*words, output=killed).text
-
-
-def test_an_epoch_of_a_mixture_is_the_mixtures(text: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text("another text with other words in it. " * 40)
-    words = [*WORDS, "--data", text, other, "data.mixture=[1,3]", "--epochs", "1"]
-    run = call(*words, output=tmp_path / "run")
-    rows = int(run.text.split("mixture, in an epoch of ")[1].split()[0])
-    assert rows == rows_of(run)
-    assert len(run.steps) == math.ceil(rows / 6)

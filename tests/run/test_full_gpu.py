@@ -106,7 +106,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "tries"), [("on the GPU", 2), *(pytest.param(case, 14, marks=pytest.mark.slow) for case in CASES)]
+    ("case", "tries"), [("on the GPU", 2), *(pytest.param(case, 7, marks=pytest.mark.slow(25)) for case in CASES)]
 )
 def test_a_run_goes_on_with_the_same_bits(
     case: str, tries: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]

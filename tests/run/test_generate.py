@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import TINY, call
-from published_templates import tokenizer_of
 from sample_chats import CHATS
 from test_telemetry import a_step
 from tokenizers import processors
@@ -288,51 +287,3 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     assert runs_in(done) == found[:1]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "nothing")
-
-
-# A template that trl knows, the model's kind and its settings.
-FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
-    "qwen3_5_think": (
-        "qwen3_5_text",
-        {
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
-    "gptoss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_answers_of_a_trained_model_end_by_themselves(name: str, tmp_path: Path) -> None:
-    """After training on conversations, `chat` and transformers on the export stop behind each of 20 answers."""
-    kind, more = FAMILIES[name]
-    tokenizer = tokenizer_of(name)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 1024}
-    config = AutoConfig.for_model(kind, **sizes, **more, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    config.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    questions = [f"{word} {number}?" for word in ("Before", "Behind", "Near", "Far") for number in range(5)]
-    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": one[:-1] + "."}] for one in questions]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    words = ["--model", tmp_path / "model", "--scratch", "--data", tmp_path / "chat.jsonl", "data.validation=0"]
-    asked = [{"role": "user", "content": "x" * 10}, {"role": "assistant", "content": "x" * 10}]
-    length = len(tokenizer.apply_chat_template(asked, return_dict=True)["input_ids"]) + 24
-    words += ["--seq-len", length, "--micro-batch", "20", "--steps", "60", "--lr", "5e-3", "data.packing=off"]
-    trained = call(*words, output=tmp_path / "run").output
-    export(trained, tmp_path / "export", dtype="fp32", check=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
-    for question in questions:
-        (answer,) = chat(trained, [question], tokens=60, temperature=0, say=lambda line: None, show=False)
-        assert len(tokenizer(answer)["input_ids"]) < 40, answer
-        messages = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        found = model.generate(**ids, max_new_tokens=60, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-        assert len(found) < 60
-        assert found[-1] in torch.tensor(model.generation_config.eos_token_id)
-        assert tokenizer.decode(found, skip_special_tokens=True).strip() == answer

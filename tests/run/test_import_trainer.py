@@ -145,18 +145,18 @@ def test_the_command_resumes_from_an_import(source: tuple[Recording, Path, list]
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
     """With the words that the command prints, steps 3 to 6 have the rates that the Trainer has logged for them."""
+    words = {"lr_scheduler_type": kind, "warmup_steps": 2, "logging_steps": 1, "save_steps": 1}
+    trainer = trained(tmp_path, "qwen3", frozen=[], tied=False, **words)
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    schedule = [f"optim.schedule={kind.split('_')[0]}", "optim.warmup_steps=2", "optim.final_lr_ratio=0"]
     for half in (1, HALF):  # within the warm-up and after it
-        folder = tmp_path / str(half)
-        words = {"lr_scheduler_type": kind, "warmup_steps": 2, "logging_steps": 1, "save_steps": half}
-        trainer = trained(folder, "qwen3", frozen=[], tied=False, **words)
-        logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-        schedule = [f"optim.schedule={kind.split('_')[0]}", "optim.warmup_steps=2", "optim.final_lr_ratio=0"]
-        done = imported(folder / f"out/checkpoint-{half}", folder / "run", *schedule)
+        folder, checkpoint = tmp_path / str(half), tmp_path / f"out/checkpoint-{half}"
+        done = imported(checkpoint, folder / "run", *schedule)
         assert "They differ" not in done.rates
         optim = load_config([*schedule, *shlex.split(done.words)]).optim
         found = [learning_rate(step, optim, steps=STEPS) for step in range(half, STEPS)]
         assert found == pytest.approx(logged[half:], rel=1e-9, abs=1e-18)
-        done = imported(folder / f"out/checkpoint-{half}", folder / "other", *schedule, "optim.warmup_steps=5")
+        done = imported(checkpoint, folder / "other", *schedule, "optim.warmup_steps=5")
         assert "They differ: give this command and the run the source's optim.schedule" in done.rates
 
 

@@ -49,6 +49,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "ids of unknown width": ("--data odd.bin", "odd.bin"),
     "text where conversations are said to be": ("--data text.jsonl data.format=chat", "messages"),
     "conversations without an answer": ("--data asked.jsonl", "give answers"),
+    "a plan of no such data": ("plan --data nowhere.txt", "nowhere.txt"),
     "no such template": ("--data chat.jsonl data.chat_template=nowhere.jinja", "nowhere.jinja"),
     "no such tokenizer": ("--tokenizer nowhere", "nowhere"),
     "no such validation text": ("--validation-data nowhere.txt", "nowhere.txt"),

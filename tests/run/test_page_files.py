@@ -326,16 +326,6 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, place: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_in_memory_removes_what_its_killed_starts_left(place: Path, tmp_path: Path) -> None:
-    words = ["--nvme", place, *ALL]
-    killed("step=2", *words, output=tmp_path / "run")
-    assert list((place / "offload-trainer").iterdir())
-    in_memory = ["--optimizer", "cpu", "--ram-fraction", "1", "tiered.state_copies=1", "--resume", "never"]
-    call(*words, *in_memory, output=tmp_path / "run")
-    assert not list((place / "offload-trainer").iterdir())
-
-
-@pytest.mark.slow
 def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     """A resumed run keeps choices of `auto` that page files have, and a setting that differs is named."""
     words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]

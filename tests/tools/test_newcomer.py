@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh_environment import fresh_environment
+from fresh_environment import fresh_environment, shell
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(90)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -38,12 +38,6 @@ def cloned(folder: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "requirements.lock", "scripts", "configs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, folder / name)
     return folder
-
-
-def run(command: str, folder: Path, there: dict[str, str]) -> str:
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=there, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-    return done.stdout + done.stderr
 
 
 def killed(command: str, folder: Path, there: dict[str, str]) -> None:
@@ -78,14 +72,14 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     assert INSTALL == "pip install ."
-    run(f"pip install '{wheel}'", folder, fresh)
-    where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
+    shell(f"pip install '{wheel}'", fresh, folder)
+    where = shell("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", fresh, folder)
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
     assert DEMO == "make demo"
     venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
     (venv / ".ready").touch()  # `make setup` was run
-    shown = run(f"{DEMO} VENV={venv}", clone, fresh | {"UV_OFFLINE": "1"})
+    shown = shell(f"{DEMO} VENV={venv}", fresh | {"UV_OFFLINE": "1"}, clone)
     assert "PyPI must be reachable" in shown  # tests/tools/test_tutorial.py has the demo with its model
     assert "\nMACBETH." in shown
     assert len(steps(clone / "demo-run/run")) == 20
@@ -96,7 +90,7 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
             killed(command, folder, fresh)
             told[command] = ""
         else:
-            told[command] = run(command, folder, fresh)
+            told[command] = shell(command, fresh, folder)
     assert "resumed from" in told[TWICE]
     assert [step["step"] for step in steps(folder / "runs/mine")] == list(range(1, 21))
 

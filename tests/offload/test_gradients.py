@@ -62,12 +62,12 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 
 @contextmanager
-def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
+def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradients]:
     transfers, patch = Transfers(), pytest.MonkeyPatch()
     patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
-    dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
-    homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
-    store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
+    dtype = changes.pop("dtype", torch.float32)
+    homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
+    store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
     words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()}
     made = Gradients(units, store, **words | changes)
     try:

@@ -35,6 +35,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recipes_are_listed_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(load_config([str(path)]) != load_config([]) for path in (ROOT / "configs").glob("*.yaml"))
     assert cli.main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line and line[0] not in " `"] == ALL

@@ -22,7 +22,7 @@ from offload_trainer.arguments import help_text, parse, take_command
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.run.launcher import has_launcher, start_ranks
-from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten
+from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten, refuse_missing
 from offload_trainer.settings import dump_config, load_config
 from offload_trainer.signals import stop_at_once
 from offload_trainer.stdio import lasting_streams
@@ -93,6 +93,8 @@ def _train(given: Namespace, words: list[str]) -> None:
         print(dump_config(config), end="")
         return
     with redirect_stdout(sys.stderr):  # libraries print there
+        if not has_launcher():
+            refuse_missing(config)
         start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)
         quieten()
@@ -134,7 +136,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
     directory or checkpoint.
     """
-    config = prepared(words)
+    config = prepared(words, runs=True)
     from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
 
@@ -178,7 +180,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.recipes import refuse_taken, write_new
 
     refuse_taken(path)
-    config = prepared(words)
+    config = prepared(words, runs=True)
     from offload_trainer.machine.rate_cache import keep_ratios
     from offload_trainer.run.commands.tune import ratios, steered_phase, tune
     from offload_trainer.run.planning import plan_run
@@ -216,7 +218,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
 
 def _prepare(_: Namespace, words: list[str]) -> None:
-    config = prepared(words)
+    config = prepared(words, runs=True)
     from offload_trainer.run.train import prepare_run
 
     print("\n".join(map(str, prepare_run(config))))

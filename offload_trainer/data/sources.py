@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload_trainer.config import STREAM
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
@@ -64,17 +65,13 @@ def find_sources(
         raise UserError(
             "data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin file, or builtin"
         )
+    refuse_missing(paths)
     named: list[Path] = []
     for entry in paths:
         if entry.startswith("hub:"):
             named += hub_files(entry)
         else:
             named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
-    if missing := [str(path) for path in named if not os.path.exists(path)]:
-        fix, name = "correct the path", missing[0]
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
-            fix += f"; for a dataset of the hub use --data hub:{name}"
-        raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
     sources: list[Path] = []
     splits = ("validation", "test") if validation else ("train",)
     for path in named:
@@ -93,6 +90,17 @@ def find_sources(
             "give only .bin files, or only text"
         )
     return sources
+
+
+def refuse_missing(paths: Sequence[str]) -> None:
+    """Raise UserError for entries of data.path that are neither there nor names of something else."""
+    files = [entry for entry in paths if entry != "builtin" and not entry.startswith(("hub:", STREAM))]
+    named = [str(Path(entry).expanduser()) for entry in files]
+    if missing := [path for path in named if not os.path.exists(path)]:
+        fix, name = "correct the path", missing[0]
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
+            fix += f"; for a dataset of the hub use --data hub:{name}"
+        raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
 
 
 @cache

@@ -42,7 +42,7 @@ def probe_machine(place: PlacementSection, *, output: str = ".") -> MachineProfi
         **_gpu(),
         ram_bytes=available_ram_bytes(),
         cores=len(os.sched_getaffinity(0)),
-        drives=tuple(_drive(directory) for directory in place.nvme),
+        drives=tuple(find_drive(directory) for directory in place.nvme),
         output=_output(output),
         cpu=next((value.strip() for key, _, value in cpu if key.strip() == "model name"), "unknown"),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -115,7 +115,8 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:
             yield _CGROUPS / controller, path.lstrip("/")
 
 
-def _drive(directory: str) -> DriveFacts:
+def find_drive(directory: str) -> DriveFacts:
+    """Return the facts about a directory of placement.nvme. Raises UserError if it is missing or not writable."""
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise UserError(f"--nvme {directory}: no such directory; create it on the drive first")

@@ -37,7 +37,7 @@ from offload_trainer.model.init_weights import (
     tied_names,
 )
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
-from offload_trainer.model.presets import PRESETS
+from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import (
     OpenedWeights,
     match_weights,
@@ -262,18 +262,8 @@ def resolve_model(
 
 
 def _directory(section: ModelSection) -> Path:
-    path = Path(section.name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise UserError(f"{path}: not a model directory: it has no config.json")
+    if path := local_directory(section.name):
         return path
-    if "/" not in section.name or section.name.startswith((".", "/", "~")):
-        near = difflib.get_close_matches(section.name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(
-            f"--model {section.name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
-            f"nor a hub id such as openai-community/gpt2{hint}"
-        )
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.txt", "*.model", "*.jinja", *([] if section.random_init else ["*.safetensors"])]

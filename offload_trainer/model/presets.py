@@ -6,10 +6,13 @@ often enough here to need it.
 
 from __future__ import annotations
 
+import difflib
 import math
+from pathlib import Path
 from typing import Any
 
 from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight, loss_peak, loss_pieces, pruned
 
 _CHUNK: int = ModelSection.model_fields["loss_chunk"].default
@@ -148,6 +151,25 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int, chunk: int, gpu
             ]
         ),
     )
+
+
+def local_directory(name: str) -> Path | None:
+    """Return the directory that `model.name` names; None for a preset or hub id. Raises UserError for other names."""
+    path = Path(name).expanduser()
+    if name in PRESETS:
+        return None
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UserError(f"{path}: not a model directory: it has no config.json")
+        return path
+    if "/" not in name or name.startswith((".", "/", "~")):
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"--model {name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
+            f"nor a hub id such as openai-community/gpt2{hint}"
+        )
+    return None
 
 
 def preset_shape(name: str, *, item_bytes: int, chunk: int = _CHUNK) -> ModelShape | None:

@@ -13,6 +13,7 @@ import warnings
 
 from offload_trainer import numa
 from offload_trainer.config import TrainConfig
+from offload_trainer.model.presets import local_directory
 from offload_trainer.run.launcher import end_without_launcher
 from offload_trainer.settings import load_config
 from offload_trainer.stdio import write_now
@@ -25,12 +26,29 @@ def ranks_of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def prepared(words: list[str]) -> TrainConfig:
-    """Return the configuration of a command that loads torch in this process, and prepare the process for it."""
+def prepared(words: list[str], *, runs: bool = False) -> TrainConfig:
+    """Return the configuration of a command that loads torch in this process, and prepare the process for it.
+
+    `runs`: the command uses a run's model, drives and data; raises UserError if one is missing.
+    """
     config = load_config(words)
+    if runs:
+        refuse_missing(config)
     prepare_process(config)
     quieten()
     return config
+
+
+def refuse_missing(config: TrainConfig) -> None:
+    """Raise UserError if the model, a drive or data that a run names is missing. Takes none of torch's seconds."""
+    from offload_trainer.data import sources
+    from offload_trainer.machine.probe import find_drive
+
+    local_directory(config.model.name)
+    for directory in config.placement.nvme:
+        find_drive(directory)
+    for paths in (config.data.path, config.data.validation_path):
+        sources.refuse_missing(paths)
 
 
 def prepare_process(config: TrainConfig) -> int:
@@ -58,9 +76,9 @@ def prepare_process(config: TrainConfig) -> int:
     if not any(os.environ.get(name) for name in _ALLOCATOR):
         # Expandable segments avoid fragmentation. torch before 2.9 reads the second name.
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
-    sources = [config.model.name, config.data.tokenizer]
-    sources += filter(None, map(_at_hub, (*config.data.path, *config.data.validation_path)))
-    if not any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in sources):
+    names = [config.model.name, config.data.tokenizer]
+    names += filter(None, map(_at_hub, (*config.data.path, *config.data.validation_path)))
+    if not any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in names):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

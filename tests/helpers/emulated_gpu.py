@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -489,6 +490,7 @@ def emulated_gpu(patch: pytest.MonkeyPatch, **how: Any) -> Iterator[EmulatedGpu]
             inner.setattr(torch.cuda, name, value)
         for name, value in gpu.methods.replaced().items():
             inner.setattr(_T, name, value)
+        inner.setitem(sys.modules, "triton", None)  # other tests interpret it: it would not wait for queued work
         inner.setattr(threading.Thread, "run", run_in_modes)
         inner.setattr(torch.autograd, "_engine_run_backward", backward_in_modes)
         with _Factories(gpu), _Operations(gpu):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW, Hyper
@@ -64,3 +65,36 @@ def updated(
     noise, new = None if states == "fp32" else NOISE, None if wanted is None else out
     kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, UNIT, first))
     return [tensor.cpu() for tensor in (*here.values(), out)]
+
+
+def torchs_adamw(
+    page: tuple[dict[str, torch.Tensor], torch.Tensor],
+    whole: ParamRange,
+    *,
+    states: str,
+    given: torch.dtype = torch.bfloat16,
+    scale: float = 0.37,
+) -> list[torch.Tensor]:
+    """Return what `updated` should, of a page that is one range: moments.py around torch.optim.AdamW(fused=True)."""
+    (before, grad), hyper = page, whole.hyper
+    weight = torch.nn.Parameter(before["master"].clone())
+    words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
+    optimizer = torch.optim.AdamW([weight], **words, fused=True)
+    wide = {kind: before[kind].to(torch.float32, copy=True) for kind in ("exp_avg", "exp_avg_sq")}
+    if states == "8bit":
+        for kind, values in wide.items():
+            moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
+    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
+    weight.grad = grad.to(given).float() * scale
+    optimizer.step()
+    expected = {name: torch.empty_like(field) for name, field in before.items()} | {"master": weight.data}
+    for kind, values in wide.items():
+        noise = NOISE.bits(kind, UNIT, FIRST)
+        if states == "8bit":
+            signed, scales = kind == "exp_avg", expected[f"{kind}_scales"]
+            moments.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
+        elif states == "bf16":
+            moments.encode_bf16(values, expected[kind], noise=noise)
+        else:
+            expected[kind] = values
+    return [*expected.values(), weight.data.bfloat16()]

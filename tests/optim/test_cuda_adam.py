@@ -27,7 +27,7 @@ import update_ranges
 from emulated_gpu import queued
 from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
-from update_ranges import ADAMW, FORMATS, form, part
+from update_ranges import ADAMW, FORMATS, form, part, torchs_adamw
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageSnapshot
@@ -145,6 +145,14 @@ def test_bits_of_the_cpu(states: str, given: torch.dtype, betas: tuple[float, fl
         )
         assert_same(ours, native)
         assert_same(ours, torchs)
+
+
+@pytest.mark.parametrize("given", TYPES)
+@pytest.mark.parametrize("states", STATES)
+def test_bits_of_torch_adamw(states: str, given: torch.dtype) -> None:
+    whole, words = part(0, N, 0.1, 7), {"states": states, "given": given}
+    for page in (random_page(N, form(states)), wild_page(N, states=states)):
+        assert_same(updated(cuda_kernel(), page, [whole], **words), torchs_adamw(page, whole, **words))
 
 
 @pytest.mark.slow

@@ -34,15 +34,19 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- recipes ---------------------------------------------------------------------------------------------------------
 
 
-def test_recipes_are_listed_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_with_what_they_need(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert all(load_config([str(path)]) != load_config([]) for path in (ROOT / "configs").glob("*.yaml"))
     assert cli.main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line and line[0] not in " `"] == ALL
-    told = " ".join(lines)
+    told = " ".join(" ".join(lines).split())
     for path in (ROOT / "configs").iterdir():
         heads = [line for line in path.read_text().splitlines() if line.startswith("# memory: ")]
-        assert all(head.removeprefix("# memory: ") in told for head in heads)
+        assert all(head.removeprefix("# memory: ").removesuffix(", /mnt/nvme 0 B") in told for head in heads)
     assert cli.main(["ls", "--json"]) == 0
     held = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
     assert held["tiny"]["run"] == "offload-train configs/tiny.yaml --nvme /mnt/ssd"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
+from shutil import get_terminal_size
+from textwrap import wrap
 
 from offload_trainer.errors import UserError
 from offload_trainer.units import shown
@@ -55,13 +57,14 @@ def _recipe(file: str, text: str) -> Recipe:
 
 
 def listing(found: list[Recipe]) -> str:
-    """Format the recipes as text: a line for each, and a second line with the memory it needs."""
-    width = max(len(recipe.name) for recipe in found)
+    """Format the recipes as text for the terminal's width: of each the first sentence, and the memory it needs."""
+    width, columns = max(len(recipe.name) for recipe in found), min(100, get_terminal_size().columns)
     lines = []
     for recipe in found:
-        lines.append(f"{recipe.name:<{width}}  {recipe.told}")
-        if recipe.memory:
-            lines.append(f"{'':<{width}}  needs {recipe.memory}")
+        first = f"{recipe.told.partition('. ')[0].removesuffix('.')}."
+        needs = re.sub(r", \S+ 0 B", "", f"needs {recipe.memory}") if recipe.memory else ""
+        for name, told in ((recipe.name, first), ("", needs)):
+            lines += wrap(told, columns, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2))
     return "\n".join([*lines, "", "`offload-train cp NAME` copies one here, to edit and train with."])
 
 

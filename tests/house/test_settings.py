@@ -300,14 +300,6 @@ def test_whole_numbers_however_they_are_written(text: str, tmp_path: Path) -> No
     assert "should be a whole number" in mistakes("--steps", "1.5")[0]
 
 
-_SHIPPED = sorted(Path("configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("config", _SHIPPED, ids=str)
-def test_every_shipped_config(config: Path) -> None:
-    assert load_config([str(config)]) != TrainConfig()
-
-
 def test_answers_without_torch(tmp_path: Path) -> None:
     """Help, mistakes, recipes and plans of presets load nothing heavy and write only a copy; a mistake exits with 2."""
     code = (

@@ -61,12 +61,12 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 
 @contextmanager
-def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
+def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradients]:
     transfers, patch = Transfers(), pytest.MonkeyPatch()
     patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
-    dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
-    homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
-    store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
+    dtype = changes.pop("dtype", torch.float32)
+    homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
+    store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
     words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()}
     made = Gradients(units, store, **words | changes)
     try:
@@ -202,12 +202,12 @@ def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
         device.let_go()
         gradients.finish()
         gradients.clear()
-        gradients.add("wte", given["wte"], last=True)
+        gradients.add("wte", -given["wte"], last=True)
         assert not device.held
         gradients.end_of_backward(last=True)
         device.let_go()
         gradients.finish()
-        assert gradients.sums("wte").equal(given["wte"].reshape(-1))
+        assert gradients.sums("wte").equal(-given["wte"].reshape(-1))
 
 
 @pytest.mark.usefixtures("nothing_is_small")

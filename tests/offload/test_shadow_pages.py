@@ -108,16 +108,11 @@ def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, driv
         ours.commit({})
         ours.synchronize()
         store = ours.offloaded.store
-        last = len(store.pages) - 1
-        name = next(iter(ours.offloaded.state.pieces(last)))[0]
-        for place in (store.copies.free(last), store.copies.valid(last)):
-            assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
-            file, offset = store._where(last, place)
-            with open(file.path, "r+b") as damaged:
-                damaged.seek(offset)
-                first = damaged.read(4096)
-                damaged.seek(offset)
-                damaged.write(first[::-1])
+        name = next(iter(ours.offloaded.state.pieces(0)))[0]
+        file, offset = store._where(0, store.copies.valid(0))
+        with open(file.path, "r+b") as damaged:
+            damaged.seek(offset)
+            damaged.write(bytes(4096))
         with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
             read_store(lease(drive)).read(name)
 

@@ -434,14 +434,13 @@ def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
 # -- layouts that candidates share: each is computed once, and equals what a candidate would compute alone -------------
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_page_groups_count_the_pages_of_each_kind(ranks: int) -> None:
-    shares = {"shares": [(DEVICE, 0.0 if ranks > 1 else 0.2), (RAM, 0.4)], "speeds": [2.0, 1.0]}
-    pages = pages_of(units := units_of(SHAPES["gpt2-medium"]), page=1 << 18, ranks=ranks, **shares)
-    homes = homes_of(units, pages, params="gpu", gradients="nvme", speeds=[2.0, 1.0], ranks=ranks)
+def test_page_groups_count_the_pages_of_each_kind() -> None:
+    units, placed = units_of(SHAPES["gpt2-medium"]), {"speeds": [2.0, 1.0], "ranks": 4}
+    pages = pages_of(units, page=1 << 18, shares=[(RAM, 0.4)], **placed)
+    homes = homes_of(units, pages, params="gpu", gradients="nvme", **placed)
     kinds = Counter(
         (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
-        for page, rank in zip(pages, homes.owners or [0] * len(pages), strict=True)
+        for page, rank in zip(pages, homes.owners, strict=True)
     )
     found = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.page_groups}
     assert {kind: one.count for kind, one in found.items()} == kinds

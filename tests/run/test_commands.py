@@ -38,6 +38,7 @@ def test_recipes_are_listed_with_what_they_need(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    assert all(load_config([str(path)]) != load_config([]) for path in (ROOT / "configs").glob("*.yaml"))
     assert cli.main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

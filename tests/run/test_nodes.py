@@ -132,7 +132,7 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     """They join although the addresses of the ranks before them are still in the launcher's store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
-    dying = [FAULTY, "1:kill@step=4"]
+    dying = [FAULTY, f"1:pause~{tmp_path}/out/checkpoints/step-00000002/MANIFEST.json+kill@step=4"]
     nodes = Nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
     assert nodes.wait() == [LOST, -KILL], nodes.text
     nodes = Nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))

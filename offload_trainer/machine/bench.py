@@ -10,7 +10,7 @@ zeros without writing them. The reported rate covers the whole transfer; the eff
 more is written.
 
 Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from pinned
-memory and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and Unix sockets replace NCCL. A
+memory and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and gloo replaces NCCL. A
 rate is the slowest rank's, since all ranks wait for it.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ import torch
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
-from offload_trainer.errors import TrainerError
-from offload_trainer.mesh import RUN
+from offload_trainer.errors import STORE, TrainerError
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.machine import (
@@ -546,11 +544,12 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
     """
     say(f"bench: links between {ranks} ranks")
-    spawn, run = get_context("spawn"), secrets.token_hex(16)
+    spawn = get_context("spawn")
     with scratch("offload-trainer-links-") as folder:
         answers = [folder / str(rank) for rank in range(ranks)]
         processes = [
-            spawn.Process(target=run_rank, args=(rank, ranks, run, answers[rank]), daemon=True) for rank in range(ranks)
+            spawn.Process(target=run_rank, args=(rank, ranks, folder / "store", answers[rank]), daemon=True)
+            for rank in range(ranks)
         ]
         until = time.monotonic() + _PATIENCE
         try:
@@ -572,10 +571,10 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
-def run_rank(rank: int, ranks: int, run: str, answer: Path) -> None:
+def run_rank(rank: int, ranks: int, store: Path, answer: Path) -> None:
     """Run the benchmark as one rank together with the others; rank 0 writes the result, and others their errors."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {RUN: run, **{name: str(value) for name, value in place.items()}}
+    os.environ |= {STORE: str(store), **{name: str(value) for name, value in place.items()}}
     torch.set_num_threads(1)
     try:
         all_ranks.join()
@@ -619,7 +618,7 @@ def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
 
     def joined(work: Callable[[], object], what: str) -> Rate:
         moved = whole - part
-        how = f"{format_bytes(moved)} to each of {ranks} ranks, {'NCCL' if gpu else 'sockets'}, median of {_TIMES}"
+        how = f"{format_bytes(moved)} to each of {ranks} ranks, {'NCCL' if gpu else 'gloo'}, median of {_TIMES}"
         return Rate(moved / seconds(work), "measured", f"{what}, {how}")
 
     parts = device[:whole].view(ranks, part)

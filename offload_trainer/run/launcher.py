@@ -6,15 +6,14 @@ The first rank that fails prints its error; ranks that end only because another 
 so that the reason is the last message. The exit code is that of the rank that failed first, or 128 + the number of the
 signal that ended the run.
 
-Nothing here looks for ranks that are stopped or hung: within a step the others wait at most 300 s for them
-(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be distinguished from a
-hung one.
+Nothing here looks for ranks that are stopped or hung. A stopped rank ends the others within a minute
+(`ranks.end_if_rank_vanishes`), and within a step they wait at most 300 s for a hung one (`ranks.STALLED`); the launcher
+then kills what does not end. Elsewhere a slow rank cannot be distinguished from a hung one.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -24,8 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from offload_trainer.errors import LOST, UserError
-from offload_trainer.mesh import RUN
+from offload_trainer.errors import LOST, STORE, UserError
 from offload_trainer.packages import is_installed, lacks
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
@@ -72,7 +70,8 @@ class _Ranks:
 
     def start(self, command: Sequence[str], *, count: int) -> None:
         """Start the ranks in separate sessions, so that a terminal's signals reach the launcher only."""
-        all_alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, LAUNCHER: os.getpid(), RUN: secrets.token_hex(16)}
+        own, file = os.getpid(), os.memfd_create("offload-trainer")  # without a name; other users cannot open it
+        all_alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, LAUNCHER: own, STORE: f"/proc/{own}/fd/{file}"}
         for rank in range(count):
             place = {name: str(value) for name, value in {**all_alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
             self.living[rank] = subprocess.Popen(

@@ -37,7 +37,7 @@ from offload_trainer.errors import (
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free, keep_ratios
 from offload_trainer.plan.step_time import steady_ratios
-from offload_trainer.ranks import end_if_node_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import end_if_rank_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import machine_rates, resume
@@ -91,7 +91,7 @@ def train_run(
     def tell(line: str) -> None:
         write_now(f"{log.clear}offload-train: {line}")
 
-    end_if_node_vanishes(nodes, say=tell)
+    end_if_rank_vanishes(say=tell)
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     setup, checkpoint = _set_up(config, planned, log)

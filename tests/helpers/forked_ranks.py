@@ -30,7 +30,7 @@ from uneven_targets import masked
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
-from offload_trainer.mesh import RUN
+from offload_trainer.errors import STORE
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.ranks import all_gather_json, place_here, wait_for_all
 from offload_trainer.storage.transfer import Transfers
@@ -180,7 +180,7 @@ def call_ranks(
         forks = []
         for rank, path in enumerate(told):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            place |= {RUN: folder}
+            place |= {STORE: f"{folder}/store"}
             given = [*script, *words, "--output", output, *(last if rank == count - 1 else ())]
             forks.append(start(*given, stdout=path, stderr=path, **{key: str(value) for key, value in place.items()}))
         codes = [fork.wait(300) for fork in forks]
@@ -190,7 +190,7 @@ def call_ranks(
 def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
     """Join the ranks whose rendezvous is `folder`, as if they were spread over `nodes` nodes."""
     place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
-    os.environ |= {name: str(value) for name, value in place.items()} | {RUN: str(folder)}
+    os.environ |= {name: str(value) for name, value in place.items()} | {STORE: f"{folder}/store"}
     ranks.join()
 
 

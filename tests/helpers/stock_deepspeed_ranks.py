@@ -31,8 +31,8 @@ from uneven_targets import EPS, LR, masked
 from offload_trainer.config import PlacementSection
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine
+from offload_trainer.errors import STORE
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.mesh import RUN
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.ranks import join, join_torch
@@ -107,7 +107,8 @@ def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor], ranks: int) ->
 
 def main() -> None:
     folder, rank, ranks, steps = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), RUN: str(folder)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ[STORE] = str(folder / "store")
     count_collectives()
     use_fp32_products(torch.bfloat16)  # A real run does the same.
     join()

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 HOUSE = (
     ("packages", "units", "stdio", "numa"),
     ("errors",),
-    ("safe_files", "signals", "mesh"),
+    ("safe_files", "signals"),
     ("config", "synonyms"),
     ("manifest", "plan"),
     ("settings",),

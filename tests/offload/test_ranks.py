@@ -4,17 +4,21 @@ ends.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from commands import HELPERS, start
 from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, run_ranks
 from placements import ALL_ON_DRIVES, BY_MODULE, ON
 
-from offload_trainer.errors import LOST
+from offload_trainer import ranks
+from offload_trainer.errors import LOST, PeerFailed, TrainerError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -89,18 +93,41 @@ def test_ranks_have_the_bits_of_one(
 
 
 FAULTY = """
-import sys, time
+import os, signal, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import forked_ranks
 from offload_trainer import cli, ranks
 from offload_trainer.errors import TrainerError
 
+ranks.UNANSWERED = 2
+
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+def waits(group):
+    try:
+        group.all_gather_numbers(0)
+    except TrainerError:
+        pass
+
 def ends(*_):
     rank, fault = int(sys.argv[1]), sys.argv[2]
     forked_ranks.join(rank, 2, Path(sys.argv[3]))
     ranks.barrier()
     forked_ranks.assert_no_open_port()
+    if fault.startswith("stops"):
+        ranks.end_if_rank_vanishes(say=lambda line: print(f"offload-train: {line}", flush=True))
+        if fault.endswith(str(rank)):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ranks.wait_for_all()
+    if fault == "leaves":
+        group = ranks.group_of()
+        threading.Thread(target=waits, args=(group,), daemon=True).start() if rank else None
+        sys.ending = EndsSlowly() if rank else None
+        time.sleep(0.5 if rank else 0.8)  # rank 0 closes its connections while rank 1 ends
+        return
     if rank and fault == "stalls":
         time.sleep(600)
     if rank:
@@ -112,25 +139,66 @@ sys.exit(cli.main(["train"]))
 """
 
 
-@pytest.mark.parametrize("fault", ["stalls", "ends"])
+@pytest.mark.parametrize("fault", ["stalls", "ends", "leaves", "stops 0", "stops 1"])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
-    """A rank that fails reports its reason, and the others stay silent; a rank that stalls is named.
+    """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named.
 
-    Neither listens where another machine could connect.
+    A rank ends in order while a thread of its waits for one that has ended. Neither listens where another machine could
+    connect.
     """
     script = tmp_path / "run_with_fault.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n{FAULTY}")
     told = [tmp_path / f"told-{rank}" for rank in range(2)]
     forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
-    codes = [forks[0].wait(300)]
-    if fault == "stalls":
-        forks[1].send_signal(9)
-    codes.append(forks[1].wait(300))
+    left = 1 if fault == "stops 0" else 0
+    codes = {left: forks[left].wait(300)}
+    if fault not in ("ends", "leaves"):
+        forks[1 - left].send_signal(9)
+    codes[1 - left] = forks[1 - left].wait(300)
     said = [[line for line in path.read_text().splitlines() if line.startswith("offload-train")] for path in told]
+    if fault == "leaves":
+        assert (codes, said) == ({0: 0, 1: 0}, [[], []]), told[1].read_text()
+        return
     if fault == "ends":
-        assert codes == [LOST, 1]
+        assert codes == {0: LOST, 1: 1}
         assert said == [[], ["offload-train: the disk is full"]]
-    else:
-        assert codes == [1, -9]
+        return
+    assert codes == {left: 1, 1 - left: -9}
+    assert not said[1 - left]
+    if fault == "stalls":
         assert "after 1 s another rank has not come" in said[0][0]
         assert "Rank 1" in said[0][0]
+    else:
+        line = f"rank {1 - left} has not answered for 2 s, and the run ends. The same command resumes"
+        assert said[left] == [f"offload-train: {line}"]
+
+
+def test_a_message_of_another_size_is_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error of the receiver, which gloo alone would not raise, and its tensor stays as it was."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.HashStore()
+
+    def connect(rank: int) -> ranks.Group:
+        return ranks._connect("both", [0, 1], patience=0.5, rank=rank, store=store)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(connect, range(2))
+        assert [*threads.map(lambda group: group.all_gather(b"x" * group.rank), (first, second))] == [[b"", b"x"]] * 2
+    received = torch.zeros(4)
+    wait = first.begin([(1, torch.ones(3))], [])
+    with pytest.raises(PeerFailed):
+        second.begin([], [(0, received)])()
+    with pytest.raises(PeerFailed):
+        wait()
+    assert not received.any()
+
+
+def test_values_between_ranks_are_json() -> None:
+    """A value without a JSON form is an error for its sender; a malformed message is an error for its receiver."""
+    told = ranks._encode({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
+    assert str(ranks._decode(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
+    with pytest.raises(TypeError):
+        ranks._encode(object())
+    for wrong in (b"cos\nsystem\n(S'true'\ntR.", b"[1, 2", b"\xff", b"[" * 100_000):
+        with pytest.raises(TrainerError, match="cannot read"):
+            ranks._decode(wrong, list)

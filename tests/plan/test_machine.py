@@ -319,7 +319,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
         bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
-def without_a_second(*, target: Any, args: tuple[int, int, str, Path], daemon: bool) -> Any:
+def without_a_second(*, target: Any, args: tuple[int, int, Path, Path], daemon: bool) -> Any:
     rank, *_, answer = args
     given = (answer,) if rank else args
     return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, figures, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, figures, start
 from forked_ranks import held_port
 
 from offload_trainer import ranks
@@ -45,7 +44,6 @@ class Nodes:
         drives: Sequence[int] = (1, 1),
         script: Sequence[object] = (COMMAND,),
         restarted: tuple[dist.TCPStore, int] | None = None,
-        secrets: Sequence[str] = ("what both nodes know",) * NODES,
     ) -> None:
         """`restarted`: the store of torchrun, and how often it has restarted the ranks."""
         folder.mkdir()
@@ -60,7 +58,7 @@ class Nodes:
             drive = folder / f"drive-{rank // each}"
             drive.mkdir(exist_ok=True)
             place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-            place |= {"GROUP_RANK": rank // each, ranks.SECRET: secrets[rank // each], **launcher}
+            place |= {"GROUP_RANK": rank // each, **launcher}
             named = ["--nvme", drive] if drives[rank // each] else []
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
@@ -92,7 +90,7 @@ def by(ranks: int) -> list[str]:
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, port: str = "", **more: str) -> None:
     """Set what torchrun tells a rank of one of two nodes."""
     place = {"RANK": rank, "LOCAL_RANK": rank % (world // 2), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // 2}
-    place |= {ranks.SECRET: "what both nodes know", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in (place | more).items():
         monkeypatch.setenv(name, str(value))
 
@@ -134,7 +132,7 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     """They join although the addresses of the ranks before them are still in the launcher's store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
-    dying = [FAULTY, "1:kill@step=4"]
+    dying = [FAULTY, f"1:pause~{tmp_path}/out/checkpoints/step-00000002/MANIFEST.json+kill@step=4"]
     nodes = Nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
     assert nodes.wait() == [LOST, -KILL], nodes.text
     nodes = Nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
@@ -167,18 +165,14 @@ def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyP
 
 
 WATCHES = """
-import socket, time
-from offload_trainer import mesh, ranks
-mesh.UNANSWERED = ranks.UNANSWERED = 3
-with socket.create_server(("10.78.0.1", 7000)) as server:
-    print("listens", flush=True)
-    connection, _ = server.accept()
-ranks.group_of = lambda groups, **_: mesh.Mesh(0, {2: connection}, patience=1.0)
+import time
+from offload_trainer import ranks
+ranks.UNANSWERED = 3
+ranks.join()
+ranks.end_if_rank_vanishes(say=lambda line: print(line, flush=True))
 print("connected", flush=True)
-ranks.end_if_node_vanishes([range(2), range(2, 4)], say=lambda line: print(line, flush=True))
 time.sleep(300)
 """
-ANSWERS = 'import socket, time; _ = socket.create_connection(("10.78.0.1", 7000)); time.sleep(300)'
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes networks, which root alone can")
@@ -194,39 +188,22 @@ def test_a_node_that_vanishes_ends_the_others() -> None:
             ip(f"netns add {space}")
             stack.callback(ip, f"netns del {space}")
         ip(f"link add link0 netns {spaces[0]} type veth peer name link1 netns {spaces[1]}")
+        nodes = []
         for number, space in enumerate(spaces):
             ip(f"-n {space} addr add 10.78.0.{number + 1}/24 dev link{number}")
             ip(f"-n {space} link set link{number} up")
-        programs = [["ip", "netns", "exec", space, sys.executable, "-c"] for space in spaces]
-        first = stack.enter_context(subprocess.Popen([*programs[0], WATCHES], stdout=subprocess.PIPE, text=True))
-        assert first.stdout.readline() == "listens\n"
-        second = stack.enter_context(subprocess.Popen([*programs[1], ANSWERS]))
-        stack.callback(second.kill)
-        assert first.stdout.readline() == "connected\n"
+            ip(f"-n {space} link set lo up")
+            place = {"RANK": f"{number}", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            place |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "7000"}
+            program = ["ip", "netns", "exec", space, sys.executable, "-c", WATCHES]
+            nodes.append(subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment(**place)))
+            stack.enter_context(nodes[-1])
+            stack.callback(nodes[-1].kill)
+        assert [node.stdout.readline() for node in nodes] == ["connected\n"] * 2
         ip(f"-n {spaces[1]} link set link1 down")
-        line = "node 1 (ranks 2 to 3) has not answered for 3 s, and the run ends. The same command resumes\n"
-        assert (first.stdout.readline(), first.wait(60)) == (line, 1)
-
-
-@pytest.mark.parametrize("secret", ["", "too short"])
-def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 1, 2, **{ranks.SECRET: secret})
-    with pytest.raises(UserError, match=f"{ranks.SECRET} (is not set|has 9 characters), and at least 16 are needed"):
-        ranks.join()
-
-
-def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
-    """Nodes with different secrets are refused, and the first one learns it through the launcher's store."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words, secrets = [*WORDS, *by(2), "--output", tmp_path / "out"], [f"the secret of node {node}" for node in (0, 1)]
-    nodes = Nodes(*words, each=1, folder=tmp_path / "nodes", restarted=(store, 0), secrets=secrets)
-    codes = nodes.wait()
-    first, second = (path.read_text() for path in nodes.told)
-    assert codes == [1, 2], f"{first}\n{second}"
-    assert f"give every node the same {ranks.SECRET}" in second
-    assert "node 1 does not come: rank 0 at 127.0.0.1:" in first
-    assert re.search("rank 0 at 127.0.0.1:[0-9]+ does not accept this rank's proof that it knows the run's", second)
-    assert not (tmp_path / "out").exists()
+        for node, lost in zip(nodes, (1, 0), strict=True):
+            line = f"rank {lost} has not answered for 3 s, and the run ends. The same command resumes\n"
+            assert (node.stdout.readline(), node.wait(60)) == (line, 1)
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo one; echo two; else echo "$@" >>requeued; fi
 """
 TRAIN = """#!/bin/bash
-echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR ${#OFFLOAD_TRAINER_SECRET} $*" >>ranks
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $*" >>ranks
 """
 
 
@@ -57,7 +57,7 @@ def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, reque
     words = ["--data", "a b.jsonl"]
     done = subprocess.run(["bash", ROOT / "configs/slurm.sbatch", *words], cwd=tmp_path, env=env)
     assert done.returncode == code
-    ranks = [f"{rank} {rank % 2} 4 2 one 64 --data a b.jsonl train.stop_within=100" for rank in range(4)]
+    ranks = [f"{rank} {rank % 2} 4 2 one --data a b.jsonl train.stop_within=100" for rank in range(4)]
     assert (tmp_path / "ranks").read_text().splitlines() == ranks
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:

@@ -1,7 +1,7 @@
 """Fetch offloaded weights together with the other ranks of a node, so that each byte is read or copied once per node.
 
     drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
-    RAM    ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
+    RAM    ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
 
 A unit that not all ranks need next (`FetchMatching`) is read or copied by each rank alone. Ranks fetch the same units
 together in the same order, on a separate thread and over separate connections.

@@ -2,7 +2,7 @@
 
     memory             host memory that all ranks of a node share; each rank writes its own part
     barrier            what ranks wrote before it, all ranks read after it
-    broadcast          from one rank's device to all devices: NCCL between GPUs, sockets between CPUs
+    broadcast          from one rank's device to all devices: NCCL between GPUs, gloo between CPUs
     broadcast_across   in host memory, from one rank to the ranks with the same position on the other nodes
     send_recv          point-to-point transfers in host memory between any ranks
     make_all_gather    all-gather in place between the devices of a node's ranks
@@ -31,11 +31,11 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.plan.tiers import in_memory, size_of_home
+from offload_trainer.ranks import Addressed
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 from offload_trainer.storage.transfer import Workers
 
 T = TypeVar("T")
-Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
 _BARRIER = -1
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
@@ -105,7 +105,7 @@ class Node:
         self.by_parts = by_parts and len(self.local_ranks) > 1
         self._between_gpus: Any = None
         self._matching: FetchMatching | None = None
-        self._point_to_point: Any = ranks.group_of() if self.world > 1 else None
+        self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
         self._across = ranks.group_of(self.counterpart_groups) if several else None
@@ -258,7 +258,7 @@ class Node:
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
-        return ranks.send_recv(out, into, group=self._point_to_point)
+        return self._point_to_point.begin(out, into)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""

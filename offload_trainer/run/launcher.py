@@ -105,6 +105,7 @@ class _Ranks:
                 until = time.monotonic() + _GRACE
                 if not self.stopped:
                     self._send(signal.SIGTERM)
+                    self._send(signal.SIGCONT)  # one that is stopped would not end before SIGKILL
             if until is not None and time.monotonic() > until:
                 self._send(signal.SIGKILL)
         return failed

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from itertools import count
 from pathlib import PurePath
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ _JOINING, _AGAIN = 600.0, 0.1  # timeout until all ranks have started, and polli
 _TELLING, _NOT_COMING = 5.0, "not coming"  # timeout in seconds of the launcher's store, and the key of the note in it
 _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does first and names the missing ranks
 _BEAT = 5.0  # seconds between two exchanges of the threads that watch the other ranks
+_GONE = 30.0  # seconds after which a wait counts as endless once a rank has ended
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
 _ABSENT = torch.iinfo(torch.int64).min  # in place of a number that has not come
 _MOST_BYTES = 1 << 30  # largest message whose size the sender chooses
@@ -97,22 +100,24 @@ class Group:
         the order in which they are sent. Empty tensors are not sent.
         """
 
-        def started(move: Callable[..., dist.Work], way: Addressed) -> list[dist.Work]:
-            parts = [(self.members.index(peer), values.detach().view(torch.uint8)) for peer, values in way]
-            return [move([part], peer, part.numel() % _TAGS) for peer, part in parts if part.numel()]
-
+        ways = [
+            (move, [(self.members.index(peer), values.detach().view(torch.uint8)) for peer, values in way])
+            for move, way in ((self.gloo.send, out), (self.gloo.recv, into))
+        ]
         with _as_peer_failure():
-            works = started(self.gloo.send, out) + started(self.gloo.recv, into)
+            works = [
+                move([part], peer, part.numel() % _TAGS) for move, way in ways for peer, part in way if part.numel()
+            ]
 
         def wait(patience: float | None = None) -> None:
-            until = time.monotonic() + (patience or self.patience)
-            _waiting.add(threading.get_ident())
+            begun = time.monotonic()
+            until, _waiting[threading.get_ident()] = begun + (patience or self.patience), begun
             try:
                 with _as_peer_failure():
                     for work in works:
                         work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
             finally:
-                _waiting.discard(threading.get_ident())
+                del _waiting[threading.get_ident()]
 
         return wait
 
@@ -197,14 +202,15 @@ class Group:
         return [_decode(data, kind) for data in self.all_gather(_encode(value))]
 
 
-_groups: list[Group] = []  # that this process has created
-_waiting: set[int] = set()  # threads that are inside gloo
+_groups = WeakSet[Group]()  # that this process has created
+_names = count()  # of groups; all ranks create theirs in the same order
+_waiting: dict[int, float] = {}  # the threads that are inside gloo, and when their waits have begun
 
 
 @atexit.register
 def _close_all() -> None:
     """End the waits of side threads: one that leaves C++ while the interpreter ends would abort the process."""
-    for group in _groups:
+    for group in list(_groups):
         group.close()
     until = time.monotonic() + _TELLING
     while _waiting and time.monotonic() < until:
@@ -235,7 +241,7 @@ def join() -> None:
     try:
         _store = _common_store(world)
     except ValueError as error:  # an environment variable is missing
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}: start the ranks with --gpus N, torchrun or accelerate launch") from error
     except RuntimeError as error:
         raise TrainerError(f"{_late()}: {str(error).splitlines()[0]}") from error
     try:
@@ -243,6 +249,9 @@ def join() -> None:
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
     except RuntimeError as error:  # of the store
         raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
+    except PeerGone as error:
+        hint = f"{_INTERFACE} names the network between them"
+        raise TrainerError(f"the ranks have found each other but do not connect; {hint}: {error}") from error
     signal.signal(signal.SIGTERM, handler)
 
 
@@ -256,9 +265,9 @@ def _late() -> str:
 
 
 def _stay_on_loopback() -> None:
-    """Keep the sockets of gloo and NCCL on the loopback interface."""
-    for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
+    """Keep the sockets of gloo, which ask for no proof, and of NCCL on the loopback interface."""
+    os.environ[_INTERFACE] = "lo"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _common_store(world: int) -> dist.Store:
@@ -311,8 +320,9 @@ def _connect(name: str, members: Sequence[int], *, patience: float, rank: int, s
     with _as_peer_failure():
         options._devices = [_device()]
         gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), number, len(members), options)
-    _groups.append(Group(rank, tuple(members), gloo, patience))
-    return _groups[-1]
+    group = Group(rank, tuple(members), gloo, patience)
+    _groups.add(group)
+    return group
 
 
 def _device() -> Any:
@@ -372,7 +382,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
         return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=timedelta(seconds=patience))[0]
     ours = next(ranks for ranks in every if _everybody.rank in ranks)
     _everybody.all_gather_numbers(0)  # gloo would wait long for the address of a rank that has ended
-    name = f"group {len(_groups)} of rank {ours[0]}"  # all ranks create their groups in the same order
+    name = f"group {next(_names)} of rank {ours[0]}"
     return _connect(name, ours, patience=patience, rank=_everybody.rank, store=_store)
 
 
@@ -380,20 +390,29 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
     """Start a thread that ends this process once another rank has not answered for a minute. Collective.
 
     Without it the ranks would wait for one that is stopped, or whose machine has lost power or network, for as long as
-    a step, a start or a save may take. The thread of one rank prints the reason with `say` and exits immediately,
-    because the training thread is blocked on the lost rank; the others see its connections close.
+    a step, a start or a save may take. The first rank that is left prints the reason with `say`. The process exits
+    immediately, because the training thread is blocked on the lost rank. If a rank has ended, which says why itself,
+    this one ends after a wait of `_GONE` seconds: gloo does not wake a thread whose message was half sent.
     """
 
     def watch(group: Group) -> None:
-        with suppress(PeerGone):  # the rank that has ended says why, and the training thread sees it too
-            try:
-                while True:
-                    group.all_gather_numbers(0, patience=UNANSWERED + group.number)  # the first rank left says it
-                    time.sleep(_BEAT)
-            except PeerTimeout as error:
+        try:
+            while True:
+                begun = time.monotonic()
+                group.all_gather_numbers(0, patience=UNANSWERED + group.number)  # the first rank left says it
+                time.sleep(_BEAT)
+        except PeerTimeout as error:
+            if time.monotonic() - begun > UNANSWERED + group.number + _BEAT:
+                return  # this process was stopped itself
+            if group.rank == min({*group.members} - {*error.missing}):
                 lost = ", ".join(map(str, error.missing))
-                say(f"rank {lost} has not answered for {UNANSWERED} s, and the run ends. The same command resumes")
+                say(f"no answer from rank {lost} for {UNANSWERED} s, and the run ends. The same command resumes")
                 os._exit(1)
+            os._exit(LOST)
+        except PeerGone:
+            while all(time.monotonic() - begun < _GONE for begun in list(_waiting.values())):
+                time.sleep(_GONE / 10)
+            os._exit(LOST)
 
     if _everybody is not ALONE:
         group = group_of(in_step=False)

@@ -43,7 +43,7 @@ class StopRequest:
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Within this context a signal raises Stopped. A second one kills the process, even inside blocking C code.
+    """Within this context a signal raises Stopped. A second one kills the process.
 
     SIGUSR1 is ignored, since there is no state to save yet.
     """

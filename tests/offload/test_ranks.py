@@ -97,6 +97,7 @@ import os, signal, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import forked_ranks
+import torch
 from offload_trainer import cli, ranks
 from offload_trainer.errors import TrainerError
 
@@ -122,6 +123,12 @@ def ends(*_):
         if fault.endswith(str(rank)):
             os.kill(os.getpid(), signal.SIGSTOP)
         ranks.wait_for_all()
+    if fault == "dies":
+        ranks._GONE = 1.0
+        ranks.end_if_rank_vanishes(say=print)
+        group, values = ranks.group_of(), torch.zeros(1 << 28, dtype=torch.uint8)
+        wait = group.begin([(0, values)], []) if rank else group.begin([], [(1, values)])
+        os.kill(os.getpid(), signal.SIGKILL) if rank else wait()  # in the middle of the message
     if fault == "leaves":
         group = ranks.group_of()
         threading.Thread(target=waits, args=(group,), daemon=True).start() if rank else None
@@ -139,7 +146,7 @@ sys.exit(cli.main(["train"]))
 """
 
 
-@pytest.mark.parametrize("fault", ["stalls", "ends", "leaves", "stops 0", "stops 1"])
+@pytest.mark.parametrize("fault", ["stalls", "ends", "dies", "leaves", "stops 0", "stops 1"])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
     """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named.
 
@@ -152,12 +159,15 @@ def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None
     forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
     left = 1 if fault == "stops 0" else 0
     codes = {left: forks[left].wait(300)}
-    if fault not in ("ends", "leaves"):
+    if fault not in ("ends", "dies", "leaves"):
         forks[1 - left].send_signal(9)
     codes[1 - left] = forks[1 - left].wait(300)
     said = [[line for line in path.read_text().splitlines() if line.startswith("offload-train")] for path in told]
     if fault == "leaves":
         assert (codes, said) == ({0: 0, 1: 0}, [[], []]), told[1].read_text()
+        return
+    if fault == "dies":
+        assert (codes, said) == ({0: LOST, 1: -9}, [[], []])
         return
     if fault == "ends":
         assert codes == {0: LOST, 1: 1}
@@ -169,7 +179,7 @@ def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None
         assert "after 1 s another rank has not come" in said[0][0]
         assert "Rank 1" in said[0][0]
     else:
-        line = f"rank {1 - left} has not answered for 2 s, and the run ends. The same command resumes"
+        line = f"no answer from rank {1 - left} for 2 s, and the run ends. The same command resumes"
         assert said[left] == [f"offload-train: {line}"]
 
 

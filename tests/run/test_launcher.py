@@ -107,6 +107,8 @@ def stop(number, frame):
     if fault == "saves" and number == signal.SIGTERM:
         time.sleep(1.5)  # longer than ranks of a run that fails are given
         sys.exit(128 + number)
+    if fault == "stops":
+        sys.exit(69)
     if fault == "hangs" and number == signal.SIGTERM:
         if rank:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -122,6 +124,8 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 wait_for("ready")
 if rank and fault in ("fails", "ignores"):
     sys.exit(3)
+if fault == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP) if rank else sys.exit(time.sleep(0.5) or 3)
 if not rank and fault in ("saves", "hangs"):
     os.kill(os.getppid(), signal.SIGUSR1)
     wait_for("told")
@@ -139,6 +143,7 @@ while True:
     [
         ("fails", 3, ["15"]),  # the other one gets SIGTERM, and ends
         ("ignores", 3, ["15"]),  # it does not end, and is killed
+        ("stops", 3, ["15"]),  # it is stopped, and is continued to end
         ("saves", 128 + 15, ["10 15", "10 15"]),  # both get the launcher's signal once, and time to save
         ("hangs", 128 + 15, ["10 15", "10 15"]),  # one stands still, so the other ends without it: it is killed
     ],

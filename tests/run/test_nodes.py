@@ -202,7 +202,7 @@ def test_a_node_that_vanishes_ends_the_others() -> None:
         assert [node.stdout.readline() for node in nodes] == ["connected\n"] * 2
         ip(f"-n {spaces[1]} link set link1 down")
         for node, lost in zip(nodes, (1, 0), strict=True):
-            line = f"rank {lost} has not answered for 3 s, and the run ends. The same command resumes\n"
+            line = f"no answer from rank {lost} for 3 s, and the run ends. The same command resumes\n"
             assert (node.stdout.readline(), node.wait(60)) == (line, 1)
 
 

@@ -263,8 +263,11 @@ def with_what_fits(
             return contradicts
         return False
 
-    smallest = {words.split()[0]: words for words in moves}  # of two lengths of a row the shorter
-    counts = range(1, _MOST_MOVES + 1) if fits(" ".join(smallest.values()), contradicts=True) else ()
+    # All at once, of two lengths of a row the shorter. Smaller micro-batches and a drive may need more of other memory.
+    together = {words.split()[0]: words for words in moves}
+    without = ((), ("--micro-batch",), ("--nvme",), ("--micro-batch", "--nvme"))
+    most = (" ".join(words for name, words in together.items() if name not in left) for left in without)
+    counts = range(1, _MOST_MOVES + 1) if any(fits(words, contradicts=True) for words in dict.fromkeys(most)) else ()
     sets = (map(" ".join, combinations(moves, count)) for count in counts)
     enough = (tuple(islice(filter(fits, words), _MOST_FITTING)) for words in sets)
     return replace(found, plan=replace(found.plan, fits_with=next(filter(None, enough), ())))

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,7 +100,7 @@ def _train(given: Namespace, words: list[str]) -> None:
         print(dump_config(config), end="")
         return
     with redirect_stdout(sys.stderr):  # libraries print there
-        if not has_launcher():
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # several ranks connect first, so that one message is printed
             refuse_missing(config)
         start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)
@@ -142,7 +143,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
     directory or checkpoint.
     """
-    config = prepared(words, runs=True)
+    config = prepared(words, check=partial(refuse_missing, data=False))
     from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
 
@@ -186,7 +187,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.recipes import refuse_taken, write_new
 
     refuse_taken(path)
-    config = prepared(words, runs=True)
+    config = prepared(words, check=refuse_missing)
     from offload_trainer.machine.rate_cache import keep_ratios
     from offload_trainer.run.commands.tune import ratios, steered_phase, tune
     from offload_trainer.run.planning import plan_run
@@ -224,7 +225,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
 
 def _prepare(_: Namespace, words: list[str]) -> None:
-    config = prepared(words, runs=True)
+    config = prepared(words, check=refuse_missing)
     from offload_trainer.run.train import prepare_run
 
     print("\n".join(map(str, prepare_run(config))))

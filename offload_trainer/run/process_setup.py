@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 
 from offload_trainer import numa
 from offload_trainer.config import TrainConfig
@@ -26,28 +27,27 @@ def ranks_of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def prepared(words: list[str], *, runs: bool = False) -> TrainConfig:
-    """Return the configuration of a command that loads torch in this process, and prepare the process for it.
+def prepared(words: list[str], *, check: Callable[[TrainConfig], None] = lambda _: None) -> TrainConfig:
+    """Return the configuration of a command that loads torch in this process, once `check` has accepted it.
 
-    `runs`: the command uses a run's model, drives and data; raises UserError if one is missing.
+    The process is prepared for it.
     """
     config = load_config(words)
-    if runs:
-        refuse_missing(config)
+    check(config)
     prepare_process(config)
     quieten()
     return config
 
 
-def refuse_missing(config: TrainConfig) -> None:
-    """Raise UserError if the model, a drive or data that a run names is missing. Takes none of torch's seconds."""
+def refuse_missing(config: TrainConfig, *, data: bool = True) -> None:
+    """Raise UserError if a model, a drive or, with `data`, a file of data is missing. Takes none of torch's seconds."""
     from offload_trainer.data import sources
     from offload_trainer.machine.probe import find_drive
 
     local_directory(config.model.name)
     for directory in config.placement.nvme:
         find_drive(directory)
-    for paths in (config.data.path, config.data.validation_path):
+    for paths in (config.data.path, config.data.validation_path) if data else ():
         sources.refuse_missing(paths)
 
 

@@ -301,7 +301,10 @@ def test_whole_numbers_however_they_are_written(text: str, tmp_path: Path) -> No
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes, recipes and plans of presets load nothing heavy and write only a copy; a mistake exits with 2."""
+    """Help, mistakes, recipes and plans of presets load nothing heavy and write only a copy; a mistake exits with 2.
+
+    A model, drive or file that is missing is named before torch is loaded.
+    """
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
@@ -310,7 +313,11 @@ def test_answers_without_torch(tmp_path: Path) -> None:
         "assert codes == [0, 2, 2, 0, 0, 0, 0], codes\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'tqdm', 'psutil', 'wandb', 'trackio', 'pyarrow'}\n"
         "heavy &= set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "assert not heavy, heavy\n"
+        "missing = [[command, flag, 'nowhere'] for command in ('train', 'prepare') for flag in ('--model', '--nvme',\n"
+        "           '--data', '--validation-data')] + [['plan', '--model', 'nowhere'], ['plan', '--nvme', 'nowhere']]\n"
+        "assert {main(each) for each in missing} == {2}\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

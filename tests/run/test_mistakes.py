@@ -12,9 +12,6 @@ from commands import TINY, ask, call, everything
 from safetensors.torch import save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
-from offload_trainer import cli
-from offload_trainer.run import process_setup
-
 SMALL = {"vocab_size": 2048, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
@@ -74,6 +71,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a sample of no tokens": ("sample run --tokens 0", "--tokens: 0: it should be a whole number, at least 1"),
     "a size that is none": ("export run out --max-shard-size much", "such as 500MB"),
     "runs of nothing": ("runs nowhere", "nowhere: no such directory"),
+    "a plan with what is not text": ("plan --data picture.png", "picture.png"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp tinny", "did you mean tiny?"),
     "settings over a file": ("tune --write torn.yaml", "torn.yaml: already exists"),
@@ -131,15 +129,3 @@ def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: p
     printed = [line for line in done.stderr.splitlines() if line.startswith("offload-train: ")]
     assert len(printed) == 1, done.stderr
     assert everything(places) == before
-
-
-@pytest.mark.parametrize("flag", ["--model", "--nvme", "--data", "--validation-data"])
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_a_missing_path_is_named_before_torch_is_loaded(
-    command: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for module in (cli, process_setup):
-        monkeypatch.delattr(module, "prepare_process")  # which precedes the import of torch
-    assert cli.main([command, flag, "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err

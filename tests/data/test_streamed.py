@@ -19,6 +19,7 @@ import pytest
 import sample_chats
 import torch
 from commands import KILL, TINY, call, faulty, figures
+from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -462,3 +463,14 @@ def test_a_killed_run_resumes_bit_for_bit(
         assert (again.output / last / file.name).read_bytes() == file.read_bytes(), file.name
     other = "data.train_on=all" if more is PACKED else "data.shuffle=8"
     assert call(*words, other, output=tmp_path / "killed", check=False).code == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_rows_of_one(text: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data", f"stream:{text}", "data.shuffle=7"]
+    alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
+    both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
+    assert [run.code for run in both] == [0, 0], both
+    assert figures(both[0]) == figures(alone)
+    for path in (alone.output / "checkpoints/step-00000006").glob("*.safetensors"):
+        assert (both[0].output / "checkpoints/step-00000006" / path.name).read_bytes() == path.read_bytes()

@@ -235,3 +235,16 @@ def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path
     assert pip.startswith(f"{words} install ")
     assert pip.endswith("offload_trainer-1-py3-none-any.whl[tensorboard,hf] ")
     assert ("g++" in debian.split()) == (card != "cpu")  # Triton compiles its launcher
+
+
+def test_deepspeed_brings_its_compiler(tmp_path: Path) -> None:
+    status, (pip, debian) = built(tmp_path, EXTRAS="tensorboard,deepspeed")
+    assert status == 0
+    assert pip.endswith("[tensorboard,deepspeed] ")
+    assert {"g++", "libaio-dev"} <= set(debian.split())
+
+
+def test_an_unknown_card_is_refused(tmp_path: Path) -> None:
+    status, (told,) = built(tmp_path, CARD="kepler")
+    assert status == 2
+    assert told.startswith("CARD=kepler: volta")

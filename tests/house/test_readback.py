@@ -14,6 +14,7 @@ import pytest
 from synthetic_checkpoints import save
 
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
+from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import _checkpoint_card
 from offload_trainer.machine import rate_cache
@@ -221,3 +222,17 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
         checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "wrong"),
+    [
+        ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
+        ("[]", "it should be"),
+    ],
+)
+def test_a_sidecar_of_other_types_is_refused(sidecar: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(bytes(4))
+    (tmp_path / "t.bin.json").write_text(sidecar)
+    with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
+        TokenFile.open(tmp_path / "t.bin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
 from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest, plain
 
-ADAPTERS, LOGGED = "for adapters (PEFT) use the Python library", "metrics.jsonl"
+ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
 # what a user types -> the equivalent here, or a part of the message if nothing is equivalent
 LEADS: dict[str, str] = {
@@ -29,17 +30,23 @@ LEADS: dict[str, str] = {
     "--deepspeed ds.json": "--engine deepspeed",
     "--push_to_hub": "hf upload USER/NAME DIR",
     "--logging_steps 10": LOGGED,
+    "--attn_implementation flash_attention_2": "model.attention=sdpa",
     "--use_peft": ADAPTERS,
     "zero_optimization.stage=3": "deepspeed.zero_stage=3 --engine deepspeed",  # DeepSpeed
     "train_batch_size=64": "train.gradient_accumulation_steps=N",
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
+    "zero_optimization.offload_optimizer.nvme_path=/x": "placement.nvme=/x",
     "bf16.enabled=true": "model.dtype=bf16",
     "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
     "--stage sft": "docs/tutorial.md",
     "optimizer.lr=2e-5": "optim.lr",  # torchtune
+    "checkpointer.output_dir=out": "save.output=out",
     "--batch_size=12": "--micro-batch N",  # nanoGPT
     "--wandb_log=True": "save.trackers=wandb",
     "--dtype=bfloat16": "use bf16",
+    "--precision bf16-true": "--dtype bf16",  # LitGPT
+    "--train.lr_warmup_steps 100": "optim.warmup_steps=100",
+    "--quantize bnb.nf4": QUANTISED,
     "--resume true": "use auto",
     "--optimizer AdamW": "use optim.name=adamw",
     "--gpu 0": "CUDA_VISIBLE_DEVICES",
@@ -182,3 +189,18 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
         "train.max_steps: unknown key; use train.steps=100",
     ):
         assert here in message
+
+
+@pytest.mark.slow
+def test_only_misspellings_are_suggested() -> None:
+    """No option of transformers and TRL is taken for a misspelling of a different option."""
+    from transformers import TrainingArguments
+    from trl import ModelConfig, SFTConfig
+
+    guessed = []
+    for field in {field.name for kind in (TrainingArguments, SFTConfig, ModelConfig) for field in fields(kind)}:
+        if f"--{field.replace('_', '-')}" in FLAGS:
+            continue
+        message = told(f"--{field}")
+        guessed += [message] if "did you mean" in message and "use_rslora" not in message else []
+    assert not guessed

@@ -16,7 +16,7 @@ from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import ALL_BUT_NORMS, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
+from session_loop import ALL_BUT_NORMS, adapted, adapters_of, by_torch, clipped, one_cycle, opened, trained, with_norms
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -350,3 +350,46 @@ def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> No
     for planned in (plan_run, partial(plan_elsewhere, machine=read_machine("h200"))):
         with pytest.raises(UserError, match="leaves nothing to train"):
             planned(config)
+
+
+class WithValue(nn.Module):
+    """A custom head on an offloaded model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model, self.value = model, nn.Linear(64, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.value(self.model(inputs, output_hidden_states=True).hidden_states[-1])
+
+
+@pytest.mark.slow
+def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """A head outside the offloaded model trains and resumes with torch's bits."""
+    inputs = rows(1)[0]["input_ids"][None]
+    words = {"lr": 1e-2, "weight_decay": 0.1}
+
+    def losses(model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            loss = (model(inputs) - 1).square().mean()
+            loss.backward()
+            found += [loss.item(), float(clip(0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    reference = WithValue(plain(folder))
+    usual = torch.optim.AdamW(reference.parameters(), fused=True, **words)
+    expected = losses(reference, usual, partial(clipped, reference), 6)
+    keys = {"freeze": [], "optimizer": "nvme"}
+    for start in (0, 3):
+        with opened(folder, drive, **keys) as session:
+            model = WithValue(session.model)
+            optimizer = session.adamw(model.parameters(), **words)
+            assert session.resume(tmp_path / "saves") == start
+            assert losses(model, optimizer, session.clip_grad_norm_, 3) == expected[2 * start : 2 * start + 6]
+            assert session.trained[-2:] == ("beside.0", "beside.1")
+            session.save(tmp_path / "saves")
+    assert torch.equal(model.value.weight, reference.value.weight)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
 from offload_trainer import checkpoint as saving
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api
-from offload_trainer.session.api import session_config
+from offload_trainer.session.api import ThisProcess, session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -526,3 +529,21 @@ def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp
     export(tmp_path / "save", tmp_path / "of the command", dtype="fp32", check=True)
     for place in (tmp_path / "out", tmp_path / "of the command"):
         assert_same(dict(AutoModelForCausalLM.from_pretrained(place).named_parameters()), weights)
+
+
+@pytest.mark.slow
+def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = api.machine_here(PlacementSection())
+    monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
+
+    def planned(ram: int, **keys: Any) -> Plan:
+        monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))
+        with ot.offload(Tower(), params="cpu", say=lambda line: None, **keys) as session:
+            return session.plan
+
+    plan = planned(here.ram_bytes)
+    room = plan.tiers["ram"]
+    less = here.ram_bytes - (room["have"] - room["need"]) - 1
+    assert (plan.sizes.unit_buffers, planned(less).sizes.unit_buffers) == (3, 2)
+    with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
+        planned(less, weight_buffers=3)

@@ -23,6 +23,7 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.planning import model_of
+from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -147,3 +148,36 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
     plan = make_plan(config, model_of(config).shape, machine(gpu=32 * GB))
     assert not plan.sizes.breadth_first
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
+
+
+def settle(ours: Any) -> None:
+    ours.synchronize()
+    for slot in ours.offloaded.stream._slots:
+        if slot.arrival is not None:
+            slot.arrival.wait()
+    for buffer in ours.offloaded.activations._ring:
+        buffer.free.wait()
+
+
+@pytest.mark.slow
+def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
+    """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
+    model = model_directory(folder / "qwen3", "qwen3", tied=False)
+    read = {}
+    for micro in (1, MICRO):
+        words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
+        words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
+        with engine(model, *words, drives=[drive]) as ours:
+            train(ours, batches(2 * micro), accumulate=micro)
+            settle(ours)
+            before = read_io()
+            train(ours, batches(micro), accumulate=micro)
+            settle(ours)
+            moved = read_io() - before
+        away = [one for one in ours.plan.traffic if one.place != "device"]
+        assert moved.read_bytes == sum(one.read for one in away)
+        assert moved.written_bytes == sum(one.written for one in away)
+        inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")
+        assert inputs == micro * 5 * 8192
+        read[micro] = moved.read_bytes - (inputs - 4 * 8192)
+    assert read[MICRO] == read[1]

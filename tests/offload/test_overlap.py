@@ -196,3 +196,14 @@ def test_the_update_does_not_compute_while_a_cpu_runs_the_model(folder: Path, mo
             assert [*seen, torch.get_num_threads()] == [1, 3, 3]
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_error_in_the_update_is_raised_by_every_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any exception is raised at the next wait, even if it occurs before anything waits."""
+    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
+        train(ours, batches(1))
+        ours.synchronize()
+        monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)
+        train(ours, batches(1))
+        with pytest.raises(ZeroDivisionError):
+            train(ours, batches(1))

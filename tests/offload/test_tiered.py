@@ -287,3 +287,29 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path)
         with pytest.raises(DamagedPage, match=wrong):
             # The second step fails at the latest, since it waits for the first one's update.
             train(ours, batches(4)[2:])
+
+
+def test_a_block_unused_in_the_last_micro_batch_counts_in_the_norm(folder: Path) -> None:
+    model = model_directory(folder / "gpt2", "gpt2")
+    results = []
+    for words in (["--engine", "plain"], *SUMS.values()):
+        with engine(model, "--accumulate", "2", *words, drives=drives(folder, 1)) as trained:
+            skip, whole = skip_last_block(trained, {1}), trained._module.forward
+
+            def forward(*args: torch.Tensor, skip=skip, whole=whole) -> torch.Tensor:
+                forward.calls += 1
+                skip(forward.calls % 2)
+                return whole(*args)
+
+            forward.calls = 1
+            trained._module.forward = forward
+            results.append(train(trained, batches(4), accumulate=2))
+    assert results[1:] == [results[0]] * len(SUMS)
+
+
+def test_two_drives_have_twice_the_threads_of_one(folder: Path) -> None:
+    for count in (1, 2):
+        before = set(threading.enumerate())
+        with engine(gpt2(folder), *HOMES["nothing in RAM"], drives=drives(folder, count)):
+            made = set(threading.enumerate()) - before
+            assert sum(thread.name.startswith("read-") for thread in made) == 4 * count

@@ -14,7 +14,9 @@ from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
 from offload_trainer.plan.tiered.spec import left_free
+from offload_trainer.plan.tiers import RAM, TierKind
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
@@ -247,3 +249,21 @@ def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() ->
     assert advised(planned(*DRIVES, on=timed(drive=1e12, mixed=1e12))) == []  # drives take no time
     assert advised(planned(*DRIVES, on=replace(timed(), rates=machine().rates))) == []  # no rates
     assert advised(planned("--ram-fraction", "1", "--seq-len", "128", on=timed(update=1e7))) == []  # RAM of a CPU
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
+    units = units_of(SHAPES["gpt2-medium"])
+    pages = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
+    kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
+    homes = with_shadows(homes_of(units, pages, **kinds, speeds=(), ranks=ranks), units, share=share)
+    blocks = [unit for unit in units if unit.block]
+    assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
+    for unit in blocks:
+        for rank in range(ranks):
+            its = [n for n, page in enumerate(pages) if page.unit == unit.index and homes.of_rank(n, rank)]
+            some = [number for number in its if number in homes.shadows]
+            largest = max(pages[number].elements for number in its)
+            given = sum(pages[number].elements for number in some)
+            assert abs(given - share * sum(pages[number].elements for number in its)) <= 2 * largest

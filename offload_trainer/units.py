@@ -4,6 +4,7 @@ Sizes are decimal (1 GB = 10**9 bytes), as for drives and bandwidths.
 """
 
 import re
+from shutil import get_terminal_size
 
 _STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
@@ -19,6 +20,11 @@ def _scaled(number: float, suffix: str) -> str:
 def format_bytes(number: float) -> str:
     """Format a size in bytes: ``format_bytes(12_345_678) == '12.3 MB'``."""
     return _scaled(number, "B")
+
+
+def screen_columns() -> int:
+    """Return the width of text for the terminal: at most 100, and 100 where there is no terminal."""
+    return min(100, get_terminal_size((100, 24)).columns)
 
 
 def shown(text: object) -> str:

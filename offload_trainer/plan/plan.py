@@ -15,9 +15,9 @@ from offload_trainer.plan.deepspeed.memory import ZeroSizes
 from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traffic, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_count, format_seconds, screen_columns
 
-_LINES, _COLUMNS, _REJECTED = 25, 100, 2  # lines and columns of the screen, and placements that it rejects by name
+_LINES, _REJECTED = 25, 2  # lines of the screen, and placements that it rejects by name
 _MOST = 3  # items of a tier that the screen names
 
 
@@ -169,15 +169,13 @@ class Plan:
         tail += [f"  note: {note}" for note in self.notes]
         if full:
             return "\n".join([*head, *tail])
-        lines = list[str]()
+        lines, columns = list[str](), screen_columns()
         for told in (*head, *tail):
-            wrapped = wrap(told, _COLUMNS, subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
+            wrapped = wrap(told, columns, subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
             if len(lines) + len(wrapped) >= _LINES:
                 break
             lines += wrapped
-        return "\n".join(
-            [*lines, "  more: all items, schedules and rejected placements with `offload-train plan ... --explain`"]
-        )
+        return "\n".join([*lines, "  more: all items, schedules and rejections: `offload-train plan ... --explain`"])
 
     def _describe_limits(self) -> list[str]:
         """Return what does not fit in any placement, and the longest row that fits."""

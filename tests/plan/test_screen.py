@@ -37,11 +37,15 @@ def test_the_screen_of_a_named_machine(name: str) -> None:
     assert all(f"  rejected: {homes}: {why}\n" in f"{whole}\n" for homes, why in plan.rejected)
 
 
-def test_the_command_prints_the_screen_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_screen_or_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     words = ["plan", "--model", "gpt2", "--machine", "v100-32gb"]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
     assert cli.main([*words, "--explain"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > len(lines)
 

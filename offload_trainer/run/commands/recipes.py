@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
-from shutil import get_terminal_size
 from textwrap import wrap
 
 from offload_trainer.errors import UserError
-from offload_trainer.units import shown
+from offload_trainer.units import screen_columns, shown
 
 _HEAD = re.compile(r"^# (run|plan|memory): +(.*)$")
 
@@ -58,7 +57,7 @@ def _recipe(file: str, text: str) -> Recipe:
 
 def listing(found: list[Recipe]) -> str:
     """Format the recipes as text for the terminal's width: of each the first sentence, and the memory it needs."""
-    width, columns = max(len(recipe.name) for recipe in found), min(100, get_terminal_size().columns)
+    width, columns = max(len(recipe.name) for recipe in found), screen_columns()
     lines = []
     for recipe in found:
         first = f"{recipe.told.partition('. ')[0].removesuffix('.')}."

@@ -128,7 +128,10 @@ def ends(*_):
         ranks.end_if_rank_vanishes(say=print)
         group, values = ranks.group_of(), torch.zeros(1 << 28, dtype=torch.uint8)
         wait = group.begin([(0, values)], []) if rank else group.begin([], [(1, values)])
-        os.kill(os.getpid(), signal.SIGKILL) if rank else wait()  # in the middle of the message
+        if rank:  # in the middle of the message
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait()
     if fault == "leaves":
         group = ranks.group_of()
         threading.Thread(target=waits, args=(group,), daemon=True).start() if rank else None

@@ -28,7 +28,14 @@ from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.run.launcher import has_launcher, start_ranks
-from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten, refuse_missing
+from offload_trainer.run.process_setup import (
+    go_offline,
+    prepare_process,
+    prepared,
+    quieten,
+    ranks_of_environment,
+    refuse_missing,
+)
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable
 from offload_trainer.signals import stop_at_once
 from offload_trainer.stdio import lasting_streams
@@ -100,7 +107,7 @@ def _train(given: Namespace, words: list[str]) -> None:
         print(dump_config(config), end="")
         return
     with redirect_stdout(sys.stderr):  # libraries print there
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # several ranks connect first, so that one message is printed
+        if ranks_of_environment()[1] == 1:  # several ranks connect first, so that one message is printed
             refuse_missing(config)
         start_ranks(words, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)

@@ -65,7 +65,7 @@ def find_sources(
         raise UserError(
             "data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin file, or builtin"
         )
-    refuse_missing(paths)
+    refuse_missing_files(paths)
     named: list[Path] = []
     for entry in paths:
         if entry.startswith("hub:"):
@@ -92,7 +92,7 @@ def find_sources(
     return sources
 
 
-def refuse_missing(paths: Sequence[str]) -> None:
+def refuse_missing_files(paths: Sequence[str]) -> None:
     """Raise UserError for entries of data.path that are neither there nor names of something else."""
     files = [entry for entry in paths if entry != "builtin" and not entry.startswith(("hub:", STREAM))]
     named = [str(Path(entry).expanduser()) for entry in files]

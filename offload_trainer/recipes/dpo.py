@@ -1,7 +1,7 @@
 # DPO (TRL) on preferences, training every parameter of an 8B model; the initial model is the reference.
 # run:    python configs/dpo.py --model Qwen/Qwen3-8B --data preferences.jsonl --nvme /mnt/ssd
 # plan:   offload-train plan --model Qwen/Qwen3-8B --seq-len 1024 --micro-batch 2 --accumulate 16 --machine a100-80gb
-# memory: gpu 84.8 GB, ram 86.9 GB, runs 295 GB, /mnt/nvme 0 B
+# memory: gpu 84.8 GB, ram 86.9 GB, runs 295 GB
 # Each line of the data has `chosen` and `rejected`: conversations with role and content, or texts with a `prompt`.
 # Every field of TRL's DPOConfig is a flag. It needs pip install 'offload-trainer[hf]'; the same command resumes.
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ def refuse_missing(config: TrainConfig, *, data: bool = True) -> None:
     for directory in config.placement.nvme:
         find_drive(directory)
     for paths in (config.data.path, config.data.validation_path) if data else ():
-        sources.refuse_missing(paths)
+        sources.refuse_missing_files(paths)
 
 
 def prepare_process(config: TrainConfig) -> int:

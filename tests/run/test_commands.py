@@ -46,7 +46,7 @@ def test_recipes_are_listed_with_what_they_need(
     told = " ".join(" ".join(lines).split())
     for path in (ROOT / "configs").iterdir():
         heads = [line for line in path.read_text().splitlines() if line.startswith("# memory: ")]
-        assert all(head.removeprefix("# memory: ").removesuffix(", /mnt/nvme 0 B") in told for head in heads)
+        assert all(head.removeprefix("# memory: ") in told for head in heads)
     assert cli.main(["ls", "--json"]) == 0
     held = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
     assert held["tiny"]["run"] == "offload-train configs/tiny.yaml --nvme /mnt/ssd"

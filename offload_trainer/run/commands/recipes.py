@@ -61,8 +61,7 @@ def listing(found: list[Recipe]) -> str:
     lines = []
     for recipe in found:
         first = f"{recipe.told.partition('. ')[0].removesuffix('.')}."
-        needs = re.sub(r", \S+ 0 B", "", f"needs {recipe.memory}") if recipe.memory else ""
-        for name, told in ((recipe.name, first), ("", needs)):
+        for name, told in ((recipe.name, first), ("", f"needs {recipe.memory}" if recipe.memory else "")):
             lines += wrap(told, columns, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2))
     return "\n".join([*lines, "", "`offload-train cp NAME` copies one here, to edit and train with."])
 

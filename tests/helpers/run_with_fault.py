@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def arm(actions: str, moment: str, number: int) -> None:
         if now and actions == "nan":
             return call(*given, **words) * float("nan")
         if now and moment not in AFTER:
-            act(actions.split("+"), given)
+            act(actions.split("+"), given or (SimpleNamespace(**words),))
         found = call(*given, **words)
         if now and moment in AFTER:
             act(actions.split("+"), given)

@@ -24,17 +24,20 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
+from offload_trainer.manifest import MANIFEST
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
+from offload_trainer.ranks import wait_for_all
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.session.api import SessionKeys
 from offload_trainer.session.api import load as load_session
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session, listed
+from offload_trainer.storage.atomic_io import sync_tree
 from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
 from offload_trainer.storage.tensorfile import DTYPES
 
@@ -233,11 +236,24 @@ class Offloaded(_Trainer):
         return super().train(resume_from_checkpoint, *positional, **words)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        """Save as the Trainer does, but remove older checkpoints only once this one would survive a power cut."""
+        output = Path(self._get_output_dir(trial))
+        folder = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # A file left by an earlier run would make this checkpoint look complete while it is being written.
         if self.args.should_save:
             (folder / _TRAINER_STATE).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            sync_tree(folder)
+            rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        wait_for_all()  # the file that rank 0 writes next makes the checkpoint complete
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._session.trained:
@@ -263,7 +279,10 @@ class Offloaded(_Trainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights together with its moments."""
         if self._session.trained:
-            self._session.resume(Path(self.state.best_model_checkpoint) / STATE)
+            best = Path(self.state.best_model_checkpoint)
+            if lack := what_lacks(best, state=True):
+                raise UserError(f"the weights of {best}, the best checkpoint, cannot be loaded: {lack}")
+            self._session.resume(best / STATE)
         else:
             super()._load_best_model()
 
@@ -284,11 +303,11 @@ def what_lacks(folder: Path, *, state: bool) -> str | None:
     `state`: also require a session's state.
     """
     try:
-        json.loads(file_bytes(folder / _TRAINER_STATE, links=True))
+        json.loads(file_bytes(folder / _TRAINER_STATE, most=1 << 30, links=True))  # all lines of the log
     except (OSError, ValueError):
         return f"its {_TRAINER_STATE} is missing or cut short, so it was not written to its end"
-    if state and not (folder / STATE).is_dir():
-        return f"it has no {STATE}/: another Trainer wrote it, or save_only_model was set"
+    if state and not (folder / STATE / MANIFEST).is_file():
+        return f"it has no {STATE}/{MANIFEST}: another Trainer wrote it, or save_only_model was set"
     return None
 
 

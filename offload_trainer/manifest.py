@@ -30,6 +30,7 @@ from offload_trainer.safe_files import (
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
+CONFIG = "config.json"  # identity key: entries of the model's configuration
 _MOST = 10  # lines in a message
 _TEXT = ("tokens", "training rows", "text")  # identity keys that all change if the training text changes
 _NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
@@ -123,6 +124,7 @@ def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[st
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference. A changed text gives a single line, although several values change with it."""
+    saved, now = _flat(saved, now), _flat(now, saved)
     unknown = {key for side in (saved, now) for key, value in side.items() if value is None}
     keys = [key for key in {**saved, **now} if key not in unknown and saved.get(key) != now.get(key)]
     lines = []
@@ -145,3 +147,13 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
         lines.append(f"{shown(key)}: it has {its}, this run {ours}")
     return lines
+
+
+def _flat(side: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with those entries of its model's configuration that the other side has too.
+
+    Versions of transformers have different entries.
+    """
+    configs = [one[CONFIG] if isinstance(one.get(CONFIG), Mapping) else {} for one in (side, other)]
+    flat = {f"{CONFIG}'s {key}": value for key, value in configs[0].items() if key in configs[1] and value is not None}
+    return {key: value for key, value in side.items() if key != CONFIG} | flat

@@ -68,9 +68,14 @@ class PeerTimeout(PeerFailed):
 
 @contextmanager
 def _as_peer_failure() -> Iterator[None]:
-    """Convert an error of torch.distributed into PeerFailed: the rank that ended reports the reason."""
+    """Convert an error of torch.distributed into PeerFailed: the rank that ended reports the reason.
+
+    An error of the GPU, which an earlier kernel may have caused, is this rank's own.
+    """
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
         raise PeerGone(str(error).splitlines()[0]) from error
 
@@ -233,7 +238,7 @@ def join() -> None:
     Raises TrainerError if not all ranks connect in time or one has ended.
     """
     global _everybody, _store
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handler, begun = signal.signal(signal.SIGTERM, signal.SIG_DFL), time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     several = int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world
     if not several:
@@ -243,7 +248,9 @@ def join() -> None:
     except ValueError as error:  # an environment variable is missing
         raise UserError(f"{error}: start the ranks with --gpus N, torchrun or accelerate launch") from error
     except RuntimeError as error:
-        raise TrainerError(f"{_late()}: {str(error).splitlines()[0]}") from error
+        at_once = time.monotonic() - begun < _JOINING / 2
+        why = "the store in which the ranks find each other does not open" if at_once else _late()
+        raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
     try:
         _await_all(_store, rank, world)
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
@@ -252,7 +259,7 @@ def join() -> None:
     except PeerGone as error:
         hint = f"{_INTERFACE} names the network between them"
         raise TrainerError(f"the ranks have found each other but do not connect; {hint}: {error}") from error
-    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # None: C code has set it
 
 
 def _late() -> str:
@@ -446,14 +453,13 @@ def barrier(*, stalled: float = STALLED) -> None:
 def exchange_numbers(number: int, *, stalled: float, group: Group) -> list[int]:
     """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
 
-    After `stalled` seconds, rank 0 raises TrainerError that names the missing ranks; the others, which wait longer so
-    that rank 0 reports first, raise PeerFailed.
+    After `stalled` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
+    ranks; the others, which wait longer than rank 0 so that it reports first, raise PeerFailed.
     """
-    first = group.rank == 0
     try:
-        return group.all_gather_numbers(number, patience=stalled + (0 if first else _LATER))
+        return group.all_gather_numbers(number, patience=stalled + (_LATER if group.rank else 0))
     except PeerTimeout as error:
-        if not first:
+        if group.rank != min({*group.members} - {*error.missing}):
             raise
         raise TrainerError(
             f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "

@@ -22,7 +22,7 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
-from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here
+from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here, wait_for_all
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
     IoCount,
@@ -316,6 +316,7 @@ def _carry_out(
     start = time.perf_counter()
     with job.clock.phase("data"):
         group = [next(batches) for _ in range(job.train.gradient_accumulation_steps)]
+        wait_for_all()  # without the limit of a step: a rank may tokenize a stream for long
     result = job.engine.train_step(group, lr=lr, clock=job.clock)
     if last:
         with job.clock.phase("update"):

@@ -16,6 +16,7 @@ A later start neither overwrites them nor trains a finished run again.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,11 @@ def write_model(
 def _describe(directory: Path, source: Source, *, dtype: str) -> None:
     """Write the card, and the dtype into the model's configuration."""
     config = read_model_config(directory)
-    config["dtype"] = config["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    named = str(DTYPES[dtype]).removeprefix("torch.")
+    config["dtype"] = config["torch_dtype"] = named
+    for part in config.values():  # an image-text model's parts name their own
+        if isinstance(part, dict):
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), named)
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(directory / "README.md", source.card(dtype))
 
@@ -159,6 +164,8 @@ def check_destination(destination: Path, total: int, *, replace: bool = False) -
     """Raise UserError if the destination is in use or `total` bytes are not free."""
     if is_there(destination) and not replace and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
+    if os.path.ismount(destination):
+        raise UserError(f"{destination}: a mount point cannot be replaced by the export: name a directory in it")
     try:
         make_directories(destination.parent)
     except OSError as error:

@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import CONFIG
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
@@ -77,6 +78,8 @@ _OLD_NAMES: dict[str, dict[str, str]] = {
         for kind in ("gpt_neox", "gpt_neox_japanese")
     },
 }  # fmt: skip
+# Entries of a configuration that change no result of the training
+_NOT_COMPARED = {"_name_or_path", "architectures", "dtype", "pad_token_id", "transformers_version", "use_cache"}
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -91,6 +94,19 @@ class ModelSource:
     directory: Path | None  # contains the tokenizer, and the weights unless they are random
     random: bool
     tied: frozenset[str]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The part of a run's identity that the model determines. Resuming requires an equal one."""
+
+        def compared(values: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in values.items() if key not in _NOT_COMPARED}
+
+        return {
+            "parameters": self.shape.parameters,
+            "initial weights": "random" if self.random else "the model's",
+            CONFIG: json.loads(self.config.to_json_string(use_diff=False), object_hook=compared),
+        }
 
     def build(
         self,

@@ -81,12 +81,13 @@ def refuse_output(planned: Planned) -> Path | None:
     newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
     if newer:
         raise UserError(
-            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), from "
-            "which the same command would resume next time. Move them away, or name another --output"
+            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}): "
+            "leave --resume out to go on from them, move them away, or name another --output"
         )
     if config.save.resume == "never" and here:
         raise UserError(
-            f"--resume never, but {config.save.output} holds checkpoints of an earlier run: name another --output"
+            f"--resume never, but {config.save.output} holds checkpoints of an earlier run: leave it out to go on from "
+            "them, or name another --output"
         )
     if resumes:
         check_identity(resumes, planned.identity | UNKNOWN_IDENTITY, planned.layout)

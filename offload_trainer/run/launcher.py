@@ -13,6 +13,7 @@ then kills what does not end. Elsewhere a slow rank cannot be distinguished from
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -87,7 +88,7 @@ class _Ranks:
         The first failure ends the others. A code is negative for a signal.
         """
         failed: dict[int, int] = {}
-        until: float | None = None
+        until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
         while self.living:
             signal_info = signal.sigtimedwait(self.waited, _LOOK)
             if signal_info and signal_info.si_signo != signal.SIGCHLD:
@@ -101,12 +102,15 @@ class _Ranks:
                 if code:
                     failed[rank] = code
             # Ranks that were told to stop may be saving, unless one of them has ended for another reason.
-            if until is None and any(not (self.stopped and code in _STOPPED) for code in failed.values()):
-                until = time.monotonic() + _GRACE
-                if not self.stopped:
-                    self._send(signal.SIGTERM)
-                    self._send(signal.SIGCONT)  # one that is stopped would not end before SIGKILL
-            if until is not None and time.monotonic() > until:
+            now = time.monotonic()
+            if until == math.inf and any(not (self.stopped and code in _STOPPED) for code in failed.values()):
+                until = now + _GRACE
+                ask = math.inf if self.stopped else now + _LOOK  # most see closed connections, and end without a word
+            if now > ask:
+                ask = math.inf
+                self._send(signal.SIGTERM)
+                self._send(signal.SIGCONT)  # one that is stopped would not end before SIGKILL
+            if now > until:
                 self._send(signal.SIGKILL)
         return failed
 
@@ -129,6 +133,9 @@ def first_failure(failed: dict[int, int]) -> tuple[int, int]:
 def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: int) -> int:
     """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
     rank, code = first_failure(failed) if failed else (0, 0)
+    unsaved = [code for code in failed.values() if 0 < code < 128 and code != LOST]
+    if stopped and unsaved:  # the rank has printed why
+        return unsaved[0]
     if stopped:
         why, code = f"stopped by {signal.Signals(stopped).name}", 128 + stopped
     elif code < 0:
@@ -136,7 +143,7 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
     elif code == LOST:
         why, code = "the ranks lost each other", 1
     else:
-        if code > 128:
+        if code - 128 in {*signal.Signals}:
             name = signal.Signals(code - 128).name
             print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
         return code

@@ -63,7 +63,7 @@ class Planned:
             "seed": self.config.train.seed,
             "seq_len": self.plan.seq_len,
             "shuffle": self.config.data.shuffle,
-            "parameters": self.source.shape.parameters,
+            **self.source.identity,
         }
 
     @property

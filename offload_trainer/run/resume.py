@@ -355,12 +355,14 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
         return kept
     named = named_in(setup.listed)
     gone = [folder for folder in named if not folder.is_dir()]
-    if gone and len(gone) == len(named) and begins and not kept:
+    moved = {folder.name for folder in kept} & {folder.name for folder in gone}  # their drive is mounted elsewhere
+    if gone and len(gone) == len(named) and begins and not moved:
         listing = ", ".join(map(str, gone))
         setup.log.say(f"note: page files were in {listing}, which no longer exists; resuming from the checkpoint")
         return []
     if gone:
-        raise ValueError(f"{gone[0]} does not exist; is its drive mounted?")
+        there = next((f", where it was: it is at {one} now" for one in kept if one.name in moved), "?")
+        raise ValueError(f"{gone[0]} does not exist; is its drive mounted{there}")
     return named
 
 

@@ -15,29 +15,38 @@ from offload_trainer.config import SaveSection
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export.sources import final_export
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
-from offload_trainer.retention import step_of
+from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
+_WITHOUT = "the same command without --resume resumes"
 STARTS_OVER = "nothing was saved yet: the same command starts from step 0"
 
 
 def with_resume_hint(message: str, words: Sequence[str]) -> str:
     """Complete the phrase `errors.RERUN_HINT` in a message with the point that the command `words` resumes from."""
-    return re.sub(f"{RERUN_HINT}(?! from)", lambda _: resume_hint(words), message)
+    hint = resume_hint(words)
+    message = re.sub(f"{RERUN_HINT}(?! from)", lambda _: hint, message)
+    return message.replace(RERUN_HINT, _WITHOUT) if hint.startswith(_WITHOUT) else message
 
 
 def resume_hint(words: Sequence[str]) -> str:
-    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
+    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read.
+
+    A run that has saved its own checkpoints goes on from these only without its --resume.
+    """
+    again = RERUN_HINT
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
+        if save.resume != "auto" and complete_checkpoints(Path(save.output) / "checkpoints"):
+            save, again = save.model_copy(update={"resume": "auto"}), _WITHOUT
         saved, kept = newest_state(save)
     except (OSError, ValueError, UserError):
-        return RERUN_HINT
+        return again
     if kept:
-        return f"{RERUN_HINT} from its page files, step {kept}"
+        return f"{again} from its page files, step {kept}"
     if saved:
-        return f"{RERUN_HINT} from the checkpoint {saved.name}"
+        return f"{again} from the checkpoint {saved.name}"
     return STARTS_OVER
 
 

@@ -37,7 +37,15 @@ from offload_trainer.errors import (
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free, keep_ratios
 from offload_trainer.plan.step_time import steady_ratios
-from offload_trainer.ranks import end_if_rank_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import (
+    end_if_rank_vanishes,
+    from_rank_zero,
+    join,
+    on_rank_zero,
+    on_some,
+    place_here,
+    wait_for_all,
+)
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import machine_rates, resume
@@ -83,7 +91,7 @@ def train_run(
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        _use_gpu(int(os.environ["LOCAL_RANK"]), count=torch.cuda.device_count())
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
@@ -108,6 +116,15 @@ def train_run(
             full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
         except UserError as error:  # something has been written
             raise TrainerError(f"{full}, and with less on it {error}") from error
+
+
+def _use_gpu(number: int, *, count: int) -> None:
+    """Use the GPU of this rank's number on its node; raise UserError, on one rank, if there are only `count`."""
+    if number > count:
+        raise PeerFailed("the rank before this one lacks a GPU too", code=2)
+    if number == count:
+        raise UserError(f"torch sees {count} GPU(s) here, and more ranks were started: --gpus {count}")
+    torch.cuda.set_device(number)
 
 
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
@@ -333,6 +350,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
                     pass
         _report(setup, job)
         if asked.stop:
+            wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
             stopped = Interrupted(farewell, signal_number=asked.stop)
             resume.drop(setup)

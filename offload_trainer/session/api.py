@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from offload_trainer.config import RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import CONFIG
 from offload_trainer.model.images import class_names
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
@@ -256,7 +257,7 @@ def offload(
     _refuse_unusable(module)
     parameters = dict(module.named_parameters())
     config = session_config(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
-    source = SimpleNamespace(shape=shape_of(module, blocks=blocks), random=False)
+    source = SimpleNamespace(shape=shape_of(module, blocks=blocks), random=False, identity={})
     with translate_errors():
         say = _joined(say)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
@@ -407,7 +408,8 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
     # a subdirectory, so that the scratch directory's lock file is not copied with it
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
-    return parts, work, Saves(record_of(planned, identity={"session": True}, model=folder), from_config=True)
+    identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
+    return parts, work, Saves(record_of(planned, identity=identity, model=folder), from_config=True)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------

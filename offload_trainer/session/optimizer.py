@@ -284,7 +284,7 @@ def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
-def layout_of(residents: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def layout_of(residents: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the shapes and dtypes for a save's manifest, compared at resume."""
     return {
         f"{RESIDENT}/{name}": {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}

@@ -4,6 +4,7 @@ DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   a
     session.json   the optimizer's groups and the state of schedulers and other objects: plain data
     model/         the model's configuration, if it has one
     resident/      trained parameters that are not offloaded (optimizer.py)
+    buffers.safetensors   the module's persistent buffers, if it has any
 
 If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading. An export can
 merge PEFT's LoRA adapters into the weights, one weight at a time, with PEFT's merge code.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload_trainer.checkpoint import RunRecord, TrainState, write_checkpoint
@@ -28,12 +30,13 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import DTYPES, write_model
 from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
+from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
-from offload_trainer.safe_files import Crc32, is_there, lenient_record, read_back
+from offload_trainer.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
 from offload_trainer.session.optimizer import (
     OffloadedOptimizer,
     layout_of,
@@ -41,9 +44,8 @@ from offload_trainer.session.optimizer import (
     set_residents,
     write_residents,
 )
-from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import clear
-from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
+from offload_trainer.storage.atomic_io import sync_file, write_text
+from offload_trainer.storage.owned_dirs import clear, is_removable
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -81,21 +83,37 @@ class Saves:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def save(
-        self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
+        self,
+        final: Path,
+        offloaded: OffloadedModel,
+        optimizer: OffloadedOptimizer,
+        stateful: Sequence[Stateful],
+        *,
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Write a save to `final`, replacing an older save there once the new one is complete. All ranks call it.
+
+        `buffers`: the model's persistent buffers by name, such as BatchNorm's running statistics.
 
         Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
         """
         final, group = final.absolute(), everybody()
         states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
-        held = _SessionState(_groups(optimizer), states, base=_base(offloaded))
+        state = json.dumps(asdict(_SessionState(_groups(optimizer), states, base=_base(offloaded))))
+        if len(state) > MOST_BYTES:
+            raise UserError(
+                f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
+                f"{MOST_BYTES}: keep large lists, such as a sampler's order, elsewhere"
+            )
         residents, step = optimizer.residents, steps_done(offloaded, optimizer)
-        record = replace(self.record, layout={**self.record.layout, **layout_of(residents)})
+        record = replace(self.record, layout={**self.record.layout, **layout_of({**residents, **buffers})})
         snapshot = offloaded.snapshot()
 
         def also(new: Path) -> dict[str, Any]:
-            write_text(new / _STATE, json.dumps(asdict(held), indent=1))
+            write_text(new / _STATE, state)
+            if buffers:
+                save_file({name: one.cpu().contiguous().clone() for name, one in buffers.items()}, new / BUFFERS)
+                sync_file(new / BUFFERS)
             return write_residents(new, residents, optimizer.state)
 
         try:
@@ -121,7 +139,7 @@ class Saves:
         """Export the weights in `dtype`.
 
         `change`: function applied to each weight, such as merging an adapter. `step`: step count for the model card.
-        `buffers`: persistent buffers by name, which are written with a model that is not a causal language model.
+        `buffers`: persistent buffers by name, which are written too.
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -136,22 +154,22 @@ class Saves:
             description=f"a session after step {step}",
             card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
         )
-        if self.from_config:
-            write_model(source.with_buffers(), destination, dtype=dtype)
-            return
-        for name, buffer in buffers.items():
-            if buffer.dtype not in SAFETENSORS_DTYPES:
-                raise UserError(
-                    f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False"
-                )
-        write_model(source.with_buffers(buffers), destination, dtype=dtype, shard_bytes=sys.maxsize, by_name=True)
+        several: Any = {} if self.from_config else {"shard_bytes": sys.maxsize, "by_name": True}
+        held = {name: buffer.cpu() for name, buffer in buffers.items()}
+        write_model(source.with_buffers(held), destination, dtype=dtype, **several)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def resume(
-        self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
+        self,
+        directory: Path,
+        offloaded: OffloadedModel,
+        optimizer: OffloadedOptimizer,
+        stateful: Sequence[Stateful],
+        *,
+        buffers: Mapping[str, torch.Tensor],
     ) -> int | None:
-        """Load a save into the model, the optimizer and the `stateful` objects; return its step count.
+        """Load a save into the model, its `buffers`, the optimizer and the `stateful` objects; return its step count.
 
         All ranks call it. Returns None if there is no save. The save is checked before anything is changed. Raises
         UserError if it is damaged or does not fit this session.
@@ -161,7 +179,8 @@ class Saves:
             return None
         manifest = checked_manifest(save, moments=True, fix=_FIX)
         residents = optimizer.residents
-        refuse_other_run(save, manifest.layout, {**self.record.layout, **layout_of(residents)})
+        refuse_other_run(save, manifest.identity, self.record.identity)
+        refuse_other_run(save, manifest.layout, {**self.record.layout, **layout_of({**residents, **buffers})})
         held = read_back(save / _STATE, _SessionState, fix=_FIX)
         if len(held.stateful) != len(stateful):
             raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
@@ -174,9 +193,11 @@ class Saves:
             raise UserError(
                 f"{save} was made with other weights, or in another dtype or base: load the same model for it"
             )
-        values = read_residents(save, residents)
+        values, kept = read_residents(save, residents), load_file(save / BUFFERS) if buffers else {}
         offloaded.load(save)
         set_residents(residents, optimizer.state, values)
+        for name, buffer in buffers.items():
+            buffer.copy_(kept[name])
         for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
             group |= {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key != "params"}
         for one, state in zip(stateful, held.stateful, strict=True):
@@ -254,6 +275,9 @@ def _newest(directory: Path) -> Path | None:
         return directory
     if not directory.exists():
         return None
+    for place in directory.glob(".*.tmp"):
+        if is_removable(place, what=WORK):
+            clear(directory / place.name[1:-4], what=WORK)
     found = [path for path in directory.iterdir() if is_there(path / MANIFEST)]
     if found:
         return max(found, key=lambda path: read_back(path / MANIFEST, Manifest, fix=_FIX).step)

@@ -48,6 +48,7 @@ from offload_trainer.session.optimizer import (
     with_gradient,
 )
 from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
+from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 from offload_trainer.units import format_bytes
 
 
@@ -410,7 +411,7 @@ class Session:
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)
-        self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful)
+        self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful, buffers=self._kept_buffers)
 
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
         """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
@@ -420,7 +421,8 @@ class Session:
         """
         self._refuse_closed()
         self._clear()
-        steps = self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful)
+        buffers = self._kept_buffers
+        steps = self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful, buffers=buffers)
         if steps is None:
             return 0
         forget_writes(self._model_parameters)
@@ -441,8 +443,19 @@ class Session:
         refuse_written(self._model_parameters)
         change = merging(self.model) if merge else None
         step = steps_done(self._offloaded, self._optimizer)
-        buffers = {name: one for name, one in persistent_buffers(self.model).items() if name in self._buffers}
+        buffers = self._kept_buffers
         self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step, buffers=buffers)
+
+    @property
+    def _kept_buffers(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers by name, without those of adapters. Raises UserError for unknown dtypes."""
+        found = {name: one for name, one in persistent_buffers(self.model).items() if name in self._buffers}
+        for name, buffer in found.items():
+            if buffer.dtype not in SAFETENSORS_DTYPES:
+                raise UserError(
+                    f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False"
+                )
+        return found
 
     @property
     def optimizer(self) -> OffloadedOptimizer:

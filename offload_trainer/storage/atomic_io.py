@@ -91,6 +91,14 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def sync_tree(directory: Path) -> None:
+    """Sync a directory, its name, and all files and directories below it to the disk."""
+    for path in directory.rglob("*"):
+        sync_directory(path) if path.is_dir() else sync_file(path)
+    sync_directory(directory)
+    sync_directory(directory.parent)
+
+
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination` and sync them to the disk.
 

@@ -23,6 +23,8 @@ def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = l
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 99
+    if "torch" in sys.modules:  # a fork has none of the threads that OpenMP would wait for
+        sys.modules["torch"].set_num_threads(1)
     try:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         streams()

@@ -34,7 +34,7 @@ from reference_muon import MuonWithAdamW
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from offload_trainer import offload
+from offload_trainer import hf, offload
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach, session_of
@@ -135,8 +135,17 @@ class _Beginning(TrainerCallback):
 
 
 @pytest.mark.slow
-def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one."""
+def test_the_best_model_is_loaded_at_the_end(
+    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one.
+
+    Each checkpoint is on the disk before older ones are removed.
+    """
+    order: list[str] = []
+    sync, rotate = hf.sync_tree, hf.rotate_checkpoints
+    monkeypatch.setattr(hf, "sync_tree", lambda folder: (order.append(folder.name), sync(folder)))
+    monkeypatch.setattr(hf, "rotate_checkpoints", lambda *a, **k: (order.append("rotate"), rotate(*a, **k)))
     words = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     words |= {"max_steps": 6, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1}
     expected = stock(folder, tmp_path / "stock", **words)
@@ -146,6 +155,9 @@ def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path
         trainer.train()
         assert Path(trainer.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
         assert not trainer.state.best_model_checkpoint.endswith("-6")
+        assert order == [what for step in (2, 4, 6) for what in (f"checkpoint-{step}", "rotate")]
+        kept = [{path.name for path in run.glob("checkpoint-*")} for run in (tmp_path / "ours", tmp_path / "stock")]
+        assert kept[0] == kept[1]
         assert trainer.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
         trainer.save_model()
     expected.save_model()

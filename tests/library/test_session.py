@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
+from offload_trainer.retention import WORK
 from offload_trainer.session import api
 from offload_trainer.session.api import ThisProcess, session_config
 from offload_trainer.storage import owned_dirs
@@ -426,7 +428,7 @@ def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) -> None:
+def test_exports_and_saves_of_any_module_have_its_buffers(drive: Path, tmp_path: Path) -> None:
     """The file is the module's state_dict, buffers in their own dtypes included; a buffer it cannot hold is named."""
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
@@ -434,6 +436,7 @@ def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) ->
         model(torch.arange(128.0).view(8, 16)).square().sum().backward()
         optimizer.step()
         session.export(tmp_path / "out", dtype="fp32")
+        session.save(tmp_path / "saves/last")
         torch.save(model.state_dict(), tmp_path / "out.pt")
         expected = dict(session.named_weights()) | {name: one.clone() for name, one in model.named_buffers()}
     plain = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -444,6 +447,18 @@ def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) ->
     assert found["1.num_batches_tracked"].dtype == torch.int64
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+    # A kill while a save is replaced leaves the old one in the scratch directory, from which a resume takes it.
+    os.rename(tmp_path / "saves/last", tmp_path / "moved")
+    left = tmp_path / "left"
+    with owned_dirs.replacing(tmp_path / "saves/last", what=WORK):
+        shutil.copytree(tmp_path / "saves/.last.tmp", left)
+    os.rename(tmp_path / "moved", left / "replaced")
+    os.rename(left, tmp_path / "saves/.last.tmp")
+    again = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    with ot.offload(again, nvme=drive, **HOMES["on the drive"]) as session:
+        session.adamw(lr=1e-2)
+        assert session.resume(tmp_path / "saves") == 1
+        assert all(torch.equal(expected[name], buffer) for name, buffer in again.named_buffers())
     odd = nn.Linear(16, 16)
     odd.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
     said = r"buffer phase is torch\.complex64.*persistent=False"

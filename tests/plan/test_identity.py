@@ -12,9 +12,10 @@ from commands import TINY
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import MANIFEST, differences, refuse_other_run
+from offload_trainer.manifest import CONFIG, MANIFEST, differences, refuse_other_run
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
+SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}
 
 
 def test_equal_and_unknown_identities_do_not_differ() -> None:
@@ -35,6 +36,13 @@ def test_equal_and_unknown_identities_do_not_differ() -> None:
         ({"training rows": 4}, ["training rows: it has 3, this run 4"]),
         ({"tokenizer": "xyz", "text": 5, "tokens": 90}, ["tokenizer: it has abc, this run xyz"]),
         ({"seed": 1, "seq_len": 64}, ["seed: it has 0, this run 1", "seq_len: it has 32, this run 64"]),
+        (
+            {CONFIG: {"rope_theta": 5e5, "head_dim": 8, "of_a_newer_version": 2}},
+            [
+                "config.json's rope_theta: it has 10000.0, this run 500000.0",
+                "config.json's head_dim: it has none, this run 8",
+            ],
+        ),
         ({"validation text": 5}, ["it was made without --validation-data, and this run has one"]),
     ],
 )
@@ -74,7 +82,7 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
     checkpoint.mkdir(parents=True)
     code, errors = plan("--output", str(output), capsys=capsys)
     assert code == 2
-    identity = SAVED | {"shuffle": True, "tokens": 5, "text": 6, "parameters": None}
+    identity = SAVED | {"shuffle": True, "tokens": 5, "text": 6, "parameters": None, "initial weights": None}
     del identity["training rows"]
     manifest = {"format": 2, "step": 2, "identity": identity, "layout": {}, "files": {}}
     for other, words, told in (

@@ -91,7 +91,9 @@ def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: py
     assert told(killed, stopped=signal.SIGTERM) == 128 + signal.SIGTERM
     line = "offload-train: stopped by SIGTERM; the same command resumes from the checkpoint step-00000012\n"
     assert capsys.readouterr().err == line
-    assert told({}) == 0
+    assert told({1: 143, 0: 1}, stopped=signal.SIGTERM) == 1  # the save failed, which the rank has said
+    assert (told({}), told({0: 255})) == (0, 255)
+    assert not capsys.readouterr().err
 
 
 # One of two ranks of a launcher, which reports the signals that it gets; rank 0 may send them to the launcher.

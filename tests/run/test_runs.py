@@ -164,6 +164,8 @@ def test_a_checkpoint_of_other_weights_is_refused(
     frozen = [*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]']
     text = refusal(capsys, *frozen, output=tmp_path / "a")
     assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in text
+    other = [*words("plain", drive), "--resume", start, "model.overrides.attn_pdrop=0.2"]
+    assert "config.json's attn_pdrop: it has" in refusal(capsys, *other, output=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
@@ -203,7 +205,7 @@ def test_damaged_checkpoints_are_refused_and_those_without_manifest_do_not_exist
     with pytest.raises(UserError, match=f"has {len(data) - 100} bytes, the manifest says {len(data)}"):
         read_manifest(checkpoints[20])
     text = refused("--resume", checkpoints[12])
-    assert "holds newer checkpoints (step-00000018, step-00000020)" in text
+    assert "holds newer checkpoints (step-00000018, step-00000020): leave --resume out to go on from them" in text
     manifests = {step: (path / MANIFEST).read_bytes() for step, path in checkpoints.items()}
     for path in checkpoints.values():
         (path / MANIFEST).unlink()

@@ -124,7 +124,7 @@ def manifest_of(
             for unit in units
             for place in unit.places
         ],
-        model=str(model.absolute()),
+        model=str(model.resolve()),
     )
 
 

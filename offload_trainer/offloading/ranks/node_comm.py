@@ -108,7 +108,8 @@ class Node:
         self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
-        self._across = ranks.group_of(self.counterpart_groups) if several else None
+        # Without the limit of a step, because saves and exports use it too, and a rank may wait there for a slow disk.
+        self._across = ranks.group_of(self.counterpart_groups, in_step=False) if several else None
 
     @property
     def local_ranks(self) -> range:

@@ -53,6 +53,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 _UNKNOWN = {
     "model": ("attention", "mlp_chunk"),
     "train": ("micro_batch_size", "gradient_accumulation_steps"),
+    "placement": ("gpus",),
 }
 
 
@@ -182,7 +183,7 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
 
 def _record(state: ForeignState, of: ModelSource, *, config: Mapping[str, Any], model: Path) -> RunRecord:
     """Return the checkpoint's record. A null in its identity is compared with nothing at resume."""
-    identity = dict.fromkeys(("seed", "seq_len", "shuffle")) | UNKNOWN_IDENTITY
+    identity = dict.fromkeys(("seed", "seq_len", "shuffle", "initial weights")) | UNKNOWN_IDENTITY
     return RunRecord(
         identity=identity | {"parameters": of.shape.parameters},
         layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},

@@ -33,12 +33,14 @@ def with_resume_hint(message: str, words: Sequence[str]) -> str:
 def resume_hint(words: Sequence[str]) -> str:
     """Return a sentence on where the command `words` would resume from, without the step if it cannot be read.
 
-    A run that has saved its own checkpoints goes on from these only without its --resume.
+    A run that has saved newer checkpoints than its --resume names goes on from these only without it.
     """
     again = RERUN_HINT
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
-        if save.resume != "auto" and complete_checkpoints(Path(save.output) / "checkpoints"):
+        begins = find_resume(save.resume, output=Path(save.output))
+        newest = max(map(step_of, complete_checkpoints(Path(save.output) / "checkpoints")), default=-1)
+        if save.resume != "auto" and newest > (step_of(begins) if begins else -1):
             save, again = save.model_copy(update={"resume": "auto"}), _WITHOUT
         saved, kept = newest_state(save)
     except (OSError, ValueError, UserError):

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from dead_run_files import dead_lease, died
 from safetensors.torch import load_file
 from sample_plans import timed
 
+from offload_trainer.checkpoint import TrainState
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export.sources import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
+from offload_trainer.run import resume
 from offload_trainer.run.planning import _with_resumed_copies, _with_resumed_speeds
 from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
 from offload_trainer.settings import load_config
@@ -179,6 +182,8 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     killed("manifest", *words, output=tmp_path / "run")
     killed("saved=6", *words, output=tmp_path / "run")
     assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from the checkpoint step-00000006"
+    named = said_before(*words, "--resume", checkpoint, output=tmp_path / "run")
+    assert named == "the same command without --resume resumes from the checkpoint step-00000006"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
     assert "step-00000006 is already at step 6 of 6" in run.text
@@ -234,6 +239,20 @@ def without_newest(record: bytes) -> bytes:
     numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
     at = numbers.index(max(numbers)) * half + 60
     return record[:at] + b"~" + record[at + 1 :]
+
+
+def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint takes their place, also where this machine has older ones; a drive mounted elsewhere is named."""
+    said: list[str] = []
+    (tmp_path / "pages").write_text("/gone/run-1\n")
+    setup: Any = SimpleNamespace(drives=[tmp_path], listed=tmp_path / "pages", log=SimpleNamespace(say=said.append))
+    begins, here = TrainState(4, 0, 0), [tmp_path / "run-0"]
+    monkeypatch.setattr(resume, "kept_for", lambda *_: here)
+    assert resume._folders(setup, begins=begins) == []
+    assert said == ["note: page files were in /gone/run-1, which no longer exists; resuming from the checkpoint"]
+    here.append(tmp_path / "run-1")
+    with pytest.raises(ValueError, match=rf"is its drive mounted, where it was: it is at {here[1]} now"):
+        resume._folders(setup, begins=begins)
 
 
 @pytest.mark.slow

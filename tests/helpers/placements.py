@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_bench import DROPOUT, model_directory
+
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
+from offload_trainer.offloading.update.updater import SpeculativeStep
 
 BEHIND, FULL, IN_LINE = (f"tiered.overlap={how}" for how in ("forward", "backward", "off"))
 ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
@@ -59,17 +63,42 @@ def plant(ours: Any, values: dict[int, float], *, weight: str = FIRST) -> Callab
 
 
 def hold_up(ours: Any) -> None:
-    """Pause the backward at the first block's gradients until the pages of all complete units are updated."""
+    """Pause the backward at the first block's gradients until this rank's pages of all complete units are updated."""
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
+    def complete() -> set[int]:
+        if isinstance(gradients, ShardedGradients):
+            return set(gradients._normed)
+        return {unit for unit, lacking in gradients._missing.items() if not lacking}
+
     def wait(_: torch.Tensor) -> None:
-        ahead, end = updater._speculative, time.monotonic() + 300
-        if ahead is not None:
-            complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
-            early = (n for n, page in enumerate(pages) if page.home >= 0 or n in updater.shadows)
-            wanted = {number for number in early if pages[number].unit in complete}
-            while not (ahead.error or wanted <= ahead.written.keys()):
-                assert time.monotonic() < end
-                time.sleep(0.0005)
+        if (ahead := updater._speculative) is not None:
+            units = complete()
+            early = (n for n in updater.numbers if pages[n].home >= 0 or n in updater.shadows)
+            wanted = {number for number in early if pages[number].unit in units}
+            until(lambda: bool(ahead.error) or wanted <= ahead.written.keys())
 
     ours.offloaded.parameters[FIRST][0].register_hook(wait)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until `true` returns True; fail after five minutes."""
+    end = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+def record_kept(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that receives, for each step that was started speculatively, how many of its updated pages were
+    kept, and of how many.
+    """
+    found, its = list[tuple[int, int]](), SpeculativeStep.kept
+
+    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
+        numbers = its(ahead, *given)
+        found.append((len(numbers), len(ahead.written)))
+        return numbers
+
+    patch.setattr(SpeculativeStep, "kept", seen)
+    return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
+from placements import record_kept
 
-from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater
+from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
 
 
 @pytest.fixture
@@ -28,12 +28,4 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
     many.
     """
-    found, its = [], SpeculativeStep.kept
-
-    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
-        numbers = its(ahead, *given)
-        found.append((len(numbers), len(ahead.written)))
-        return numbers
-
-    monkeypatch.setattr(SpeculativeStep, "kept", seen)
-    return found
+    return record_kept(monkeypatch)

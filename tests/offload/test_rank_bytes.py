@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import rank_counting_bytes
+import torch
 from engine_bench import model_directory
-from forked_ranks import Case, run_ranks
+from forked_ranks import Case, Result, count_calls, counts, run_ranks, train_cases
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload_trainer.plan.tiered.layout as layout
+from offload_trainer import ranks
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.offloading.ranks import collective_fetch
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
@@ -23,11 +30,81 @@ from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
+from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.slow
 
 MICRO, STEPS = 4, 3
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Adding(TorchDispatchMode):
+    """Count the operands of torch's operations: `added` bytes of gradients, `sums` bytes read and written for them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("add_", "copy_"):
+            counts["added"] += args[1].nbytes
+            counts["sums"] += args[0].nbytes * (2 if name == "add_" else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def within(name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run a method of `ShardedGradients` inside a context."""
+    call = getattr(ShardedGradients, name)
+
+    def inside(*args: Any, **words: Any) -> Any:
+        with context():
+            return call(*args, **words)
+
+    setattr(ShardedGradients, name, inside)
+
+
+def count_exchanges(cases: Sequence[Case]) -> list[Result]:
+    """Train the cases; count the bytes that this rank exchanges with the others, and how often they meet."""
+    sending = []  # not empty while the exchanged bytes are gradients rather than parts of norms
+
+    @contextmanager
+    def of_gradients() -> Iterator[None]:
+        sending.append(True)
+        yield
+        sending.clear()
+
+    def on_thread(name: str) -> bool:
+        return threading.current_thread().name.startswith(name)
+
+    def sent(_: Node, out: Addressed, into: Addressed) -> dict[str, int]:
+        ways = {"gradients_out": out, "gradients_in": into} if sending else {}
+        return {name: sum(values.nbytes for _, values in way) for name, way in ways.items()}
+
+    def crossed(node: Node, values: torch.Tensor, *, source: int, **_: Any) -> dict[str, int]:
+        if source == node.rank:
+            return {"weights_out": values.nbytes * (len(node.nodes) - 1)}
+        return {"weights_in": values.nbytes}
+
+    def gathered(values: torch.Tensor, _: int, *, group: ranks.Group) -> dict[str, int]:
+        each = len(group.members)  # sums of norms are gathered too, on the training thread
+        return {"from_others": values.nbytes // each * (each - 1)} if on_thread("gathers") else {}
+
+    within("_add_up", Adding)
+    within("_sent_and_received", of_gradients)
+    for owner, name, counted in (
+        (ShardedGradients, "_lay_out", lambda _, name, flat: {"laid_out": flat.nbytes}),
+        (Node, "send_recv", sent),
+        (Node, "broadcast_across", crossed),
+        (Node, "barrier", lambda _: {"barriers": 1}),
+        (ranks, "exchange_numbers", lambda *_, **__: {"gathers": int(on_thread("update_progress"))}),
+        (ranks, "all_gather_parts", gathered),
+        (collective_fetch, "copy_alone", lambda values, into: {"from_ram": values.nbytes}),
+    ):
+        count_calls(owner, name, counted)
+    return train_cases(cases)
+
+
+# -- the test ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(1, 1), (4, 1), (4, 2)])
@@ -40,11 +117,10 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     (drive := tmp_path / "drive").mkdir()
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
     words += ["--accumulate", str(MICRO // world), "tiered.weight_transfer=all_gather"]
-    case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
-    longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
-    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=rank_counting_bytes.__file__)
-    both = [json.loads(path.read_text()) for path in (tmp_path / "ranks").glob("counts-*.json")]
-    found, more = ([of_rank[number] for of_rank in both] for number in (0, 1))
+    case = Case(model, tuple(words), tmp_path / "out", steps=STEPS, micro=MICRO, drives=(drive,))
+    longer = replace(case, steps=STEPS + 1, out=tmp_path / "longer")
+    both = run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", work=count_exchanges)
+    found, more = ([result.counts for result in of_case] for of_case in both)
     assert len(found) == world
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
@@ -61,10 +137,12 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
-    assert case.moved == [STEPS * sum(one.read for one in drives), STEPS * sum(one.written for one in drives)]
 
     def counted(name: str) -> int:
-        return sum(counts.get(name, 0) for counts in found)
+        return sum(of_rank.get(name, 0) for of_rank in found)
+
+    assert counted("read") == STEPS * sum(one.read for one in drives)
+    assert counted("written") == STEPS * sum(one.written for one in drives)
 
     ways = [
         ("added", "laid_out", OUTBOX, "backward"),
@@ -92,10 +170,10 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     assert counted("sums") == STEPS * sum(one.sums for one in moved)
     assert (counted("laid_out") > 0) == (world > 1)
     assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
-    assert {counts.get("barriers", 0) for counts in found} == {found[0].get("barriers", 0)}
+    assert {of_rank.get("barriers", 0) for of_rank in found} == {found[0].get("barriers", 0)}
     assert found[0].get("barriers", 0) / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
-    assert {counts.get("gathers", 0) for counts in found} == {STEPS * nodes * moved[0].gathers}
+    assert {of_rank.get("gathers", 0) for of_rank in found} == {STEPS * nodes * moved[0].gathers}
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:

@@ -34,7 +34,7 @@ from offload_trainer.run.planning import as_wished
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease
-from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.telemetry.meters import PhaseClock, read_io
 
 VOCABULARY = 211
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
@@ -235,3 +235,26 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         total.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def settle(ours: Any) -> None:
+    """Wait until nothing of earlier steps is on its way: no step waits for its last inputs or for prefetches."""
+    ours.synchronize()
+    for slot in ours.offloaded.stream._slots:
+        if slot.arrival is not None:
+            slot.arrival.wait()
+    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
+        buffer.free.wait()
+
+
+def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
+    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
+    settle(ours)
+    before = read_io()
+    train(ours, data, accumulate=len(data))
+    settle(ours)
+    moved = read_io() - before
+    planned = [one for one in ours.plan.traffic if one.place != "device"]
+    assert moved.read_bytes == sum(one.read for one in planned)
+    assert moved.written_bytes == sum(one.written for one in planned)
+    return moved.read_bytes, moved.written_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import batches, engine, model_directory, train
+from engine_bench import batches, engine, model_directory, moved_in_step, train
 from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -23,7 +23,6 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.planning import model_of
-from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -169,15 +168,8 @@ def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Pat
         words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
         with engine(model, *words, drives=[drive]) as ours:
             train(ours, batches(2 * micro), accumulate=micro)
-            settle(ours)
-            before = read_io()
-            train(ours, batches(micro), accumulate=micro)
-            settle(ours)
-            moved = read_io() - before
-        away = [one for one in ours.plan.traffic if one.place != "device"]
-        assert moved.read_bytes == sum(one.read for one in away)
-        assert moved.written_bytes == sum(one.written for one in away)
+            moved, _ = moved_in_step(ours, batches(micro))
         inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")
         assert inputs == micro * 5 * 8192
-        read[micro] = moved.read_bytes - (inputs - 4 * 8192)
+        read[micro] = moved - (inputs - 4 * 8192)
     assert read[MICRO] == read[1]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import batches, engine, model_directory, train
-from late_transfers import FailingWrites, LateDevice
+from late_transfers import FailingWrites, late, late_engine
 from placements import ALL_ON_DRIVES
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import Copies
+from offload_trainer.offloading.device import Copies, CpuDevice
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
 from offload_trainer.offloading.pages.store import UnitStore
@@ -28,8 +28,10 @@ from offload_trainer.plan.tiered.layout import RAM, Place, Unit, units_of
 from offload_trainer.storage.transfer import Future, Transfers, together
 
 
-class HeldDevice(LateDevice):
+class HeldDevice(CpuDevice):
     """A device whose downloads finish only when `let_go` is called."""
+
+    in_host_memory = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +135,10 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
             gradients.finish()
 
 
-class GroupingDevice(LateDevice):
-    """A device that notes the number of copies that are queued together."""
+class GroupingDevice(CpuDevice):
+    """A device that notes the number of copies that are queued together, which are late."""
+
+    in_host_memory = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class GroupingDevice(LateDevice):
 
     def download(self, copies: Copies, *, after: Any = None) -> Future:
         self.groups.append(len(copies))
-        return super().download(copies, after=after)
+        return late(lambda: [into.copy_(values) for values, into in copies])
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     # large enough for all gradients
     monkeypatch.setattr("offload_trainer.engine.tiered.gradient_ring", lambda *_, **__: 1 << 23)
     where = model_directory(tmp_path / "gpt2", "gpt2")
-    with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, where, "--accumulate", "3", *words, drives=[drive]) as ours:
         train(ours, batches(3), accumulate=3)
         assert norms == ["sums-0"] * len(ours.offloaded.trained)
     assert not waits

@@ -1,8 +1,8 @@
 """Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs.
 
 Moments in fp32 are compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
-update overlaps nothing. Transfers are immediate, or late and out of order, or queued on a GPU's simulated streams; on
-a GPU they are its own.
+update overlaps nothing. Transfers are immediate, or late: those of drives out of order, those of the device on a GPU's
+simulated streams. On a GPU they are its own.
 Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
 """
 
@@ -30,8 +30,7 @@ from engine_bench import (
     model_directory,
     train,
 )
-from late_engines import engine_on_streams, late_engine
-from late_transfers import LateDevice, hasty
+from late_transfers import late_engine
 from placements import BY_MODULE, HOMES, OFF, ON
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
@@ -77,7 +76,7 @@ COLUMNS = {
     "schedule": ["off", "forward", "backward", "backward, with shadow memory"],
     "setting": [*SETTINGS],
     "blocks": [*BLOCKS],
-    "device": ["at once", "late", "queued"],
+    "transfers": ["at once", "late"],
 }
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
@@ -147,15 +146,13 @@ def test_placement_and_schedule_change_no_bit(
     schedule, _, shadows = row["schedule"].partition(", ")
     words = [*words, "--accumulate", str(accumulate), f"tiered.overlap={schedule}", *HOMES[row["home"]]]
     words += ["tiered.micro_batch_order=depth_first", *blocks]
-    build = {"at once": engine, "late": partial(late_engine, monkeypatch)}
-    build["queued"] = partial(engine_on_streams, monkeypatch)
-    if ON_GPU:  # The others stand in for a GPU.
-        build = dict.fromkeys(build, engine)
+    late = row["transfers"] == "late" and not ON_GPU  # where they stand in for a GPU's
     count = 3 if "three" in row["home"] else 1
-    with build[row["device"]](model, *words, drives=drives(drive, count), shadows=0.6 * bool(shadows)) as ours:
+    steps, weights = expected(model, setting, *same)
+    build = partial(late_engine, monkeypatch) if late else engine
+    with build(model, *words, drives=drives(drive, count), shadows=0.6 * bool(shadows)) as ours:
         assert (ours._breadth_first is not None) == (row["blocks"] == "breadth-first" and accumulate > 1)
         assert any(unit.is_part for unit in ours.offloaded.units) == (BY_MODULE in blocks)
-        steps, weights = expected(model, setting, *same)
         assert train(ours, data_of(setting), accumulate=accumulate) == steps
         assert_same(masters(ours), weights)
 
@@ -165,13 +162,3 @@ def test_every_pair_occurs() -> None:
         given = {frozenset((row[one], row[other])) for row in rows()}
         wanted = set(map(frozenset, product(COLUMNS[one], COLUMNS[other]))) - set(map(frozenset, IMPOSSIBLE))
         assert given == wanted
-
-
-def test_a_missing_wait_would_show(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late rows of the table would fail without the wait for a unit."""
-    hasty(monkeypatch)
-    setting = "qwen3, tied, sums in 16 bits"
-    model = model_directory(folder / setting, "qwen3")
-    words = [*SETTINGS[setting][2], *HOMES["weights in RAM"], "--accumulate", "3"]
-    with engine(model, *words, drives=[drive], device=LateDevice()) as ours:
-        assert train(ours, data_of(setting), accumulate=3) != expected(model, setting)[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
-from late_engines import late_engine
+from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, gpt2, hold_up, plant
 
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
@@ -112,37 +112,32 @@ def test_a_step_that_is_skipped_changes_nothing(
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 FROZEN = [*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"]
+SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device transfers are late
+    "on the device": (["--gpu-fraction", "1"], IN_LINE, 0.0),
+    "in all tiers, a part on the device": ([*AWAY, "--gpu-fraction", "0.3", "--ram-fraction", "0.3"], IN_LINE, 0.0),
+    "off": (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
+    "forward, frozen": (FROZEN, BEHIND, 0.0),
+    "forward, two copies": ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
+    "backward, all in RAM": (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
+    "backward, half in RAM": ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("home", "how", "shadows"),
-    [
-        (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
-        (FROZEN, BEHIND, 0.0),
-        ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
-        (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
-        ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),
-    ],
-    ids=["off", "forward, frozen", "forward, two copies", "backward, all in RAM", "backward, half in RAM"],
+    "case", [pytest.param(case, marks=() if "on the device" in case else pytest.mark.slow) for case in SNAPSHOTS]
 )
 def test_a_snapshot_is_of_its_step(
-    home: list[str],
-    how: str,
-    shadows: float,
-    folder: Path,
-    drive: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written while later steps already update pages, and a run resumes from it, also during an update."""
-    model, data, put = gpt2(folder), batches(6), TieredSnapshot._put
+    (home, how, shadows), model, data, put = SNAPSHOTS[case], gpt2(folder), batches(6), TieredSnapshot._put
     with engine(model, *home, IN_LINE, drives=[drive]) as ours:
         steps = train(ours, data[:3])
         expected = saved(ours, tmp_path / "in line")
         steps += train(ours, data[3:])
         weights = masters(ours)
-    with engine(model, *home, how, drives=[drive], shadows=shadows) as ours:
+    build = partial(late_engine, monkeypatch) if "on the device" in case else engine
+    with build(model, *home, how, drives=[drive], shadows=shadows) as ours:
         monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (put(*given), time.sleep(0.01)))
         found = train(ours, data[:3])
         snapshot = ours.snapshot()

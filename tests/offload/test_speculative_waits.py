@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import assert_same, batches, digest, engine, masters, plain, train
-from late_engines import engine_on_streams
-from late_transfers import HeldWrites
-from placements import BEHIND, FULL, HOMES, gpt2, hold_up, plant, skip_last_block
+from late_transfers import HeldWrites, late_engine
+from placements import BEHIND, FULL, HOMES, gpt2, hold_up, plant, skip_last_block, until
 from placements import FIRST as HOLD
 
 from offload_trainer.errors import TrainerError
@@ -40,13 +39,6 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
     made = HeldWrites()
     monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: made)
     return made
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 # -- bytes in flight ---------------------------------------------------------------------------------------------------
@@ -133,7 +125,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Pa
             found.append(after is made[unit])
         return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
 
-    with engine_on_streams(monkeypatch, gpt2(folder), *HOMES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+    with late_engine(monkeypatch, gpt2(folder), *HOMES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         monkeypatch.setattr(PagePipeline, "offer", offered)
         monkeypatch.setattr(Gradients, "read", looked)

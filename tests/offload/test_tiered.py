@@ -19,11 +19,11 @@ from engine_bench import (
     engine,
     masters,
     model_directory,
+    moved_in_step,
     plain,
     saved,
     train,
 )
-from late_engines import engine_on_streams
 from placements import ALL_ON_DRIVES, BY_MODULE, HOMES, gpt2, plant, skip_last_block
 from safetensors.torch import load, load_file
 
@@ -32,7 +32,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.plan.tiered.state_formats import state_format
-from offload_trainer.telemetry.meters import PhaseClock, read_io
+from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -191,30 +191,6 @@ def test_state_resumes_in_another_placement_bit_for_bit(
             assert_same(masters(other), weights)
 
 
-@pytest.mark.parametrize(
-    ("share", "accumulate"),
-    [(["--gpu-fraction", "1"], 3), ([*ALL_ON_DRIVES[:-2], "--gpu-fraction", "0.3", "--ram-fraction", "0.3"], 1)],
-)
-def test_a_snapshot_of_state_on_the_device_is_written_while_training_continues(
-    share: list[str], accumulate: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's streams run late."""
-    model, data, words = gpt2(folder), batches(4 * accumulate), ["--accumulate", str(accumulate)]
-    expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with engine_on_streams(monkeypatch, model, *share, *words, drives=drives(folder, 1)) as ours:
-        steps = train(ours, data[: 2 * accumulate], accumulate=accumulate)
-        snapshot = ours.snapshot()
-        (tmp_path / "half").mkdir()
-        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "half"])
-        writing.start()
-        assert steps + train(ours, data[2 * accumulate :], accumulate=accumulate) == expected
-        writing.join()
-    with engine(model, *words, load_weights=False) as other:
-        other.load(tmp_path / "half")
-        assert train(other, data[2 * accumulate :], accumulate=accumulate) == expected[2:]
-        assert_same(masters(other), weights)
-
-
 def test_stored_moments_without_a_gradient_do_not_drift(folder: Path) -> None:
     """Converting 8-bit moments to fp32 and back would change them."""
     model = model_directory(folder / "gpt2", "gpt2")
@@ -247,18 +223,11 @@ def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
         words = ["--optimizer", "nvme", "--ram-fraction", str(share), f"placement.gradients={gradients}"]
         with engine(model, *words, drives=drives(folder, 1)) as ours:
             trained = sum(page.elements for page in ours.offloaded.store.pages)
-            data = batches(4)
-            train(ours, data[:2])
-            ours.synchronize()
-            before = read_io()
-            train(ours, data[2:])
-            ours.synchronize()
-            moved = read_io() - before
-            wanted = 2 * 12 * (trained - layout.aligned(int(trained * share)))
+            train(ours, batches(2))
+            wanted = 12 * (trained - layout.aligned(int(trained * share)))
             if gradients == "nvme":
-                wanted += 2 * ours.offloaded.gradients.dtype.itemsize * trained
-            assert moved.read_bytes == wanted
-            assert moved.written_bytes == wanted
+                wanted += ours.offloaded.gradients.dtype.itemsize * trained
+            assert moved_in_step(ours, batches(1)) == (wanted, wanted)
 
 
 def change(file: Path, at: int) -> None:

@@ -29,3 +29,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     many.
     """
     return record_kept(monkeypatch)
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect simulated ranks over the loopback interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

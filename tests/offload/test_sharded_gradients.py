@@ -9,18 +9,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_gradients import model, names, places, sums
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import Addressed, Node
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.optim import gradient_kernel as norms
@@ -28,47 +28,38 @@ from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
+from offload_trainer.ranks import Group, _connect
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Transfers
 
+pytestmark = pytest.mark.usefixtures("loopback")
 AnyGradients = Gradients | ShardedGradients
 MICRO = 2  # micro-batches of each rank
 
 
 class Place:
-    """The memory and messages that simulated ranks in one process share."""
+    """What the simulated ranks of one process share: the memory of each node, and a store where they find each other.
+
+    Their connections are those of real ranks.
+    """
 
     def __init__(self, world: int, *, nodes: int) -> None:
-        self.world, self.told, self.parts = world, [0] * world, dict[int, torch.Tensor]()
-        # A barrier each for numbers, for tensors, for reads and for the node's own.
-        self.barriers = [threading.Barrier(world, timeout=300) for _ in range(4)]
         each = world // nodes
-        self.nodes = tuple(range(first, first + each) for first in range(0, world, each))
+        self.world, self.nodes = world, tuple(range(first, first + each) for first in range(0, world, each))
         self.made: dict[tuple[int, int], torch.Tensor] = {}
-        self.sent: dict[tuple[int, int], Queue[torch.Tensor]] = {
-            (source, to): Queue() for source in range(world) for to in range(world)
-        }
-        self.given: dict[int, torch.Tensor] = {}
+        self._store, self._groups = dist.HashStore(), list[Group]()
 
-    def exchange(self, rank: int, mine: int) -> list[int]:
-        """Return every rank's number, in order of rank."""
-        self.told[rank] = mine
-        self.barriers[0].wait()
-        told = list(self.told)
-        self.barriers[0].wait()
-        return told
+    def group(self, name: str, rank: int) -> Group:
+        """Connect the calling thread's rank to all others, whose threads call this at the same time."""
+        group = _connect(name, range(self.world), patience=300, rank=rank, store=self._store)
+        self._groups.append(group)
+        return group
 
-    def join(self, values: torch.Tensor, rank: int) -> None:
-        """All-gather in place: each rank contributes its equal part of `values`."""
-        self.parts[rank] = values.chunk(self.world)[rank].clone()
-        self.barriers[1].wait()
-        values.copy_(torch.cat([self.parts[other] for other in range(self.world)]))
-        self.barriers[1].wait()
-
-    def abort(self) -> None:
-        """Break all barriers, as a closed connection would."""
-        for barrier in self.barriers:
-            barrier.abort()
+    def leave(self, rank: int) -> None:
+        """Close all connections of a rank, so that no other waits for it."""
+        for group in self._groups:
+            if group.rank == rank:
+                group.close()
 
 
 class ThreadOfNode(Node):
@@ -79,6 +70,7 @@ class ThreadOfNode(Node):
         self.rank, self.world, self.nodes = rank, place.world, place.nodes
         self.number = next(number for number, its in enumerate(place.nodes) if rank in its)
         self._place, self._asked = place, count()
+        self._meeting, self._point_to_point = place.group("meeting", rank), place.group("tensors", rank)
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         number = next(self._asked)
@@ -88,23 +80,7 @@ class ThreadOfNode(Node):
         return self._place.made[self.number, number]
 
     def barrier(self) -> None:
-        self._place.barriers[3].wait()
-
-    def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
-        for to, values in out:
-            self._place.sent[self.rank, to].put(values.clone())
-
-        def wait() -> None:
-            for source, values in into:
-                values.copy_(self._place.sent[source, self.rank].get(timeout=300))
-
-        return wait
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        self._place.given[self.rank] = values.clone()
-        self.barrier()
-        values.copy_(sum(self._place.given.values()))  # type: ignore[arg-type]
-        self.barrier()
+        self._meeting.all_gather_numbers(0)
 
 
 def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
@@ -165,7 +141,7 @@ def test_sums_are_those_of_one_rank(
         try:
             return steps(gradients, rank=rank, world=world, barrier=node.barrier)
         except BaseException:
-            place.abort()
+            place.leave(rank)
             raise
         finally:
             transfers.close()

@@ -8,13 +8,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_sharded_gradients import Place, ThreadOfNode
 
+from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
@@ -24,6 +27,7 @@ from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
 
+pytestmark = pytest.mark.usefixtures("loopback")
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
 UNITS = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
@@ -74,10 +78,13 @@ def of_ranks(
     moved = [0] * WORLD
 
     def of_rank(rank: int) -> Any:
+        node = ThreadOfNode(rank, place)
+        meeting, reading, gathering = (place.group(name, rank) for name in ("rounds", "reads", "gathers"))
+
         def join(values: torch.Tensor, number: int) -> None:
             if fails and rank == 1:
                 raise TrainerError("the link is gone")
-            place.join(values, number)
+            ranks.all_gather_parts(values, number, group=gathering)
 
         def copy(values: torch.Tensor, target: torch.Tensor) -> None:
             moved[rank] += values.numel()
@@ -89,13 +96,14 @@ def of_ranks(
             wanted.fill = lambda into, _: fill(into, copy)  # type: ignore[method-assign]
             return wanted(into)
 
-        node, rounds = ThreadOfNode(rank, place), FetchMatching(lambda mine: place.exchange(rank, mine))
+        rounds = FetchMatching(meeting.all_gather_numbers)
         gathers, transfers = Turns(rounds, "gathers"), Counting(fails=fails and rank == 1)
         shared: SharedReads | Turns = gathers
         fetch: Fetch = gather
         with ExitStack() as stack:
             if kind == "reads":
-                shared, fetch = reads(folder / f"{rank}", node, rounds, place.barriers[2].wait, transfers, stack)
+                path, barrier = folder / f"{rank}", partial(reading.all_gather_numbers, 0)
+                shared, fetch = reads(path, node, rounds, barrier, transfers, stack)
             try:
                 found = []
                 for what in programs[rank]:
@@ -107,7 +115,7 @@ def of_ranks(
                     found.append(torch.equal(into, UNITS[what]))
                 return found
             except Exception as error:
-                place.abort()  # a closed connection breaks the others' waits
+                place.leave(rank)
                 return error
             finally:
                 turns_of(shared).cancel()
@@ -187,7 +195,7 @@ def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
     turn, thread = Turn(), Workers(1, "gathers")
-    node = ThreadOfNode(1, Place(2, nodes=1))
+    node: Any = SimpleNamespace(rank=1, local_ranks=range(2))
     wanted = PendingGather(
         turn, torch.arange(2.0 * ALIGN), node=node, join=lambda values, number: joined.append(number)
     )

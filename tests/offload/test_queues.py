@@ -14,9 +14,8 @@ from engine_bench import batches, engine, model_directory, train
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.storage.transfer import Future
-from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 
-HOMES = {"resident": ["--params", "gpu"], "in RAM": ["--params", "cpu", "tiered.weight_buffers=2"]}
+RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory"),
     pytest.mark.usefixtures("nothing_is_small"),
@@ -36,27 +35,8 @@ def test_a_missing_wait_would_show(
         expected = train(reference, batches(3))
     for kind, wait in forgotten:
         monkeypatch.setattr(kind, wait, lambda *_: None)
-    with queued(monkeypatch, haste=0.0) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
+    with queued(monkeypatch, haste=0.0) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
         assert train(ours, batches(3)) != expected
-
-
-@pytest.mark.parametrize("home", ["resident", "in RAM"])
-def test_the_training_thread_waits_for_the_device_once_a_step(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More micro-batches add no wait, unless phases are timed on the host: then each adds four."""
-    model, found = model_directory(tmp_path / "gpt2", "gpt2"), {}
-    for accumulate in (1, 3):
-        with queued(monkeypatch) as cuda:
-            words = [*HOMES[home], "--accumulate", str(accumulate)]
-            with engine(model, *words, device=cuda.device()) as ours:
-                for timer in (StreamTimer(), HostTimer(lambda: torch.cuda.current_stream().synchronize())):
-                    clock, before = PhaseClock(timer), cuda.host_waits
-                    ours.train_step(batches(accumulate), lr=1e-4, clock=clock)
-                    found[accumulate, type(timer)] = cuda.host_waits - before
-                    clock.take()
-    assert found[3, StreamTimer] == found[1, StreamTimer]
-    assert found[3, HostTimer] == found[1, HostTimer] + 2 * 4
 
 
 def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +45,7 @@ def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: 
         CudaDevice, "fetch", lambda device, source, into, after: fetch(device, source, into, after=None)
     )
     model = model_directory(tmp_path / "gpt2", "gpt2")
-    with queued(monkeypatch) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
+    with queued(monkeypatch) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
         train(ours, batches(1))
         assert cuda.bare
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import DROPOUT, model_directory
+from engine_bench import DROPOUT, engine, model_directory
+from late_transfers import late_engine
 
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.updater import SpeculativeStep
@@ -40,6 +44,27 @@ FIRST = "transformer.h.0.ln_1.weight"  # one of the last gradients of a backward
 
 def gpt2(folder: Path, *, tied: bool = True) -> Path:
     return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A builder of engines for a small GPT-2 with dropout, whose state may be on one drive."""
+
+    model: Path
+    drive: Path
+
+    @contextmanager
+    def __call__(self, home: str | Sequence[str], *words: str, held: bool = False, **extra: Any) -> Iterator[Any]:
+        """Yield an engine with the placement `home`, which is a name in `HOMES` or words.
+
+        `held`: see `hold_up`. `extra`: keywords of `engine`, and `late`, a MonkeyPatch with which transfers are late.
+        """
+        build = partial(late_engine, late) if (late := extra.pop("late", None)) else engine
+        home = HOMES[home] if isinstance(home, str) else home
+        with build(self.model, *home, *words, drives=[self.drive], **extra) as ours:
+            if held:
+                hold_up(ours)
+            yield ours
 
 
 def skip_last_block(trained: Any, steps: set[int]) -> Callable[[int], None]:

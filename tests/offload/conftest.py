@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
-from placements import record_kept
+from placements import Build, gpt2, record_kept
 
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
 
@@ -35,3 +36,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connect simulated ranks over the loopback interface."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def build(folder: Path, drive: Path) -> Build:
+    return Build(gpt2(folder), drive)

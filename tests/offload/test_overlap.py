@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from engine_bench import (
     masters,
     train,
 )
-from placements import BEHIND, HOMES, gpt2, skip_last_block
+from placements import BEHIND, HOMES, Build, skip_last_block
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
@@ -43,10 +42,10 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small", "slow_pages")
 # -- every wait is needed --------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
+def test_a_weight_that_is_read_without_a_hook_is_nan(build: Build) -> None:
     """Right after a step the updated weights are NaN; after a wait none are."""
     held = threading.Event()
-    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
+    with build("all in RAM", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
         walk = Updater._update_all
         patch.setattr(Updater, "_update_all", lambda *given: (held.wait(), walk(*given)))
         train(ours, batches(1))
@@ -57,12 +56,10 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
         assert not any(use.isnan().any() for use in uses)
 
 
-def test_a_backward_waits_for_units_that_its_forward_skipped(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backward_waits_for_units_that_its_forward_skipped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's page is slow to reach the drive, and the next forward skips that block."""
-    model, unused, commit, write = gpt2(folder), {2, 3, 5}, PlacedWeights.commit, PageStore.write
-    with engine(model, *REFERENCE) as reference:
+    unused, commit, write = {2, 3, 5}, PlacedWeights.commit, PageStore.write
+    with engine(build.model, *REFERENCE) as reference:
         expected = train(reference, batches(6), before=skip_last_block(reference, unused))
         weights = masters(reference)
 
@@ -82,7 +79,7 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(
     monkeypatch.setattr(PlacedWeights, "commit", committed)
     monkeypatch.setattr(PageStore, "write", written)
     words = [*HOMES["weights and gradients on the drive"], "tiered.page_buffers=99"]  # all pages are read ahead
-    with engine(model, *words, BEHIND, drives=[drive]) as ours:
+    with build(words, BEHIND) as ours:
         assert train(ours, batches(6), before=skip_last_block(ours, unused)) == expected
         assert_same(masters(ours), weights)
 
@@ -91,9 +88,9 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(
 
 
 @pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive"])
-def test_evaluation_masters_and_weights_wait_for_the_update(home: str, folder: Path, drive: Path) -> None:
+def test_evaluation_masters_and_weights_wait_for_the_update(home: str, build: Build) -> None:
     """Between any two steps they see the state after the step."""
-    model, found = gpt2(folder), []
+    found = []
     looks = {
         "loss": lambda ours, batch: ours.eval_loss(batch),
         "masters": lambda ours, batch: digest(masters(ours).values()),
@@ -101,7 +98,7 @@ def test_evaluation_masters_and_weights_wait_for_the_update(home: str, folder: P
         "last master": lambda ours, batch: digest([ours.offloaded.master(ours.offloaded.trained[-1])]),
     }
     for words in ([*HOMES[home], "tiered.overlap=off"], [*HOMES[home], BEHIND]):
-        with engine(model, *words, drives=[drive]) as ours:
+        with build(words) as ours:
             seen = []
             for batch, look in zip(batches(4), looks.values(), strict=True):
                 seen.append((train(ours, [batch]), look(ours, batch)))
@@ -109,28 +106,28 @@ def test_evaluation_masters_and_weights_wait_for_the_update(home: str, folder: P
     assert found[0] == found[1]
 
 
-def test_closing_waits_for_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_a_running_update(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, go = Updater._update_all, threading.Event()
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, "tiered.state_copies=2", drives=[drive]) as ours:
-        ours.offloaded.enable_manifest(model=folder)
+    with build("nothing in RAM", BEHIND, "tiered.state_copies=2") as ours:
+        ours.offloaded.enable_manifest(model=build.model)
         train(ours, batches(1))
         assert ours.offloaded.update_progress.is_running
         ours.commit({})
         threading.Timer(0.1, go.set).start()
         ours.close()
-        (index,) = drive.glob("offload-trainer/run-*/store.json")
+        (index,) = build.drive.glob("offload-trainer/run-*/store.json")
         assert read_newest(read_description(index.parent)).step == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, drive: Path) -> None:
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(build: Build) -> None:
+    with build("nothing in RAM", BEHIND) as ours:
         train(ours, batches(1))
         ours.synchronize()
-        file = next(drive.glob("offload-trainer/run-*/state"))
+        file = next(build.drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.truncate(8192)
         train(ours, batches(1))  # this step's update fails
@@ -145,7 +142,7 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
 # -- timings -----------------------------------------------------------------------------------------------------------
 
 
-def test_waited_and_hidden_seconds_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waited_and_hidden_seconds_add_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
     walk, wait, waited_for = Updater._update_all, UpdateProgress._wait, threading.Event()
 
@@ -163,7 +160,7 @@ def test_waited_and_hidden_seconds_add_up(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Updater, "_update_all", slowly)
     for how in (BEHIND, "tiered.overlap=off"):
         clock = PhaseClock()
-        with engine(gpt2(folder), "--ram-fraction", "1", how) as ours:
+        with build("all in RAM", how) as ours:
             ours.train_step(batches(1), lr=1e-3, clock=clock)
             first = clock.take()
             time.sleep(0.1)
@@ -181,13 +178,13 @@ def test_waited_and_hidden_seconds_add_up(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
-def test_the_update_does_not_compute_while_a_cpu_runs_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_does_not_compute_while_a_cpu_runs_the_model(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, seen = Updater._update_all, []
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
+        with build("all in RAM", BEHIND) as ours:
             train(ours, batches(1))
             ours.synchronize()
             other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -198,9 +195,9 @@ def test_the_update_does_not_compute_while_a_cpu_runs_the_model(folder: Path, mo
         torch.set_num_threads(before)
 
 
-def test_an_error_in_the_update_is_raised_by_every_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_update_is_raised_by_every_wait(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any exception is raised at the next wait, even if it occurs before anything waits."""
-    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
+    with build("all in RAM", BEHIND) as ours:
         train(ours, batches(1))
         ours.synchronize()
         monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)

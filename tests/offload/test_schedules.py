@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
-from late_transfers import late_engine
-from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, gpt2, hold_up, plant
+from engine_bench import assert_same, batches, digest, masters, plain, saved, train
+from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant
 
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.updater import MispredictionWatch
@@ -38,17 +36,16 @@ QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make te
     [pytest.param(h, marks=() if h in QUICK else pytest.mark.slow) for h in HOMES if h != "all on the device"],
 )
 def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
-    home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]
+    home: str, build: Build, kept: list[tuple[int, int]]
 ) -> None:
     """bf16 with dropout. About one in four steps is clipped."""
-    model, steps = gpt2(folder), 8
-    limit = one_in(4, model, steps)
+    steps = 8
+    limit = one_in(4, build.model, steps)
     clip = f"optim.max_grad_norm={limit}"
-    expected, weights = plain(model, steps, clip)
+    expected, weights = plain(build.model, steps, clip)
     clipped = [norm is not None and norm > limit for _, norm in expected]
     assert 0 < sum(clipped) < steps
-    with engine(model, *HOMES[home], clip, FULL, drives=[drive], shadows=0.6) as ours:
-        hold_up(ours)
+    with build(home, clip, FULL, held=True, shadows=0.6) as ours:
         assert train(ours, batches(steps)) == expected
         assert_same(masters(ours), weights)
     assert [(counted, done > 0) for counted, done in kept] == [
@@ -78,8 +75,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     shadows: float,
     dtype: str,
     late: bool,
-    folder: Path,
-    drive: Path,
+    build: Build,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,11 +90,9 @@ def test_a_step_that_is_skipped_changes_nothing(
         monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(begun)))
     found = []
     for how in (IN_LINE, schedule):
-        build = partial(late_engine, monkeypatch) if late and how != IN_LINE else engine
-        with build(gpt2(folder), *home, "--dtype", dtype, how, drives=[drive], shadows=shadows) as ours:
+        words = {"late": monkeypatch if late and how != IN_LINE else None, "held": how == FULL and not late}
+        with build(home, "--dtype", dtype, how, **words, shadows=shadows) as ours:
             before = plant(ours, {1: float("inf"), 3: float("inf"), 4: float("nan")})
-            if how == FULL and not late:
-                hold_up(ours)
             seen = []
             for number, batch in enumerate(batches(6), 1):
                 before(number)
@@ -126,18 +120,16 @@ SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device tran
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if "on the device" in case else pytest.mark.slow) for case in SNAPSHOTS]
 )
-def test_a_snapshot_is_of_its_step(
-    case: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written while later steps already update pages, and a run resumes from it, also during an update."""
-    (home, how, shadows), model, data, put = SNAPSHOTS[case], gpt2(folder), batches(6), TieredSnapshot._put
-    with engine(model, *home, IN_LINE, drives=[drive]) as ours:
+    (home, how, shadows), data, put = SNAPSHOTS[case], batches(6), TieredSnapshot._put
+    with build(home, IN_LINE) as ours:
         steps = train(ours, data[:3])
         expected = saved(ours, tmp_path / "in line")
         steps += train(ours, data[3:])
         weights = masters(ours)
-    build = partial(late_engine, monkeypatch) if "on the device" in case else engine
-    with build(model, *home, how, drives=[drive], shadows=shadows) as ours:
+    late = monkeypatch if "on the device" in case else None
+    with build(home, how, shadows=shadows, late=late) as ours:
         monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (put(*given), time.sleep(0.01)))
         found = train(ours, data[:3])
         snapshot = ours.snapshot()

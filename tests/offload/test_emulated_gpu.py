@@ -1,5 +1,5 @@
-"""Tests of the CUDA device on simulated streams that run late, and of the emulated GPU: the engine trains on it as plain
-torch does, and it finds what fails on CUDA.
+"""Tests of the CUDA device on simulated streams that run late, and of the emulated GPU: the engine trains on it as
+plain torch does, and it finds what fails on CUDA.
 """
 
 from __future__ import annotations

@@ -90,11 +90,11 @@ class EmulatedGpu:
 
     def tag_of(self, tensor: torch.Tensor) -> str | None:
         """Return the tag of a tensor's storage, whose Python object stays as long as the storage."""
-        found: str | None = vars(tensor.untyped_storage()).get(f"tag {id(self)}")
-        return found
+        gpu, tag = vars(tensor.untyped_storage()).get("emulated", (None, None))
+        return tag if gpu is self else None
 
     def tag(self, tensor: torch.Tensor, tag: str | None) -> None:
-        vars(tensor.untyped_storage())[f"tag {id(self)}"] = tag
+        vars(tensor.untyped_storage())["emulated"] = self, tag
 
     def allocate(self, tensor: torch.Tensor) -> None:
         """Tag a new tensor of the GPU, or raise torch's error if the GPU is said to be full."""

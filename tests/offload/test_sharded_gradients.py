@@ -7,6 +7,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_gradients import model, names, places, sums
+from test_gradients import places, sums
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.optim import gradient_kernel as norms
 from offload_trainer.optim.gradient_kernel import TorchGradients
@@ -83,63 +85,88 @@ class ThreadOfNode(Node):
         self._meeting.all_gather_numbers(0)
 
 
+SHAPES = {  # pieces of norms are inside one rank's elements, or span two or all; some ranks have no elements of a unit
+    **{"wte": (50, 100), "h.0.w": (60, 100), "h.0.none": (9000,), "h.0.b": (60,)},
+    **{"h.1.large": (50_000,), "h.1.small": (300,), "h.1.last": (70, 301), "head.tiny": (7,)},
+}
+WEIGHTS = [
+    Weight(name, shape, unit=name.rpartition(".")[0] or name, block=name[0:2] == "h.", uses=1 + (name == "wte"))
+    for name, shape in SHAPES.items()
+]
+MODEL = units_of(ModelShape(tuple(WEIGHTS), layers=2, hidden=100, vocabulary=50, context=16))
+
+
+class OfGpu(CpuDevice):
+    """A device whose norms are those of a GPU."""
+
+    place = torch.device("cuda")
+
+
 def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
-    """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's."""
+    """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's.
+
+    One weight never has a gradient.
+    """
     generator = torch.Generator().manual_seed(seed)
-    uses = [place.weight for _, place in places(model(tied=True)) for _ in range(place.weight.uses)]
+    uses = [weight for weight in WEIGHTS for _ in range(weight.uses)]
     for number in torch.randperm(len(uses), generator=generator).tolist():
         gradient = torch.randn(uses[number].shape, generator=generator).bfloat16()
         gradient[torch.rand(uses[number].shape, generator=generator) < 0.5] = -0.0  # adding 0.0 would change the sign
-        if torch.rand(1, generator=generator) < 0.66:
+        if torch.rand(1, generator=generator) < 0.66 and "none" not in uses[number].name:
             to.add(uses[number].name, gradient, last=last)
     to.end_of_backward(last=last)
 
 
-def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torch.Tensor]]:
-    """Return the norm, the names of weights with a gradient, and their sums."""
-    gradients.finish()
-    found = {}
-    for unit, place in places(model(tied=True)):
-        if place.weight.name in gradients.arrived:
-            held = gradients.store.get(unit.index, place.start, place.weight.numel)
-            found[place.weight.name] = held.view(torch.int32)
-    return norms.global_norm(gradients.norms()), frozenset(gradients.arrived), found
+@dataclass(frozen=True)
+class Step:
+    """What the gradients of a step are, by the weights that have one."""
+
+    norms: dict[str, torch.Tensor]
+    sums: dict[str, torch.Tensor]
+
+
+def steps(gradients: AnyGradients, numbers: range, *, barrier: Callable[[], None]) -> list[Step]:
+    """Add up three steps' gradients, of the micro-batches with these numbers."""
+    found = []
+    for step in range(3):
+        for number in numbers:
+            hand_over(gradients, seed=100 * step + number, last=number == numbers[-1])
+        gradients.finish()
+        get = gradients.store.get
+        sums = {
+            place.weight.name: get(unit.index, place.start, place.weight.numel)
+            for unit, place in places(MODEL)
+            if place.weight.name in gradients.arrived
+        }
+        found.append(Step(gradients.norms(), sums))
+        barrier()  # a real update ends with a barrier, too
+        gradients.clear()
+    return found
 
 
 @pytest.mark.parametrize("home", [RAM, 0])
-@pytest.mark.parametrize(("world", "nodes", "piece"), [(2, 1, 1 << 17), (3, 1, 5000), (2, 2, 5000), (4, 2, 1 << 17)])
-def test_sums_are_those_of_one_rank(
+@pytest.mark.parametrize(
+    ("world", "nodes", "piece"),
+    [(2, 1, 1 << 17), (3, 1, 5000), (2, 2, 5000), (4, 2, 1 << 17), (5, 5, 1024), (5, 5, 16384), (5, 5, 65536)],
+)
+def test_sums_and_norms_are_those_of_one_rank(
     world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums in RAM and on a node's drive match one rank's; norm pieces of `piece` elements span several
-    ranks and nodes.
-    """
+    """Sums are in RAM or on a node's drive. Norms are those of a CPU in pieces of `piece` elements, or of a GPU."""
     monkeypatch.setattr(comm_cost, "_PIECE", piece)
-    units, micro = model(tied=True), MICRO * world
-    place = Place(world, nodes=nodes)
+    monkeypatch.setattr(comm_cost, "_CHUNK", 1 << piece.bit_length() - 1)
+    micro, names = MICRO * world, [weight.name for weight in WEIGHTS]
 
-    def steps(gradients: AnyGradients, *, rank: int, world: int, barrier: Callable[[], None]) -> list[object]:
-        found = []
-        for step in range(3):
-            for number in range(rank, micro, world):
-                hand_over(gradients, seed=micro * step + number, last=number + world >= micro)
-            found.append(bits(gradients))
-            barrier()  # a real update ends with a barrier, too
-            gradients.clear()
-        return found
-
-    def of_rank(rank: int) -> list[object]:
+    def of_rank(rank: int, device: CpuDevice, place: Place) -> list[Step]:
         node, transfers = ThreadOfNode(rank, place), Transfers()
-        files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
-        sums = [4 * unit.trained for unit in units]
-        made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
-        store = UnitStore(sums, [home] * len(units), **made_of)  # type: ignore[arg-type]
-        order = names(units)
+        files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in MODEL))]
+        sums, homes = [4 * unit.trained for unit in MODEL], [home] * len(MODEL)
+        store = UnitStore(sums, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
         gradients = ShardedGradients(
-            units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node, kernel=TorchGradients()
+            MODEL, store, given=torch.bfloat16, device=device, order=names, node=node, kernel=TorchGradients()
         )
         try:
-            return steps(gradients, rank=rank, world=world, barrier=node.barrier)
+            return steps(gradients, range(rank, micro, world), barrier=node.barrier)
         except BaseException:
             place.leave(rank)
             raise
@@ -147,66 +174,24 @@ def test_sums_are_those_of_one_rank(
             transfers.close()
             files[0].close()
 
-    with ThreadPoolExecutor(world) as threads:
-        several = list(threads.map(of_rank, range(world)))
-    with sums(units, -1, device=CpuDevice()) as alone:
-        expected = steps(alone, rank=0, world=1, barrier=lambda: None)
-    for rank, found in enumerate(several):
-        for ours, right in zip(found, expected, strict=True):
-            assert ours[:2] == right[:2]  # type: ignore[index]
-            for unit, place in places(units):
-                first, end = range_of_rank(unit, rank, ranks=world)
-                own = slice(max(0, first - place.start), max(0, end - place.start))
-                if (name := place.weight.name) in right[2]:  # type: ignore[index]
-                    assert torch.equal(ours[2][name][own], right[2][name][own]), name  # type: ignore[index]
+    for device, alone in ((CpuDevice(), norms.norm_of), (OfGpu(), norms.ordered_norm)):
+        with sums(MODEL, RAM, device=device, order=names) as gradients:
+            expected = steps(gradients, range(micro), barrier=lambda: None)
+        with ThreadPoolExecutor(world) as threads:
+            several = list(threads.map(partial(of_rank, device=device, place=Place(world, nodes=nodes)), range(world)))
+        for right, *of_ranks in zip(expected, *several, strict=True):
+            for unit, place in places(MODEL):
+                name, start = place.weight.name, place.start
+                assert all((name in ours.norms) == (name in right.norms) for ours in of_ranks), name
+                for rank, ours in enumerate(of_ranks if name in right.norms else ()):
+                    first, end = range_of_rank(unit, rank, ranks=world)
+                    own = slice(max(0, first - start), max(0, end - start))
+                    assert torch.equal(ours.sums[name][own].view(torch.int32), right.sums[name][own].view(torch.int32))
+                    assert torch.equal(ours.norms[name], right.norms[name]), name
+                    assert torch.equal(right.norms[name], alone(right.sums[name])), name
+            assert {*SHAPES} - {"h.0.none"} >= right.norms.keys() == right.sums.keys()
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("width", [1024, 16384, 65536])
-def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm pieces are inside one rank's elements, or span two or all. One weight has no gradient; some ranks no
-    elements.
-    """
-    world = 5
-    monkeypatch.setattr(comm_cost, "_PIECE", width)
-    monkeypatch.setattr(comm_cost, "_CHUNK", width)
-    shapes = {"a.large": (50_000,), "a.none": (9000,), "a.small": (300,), "a.last": (70, 301), "b.tiny": (7,)}
-    weights = [Weight(name, shape, unit=name[0]) for name, shape in shapes.items()]
-    units = units_of(ModelShape(tuple(weights), layers=1, hidden=1, vocabulary=1, context=1))
-    generator = torch.Generator().manual_seed(1)
-    whole = {unit.index: torch.randn(unit.trained, generator=generator) for unit in units}
-    arrived = shapes.keys() - {"a.none"}
-    placed = places(units)
-    place = Place(world, nodes=world)
-
-    def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
-        ours = ShardedNorms(
-            placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered, kernel=TorchGradients()
-        )
-        found = []
-        for _ in range(2):
-            for unit in units:
-                first, end = range_of_rank(unit, rank, ranks=world)
-                sums = torch.full((unit.trained,), float("nan"))  # elements of other ranks
-                sums[first:end] = whole[unit.index][first:end]
-                ours.take(unit.index, sums, arrived, staged=True)
-                sums.fill_(float("nan"))
-            found.append(ours.of(arrived))
-            ours.clear()
-        return found
-
-    with ThreadPoolExecutor(world) as threads:
-        found = [told for several in threads.map(of_rank, range(world)) for told in several]
-    alone = norms.ordered_norm if ordered else norms.norm_of
-    for told in found:
-        assert told.keys() == arrived
-        for unit, place_ in placed:
-            if (name := place_.weight.name) in arrived:
-                values = whole[unit.index][place_.start :][: place_.weight.numel]
-                assert torch.equal(told[name], alone(values)), name
-
-
-UNITS = [0, 1, 2]
 PAGES = [  # pages of each rank
     [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)],
     [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)],
@@ -216,7 +201,7 @@ PAGES = [  # pages of each rank
 @pytest.fixture
 def ranks() -> Any:
     barrier = threading.Barrier(2, timeout=300)
-    made = [UpdateProgress(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
+    made = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in PAGES]
     for one in made:
         one.begin()
     yield made
@@ -226,7 +211,7 @@ def ranks() -> Any:
 
 
 def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
-    return [[one.is_ready(unit) for unit in UNITS] for one in ranks]
+    return [[one.is_ready(unit) for unit in range(3)] for one in ranks]
 
 
 def test_a_unit_is_ready_once_all_ranks_have_updated_it(ranks: list[UpdateProgress]) -> None:
@@ -248,6 +233,6 @@ def test_a_unit_is_ready_once_all_ranks_have_updated_it(ranks: list[UpdateProgre
 def test_an_error_of_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
     first, _ = ranks
     first.completion_callback(2)(TrainerError("the drive is gone"))
-    for unit in UNITS:
+    for unit in range(3):
         with pytest.raises(TrainerError, match="the drive is gone"):
             first.wait(unit)

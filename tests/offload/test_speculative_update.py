@@ -78,59 +78,45 @@ def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypa
         assert forgotten
 
 
-# -- every wait is needed --------------------------------------------------------------------------------------------
+# -- early pages -------------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_written_during_the_backward_and_copies_flip_after_it(build: Build) -> None:
-    """During the backward the pages of complete units are written, but the committed copy changes only afterwards."""
-    seen = []
-    with build("nothing in RAM", FULL, held=True) as ours:
-        store, updater = ours.offloaded.store, ours.offloaded.updater
+@pytest.mark.parametrize(
+    ("home", "share"),
+    [(["--ram-fraction", "0.6"], 0.4), ([*AWAY, "--ram-fraction", "0.5"], 1.0), ("sums on the device", 1.0)],
+)
+def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], share: float, build: Build) -> None:
+    """Later blocks' pages are new when the backward reaches its last block, on drives and in RAM with shadow memory.
 
-        def look(_: torch.Tensor) -> None:
-            numbers = sorted(updater._speculative.written)
-            seen.append([(n, store.copies.valid(n)) for n in numbers])
-
-        ours.offloaded.parameters[FIRST][0].register_hook(look)
-        train(ours, batches(1))
-        ours.synchronize()
-        blocks = {unit.index for unit in ours.offloaded.units if unit.block}
-        ahead = [n for n, page in enumerate(store.pages) if page.unit in blocks and page.unit != min(blocks)]
-        assert set(ahead) <= {number for number, _ in seen[0]}
-        before = dict(seen[0])
-        assert all(store.copies.valid(number) == 1 - before[number] for number in ahead)
-
-
-# -- pages in RAM, with shadow memory for their old bytes --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("home", "share"), [(ALL, 0.4), ([*AWAY, *ALL], 1.0), (HOMES["sums on the device"], 1.0)])
-def test_pages_in_ram_are_updated_before_the_backward_has_ended(home: list[str], share: float, build: Build) -> None:
-    """The state of later blocks' pages with shadow memory is new when the backward reaches its last block, and its old
-    bytes are kept. No other page in RAM is updated early.
+    No other page is updated early. The valid copy of a page on a drive changes only afterwards, and of a page in RAM
+    the old bytes are kept.
     """
-    found = dict[int, tuple[torch.Tensor, torch.Tensor]]()
-    with build(home, UNCLIPPED, FULL, shadows=share, held=True) as ours:
+    valid, new_and_old = dict[int, int](), dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    with build(home, UNCLIPPED, FULL, held=True, shadows=share) as ours:
         store, updater = ours.offloaded.store, ours.offloaded.updater
-        state = {number: store.in_memory(number) for number in range(len(store.pages))}
-        before = {number: held.clone() for number, held in state.items() if held is not None}
+        state = {number: held for number in updater.numbers if (held := store.in_memory(number)) is not None}
+        before = {number: held.clone() for number, held in state.items()}
 
         def look(_: torch.Tensor) -> None:
-            for number in before.keys() & updater._speculative.written:
-                found[number] = state[number].clone(), updater.shadows._bytes[number].clone()
+            for number in sorted(updater._speculative.written):
+                valid[number] = store.copies.valid(number)
+                if number in state:
+                    new_and_old[number] = state[number].clone(), updater.shadows._bytes[number].clone()
 
         ours.offloaded.parameters[FIRST][0].register_hook(look)
         train(ours, batches(1))
         ours.synchronize()
         blocks = [unit.index for unit in ours.offloaded.units if unit.block]
-        later = {number for number in before if store.pages[number].unit in blocks[1:]}
-        shadowed = {number for number in range(len(store.pages)) if number in updater.shadows}
-        assert len(later & shadowed) > 5
-        assert later & shadowed <= found.keys() <= shadowed
-        assert share < 1 or later <= shadowed
+        later = {number for number, page in enumerate(store.pages) if page.unit in blocks[1:]}
+        away = {number for number, page in enumerate(store.pages) if page.home >= 0}
+        shadowed = {number for number in state if number in updater.shadows}
+        assert min(len(later & shadowed), len(later & away)) > 5
+        assert later & (away | shadowed) <= valid.keys() <= away | shadowed
+        assert share < 1 or later <= away | shadowed
         elements = sum(store.pages[number].elements for number in shadowed)
         assert elements <= share * sum(page.elements for page in store.pages)
-        for number, (new, old) in found.items():
+        assert all(store.copies.valid(number) == 1 - valid[number] for number in later & away)
+        for number, (new, old) in new_and_old.items():
             assert torch.equal(old, before[number])
             assert not torch.equal(new, old)
             assert torch.equal(new, state[number])  # it is not updated again

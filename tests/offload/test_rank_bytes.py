@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -120,7 +121,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     case = Case(model, tuple(words), tmp_path / "out", steps=STEPS, micro=MICRO, drives=(drive,))
     longer = replace(case, steps=STEPS + 1, out=tmp_path / "longer")
     both = run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", work=count_exchanges)
-    found, more = ([result.counts for result in of_case] for of_case in both)
+    found, more = ([Counter(result.counts) for result in of_case] for of_case in both)
     assert len(found) == world
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
@@ -137,43 +138,35 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
-
-    def counted(name: str) -> int:
-        return sum(of_rank.get(name, 0) for of_rank in found)
-
-    assert counted("read") == STEPS * sum(one.read for one in drives)
-    assert counted("written") == STEPS * sum(one.written for one in drives)
-
-    ways = [
-        ("added", "laid_out", OUTBOX, "backward"),
-        ("gradients_in", "gradients_out", NETWORK, "backward"),
-        ("weights_in", "weights_out", NETWORK, "update"),
-    ]
-    for read, written, link, phase in ways:
-        planned = [sum(way) for way in zip(*(one.bytes(link, phase) for one in moved), strict=True)]
-        if read == "added":  # Inboxes count too, except for marks and for padding between weights.
-            planned[0] += sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
-        assert [counted(read), counted(written)] == [STEPS * size for size in planned], link
-    in_a_step = [
-        (
-            after.get("from_ram", 0) - before.get("from_ram", 0),
-            after.get("from_others", 0) - before.get("from_others", 0),
-        )
-        for before, after in zip(found, more, strict=True)
-    ]  # A run ends with the fetches that its next step would begin with.
+    counted = sum(found, Counter[str]())
+    # Gradients in inboxes are added too, except for marks and for padding between weights.
+    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+    planned = {
+        "read": sum(one.read for one in drives),
+        "written": sum(one.written for one in drives),
+        "added": sum(one.bytes(OUTBOX, "backward")[0] for one in moved) + inboxes,
+        "laid_out": sum(one.bytes(OUTBOX, "backward")[1] for one in moved),
+        "gradients_in": sum(one.bytes(NETWORK, "backward")[0] for one in moved),
+        "gradients_out": sum(one.bytes(NETWORK, "backward")[1] for one in moved),
+        "weights_in": sum(one.bytes(NETWORK, "update")[0] for one in moved),
+        "weights_out": sum(one.bytes(NETWORK, "update")[1] for one in moved),
+        "sums": sum(one.sums for one in moved),
+    }
+    assert {name: counted[name] for name in planned} == {name: STEPS * size for name, size in planned.items()}
+    assert (counted["laid_out"] > 0) == (world > 1)
+    assert (counted["gradients_in"] > 0) == (counted["weights_in"] > 0) == (nodes > 1)
+    ways = ("from_ram", "from_others")  # A run ends with the fetches that its next step would begin with.
+    in_a_step = [[after[way] - of_rank[way] for way in ways] for of_rank, after in zip(found, more, strict=True)]
     taken = sum(by_parts.values(), TransferBytes(0, 0))
-    assert in_a_step == [(taken.from_ram, taken.from_others)] * world
+    assert in_a_step == [[taken.from_ram, taken.from_others]] * world
     device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
     assert world == 1 or sum(one.read for one in device) == taken.from_ram
     assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == taken.from_others
     assert (taken.from_others > 0) == (world > 1)
-    assert counted("sums") == STEPS * sum(one.sums for one in moved)
-    assert (counted("laid_out") > 0) == (world > 1)
-    assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
-    assert {of_rank.get("barriers", 0) for of_rank in found} == {found[0].get("barriers", 0)}
-    assert found[0].get("barriers", 0) / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
+    assert {of_rank["barriers"] for of_rank in found} == {found[0]["barriers"]}
+    assert found[0]["barriers"] / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
-    assert {of_rank.get("gathers", 0) for of_rank in found} == {STEPS * nodes * moved[0].gathers}
+    assert {of_rank["gathers"] for of_rank in found} == {STEPS * nodes * moved[0].gathers}
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:

@@ -33,11 +33,5 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connect simulated ranks over the loopback interface."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-@pytest.fixture
 def build(folder: Path, drive: Path) -> Build:
     return Build(gpt2(folder), drive)

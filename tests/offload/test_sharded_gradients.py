@@ -1,21 +1,19 @@
-"""Tests of ranks that threads simulate: their gradients add up to one rank's sums bit for bit, whichever rank had one
-and in whatever order they arrived, and a unit is ready only after all of them have updated it.
+"""Tests of gradients of several ranks: they add up to one rank's sums bit for bit, whichever rank had one and in
+whatever order they arrived, and a unit is ready only after all of them have updated it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from engine_bench import digest
+from forked_ranks import in_ranks
 from test_gradients import places, sums
 
 from offload_trainer.errors import TrainerError
@@ -25,66 +23,13 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.optim import gradient_kernel as norms
-from offload_trainer.optim.gradient_kernel import TorchGradients
+from offload_trainer.optim.gradient_kernel import TorchGradients, norm_of, ordered_norm
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
-from offload_trainer.ranks import Group, _connect
-from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Transfers
 
-pytestmark = pytest.mark.usefixtures("loopback")
-AnyGradients = Gradients | ShardedGradients
-MICRO = 2  # micro-batches of each rank
-
-
-class Place:
-    """What the simulated ranks of one process share: the memory of each node, and a store where they find each other.
-
-    Their connections are those of real ranks.
-    """
-
-    def __init__(self, world: int, *, nodes: int) -> None:
-        each = world // nodes
-        self.world, self.nodes = world, tuple(range(first, first + each) for first in range(0, world, each))
-        self.made: dict[tuple[int, int], torch.Tensor] = {}
-        self._store, self._groups = dist.HashStore(), list[Group]()
-
-    def group(self, name: str, rank: int) -> Group:
-        """Connect the calling thread's rank to all others, whose threads call this at the same time."""
-        group = _connect(name, range(self.world), patience=300, rank=rank, store=self._store)
-        self._groups.append(group)
-        return group
-
-    def leave(self, rank: int) -> None:
-        """Close all connections of a rank, so that no other waits for it."""
-        for group in self._groups:
-            if group.rank == rank:
-                group.close()
-
-
-class ThreadOfNode(Node):
-    """A Node for one of several simulated ranks in one process."""
-
-    def __init__(self, rank: int, place: Place) -> None:
-        super().__init__()
-        self.rank, self.world, self.nodes = rank, place.world, place.nodes
-        self.number = next(number for number, its in enumerate(place.nodes) if rank in its)
-        self._place, self._asked = place, count()
-        self._meeting, self._point_to_point = place.group("meeting", rank), place.group("tensors", rank)
-
-    def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
-        number = next(self._asked)
-        if self.is_first:
-            self._place.made[self.number, number] = host_buffer(size)
-        self.barrier()
-        return self._place.made[self.number, number]
-
-    def barrier(self) -> None:
-        self._meeting.all_gather_numbers(0)
-
-
+MICRO, STEPS = 2, 3  # micro-batches of each rank in a step
 SHAPES = {  # pieces of norms are inside one rank's elements, or span two or all; some ranks have no elements of a unit
     **{"wte": (50, 100), "h.0.w": (60, 100), "h.0.none": (9000,), "h.0.b": (60,)},
     **{"h.1.large": (50_000,), "h.1.small": (300,), "h.1.last": (70, 301), "head.tiny": (7,)},
@@ -94,6 +39,7 @@ WEIGHTS = [
     for name, shape in SHAPES.items()
 ]
 MODEL = units_of(ModelShape(tuple(WEIGHTS), layers=2, hidden=100, vocabulary=50, context=16))
+NAMES = [weight.name for weight in WEIGHTS]
 
 
 class OfGpu(CpuDevice):
@@ -102,7 +48,17 @@ class OfGpu(CpuDevice):
     place = torch.device("cuda")
 
 
-def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
+# Elements of a norm's piece, where the sums are, and the device.
+CASES = [*product((1024, 5000, 16384, 65536, 1 << 17), (RAM, 0), (CpuDevice, OfGpu))]
+Sums = dict[str, torch.Tensor]
+
+
+def measure_in(piece: int, replace: Callable[..., None] = setattr) -> None:
+    replace(comm_cost, "_PIECE", piece)
+    replace(comm_cost, "_CHUNK", 1 << piece.bit_length() - 1)
+
+
+def hand_over(to: Gradients | ShardedGradients, *, seed: int, last: bool) -> None:
     """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's.
 
     One weight never has a gradient.
@@ -117,79 +73,69 @@ def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
     to.end_of_backward(last=last)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What the gradients of a step are, by the weights that have one."""
-
-    norms: dict[str, torch.Tensor]
-    sums: dict[str, torch.Tensor]
-
-
-def steps(gradients: AnyGradients, numbers: range, *, barrier: Callable[[], None]) -> list[Step]:
-    """Add up three steps' gradients, of the micro-batches with these numbers."""
+def steps(
+    gradients: Gradients | ShardedGradients, numbers: range, *, barrier: Callable[[], None]
+) -> list[tuple[dict[str, float], Sums]]:
+    """Add up the gradients of the micro-batches with these numbers; return each step's norms and sums."""
     found = []
-    for step in range(3):
+    for step in range(STEPS):
         for number in numbers:
             hand_over(gradients, seed=100 * step + number, last=number == numbers[-1])
         gradients.finish()
-        get = gradients.store.get
-        sums = {
-            place.weight.name: get(unit.index, place.start, place.weight.numel)
+        whole = {
+            place.weight.name: gradients.store.get(unit.index, place.start, place.weight.numel)
             for unit, place in places(MODEL)
             if place.weight.name in gradients.arrived
         }
-        found.append(Step(gradients.norms(), sums))
+        found.append(({name: float(norm) for name, norm in gradients.norms().items()}, whole))
         barrier()  # a real update ends with a barrier, too
         gradients.clear()
     return found
 
 
-@pytest.mark.parametrize("home", [RAM, 0])
-@pytest.mark.parametrize(
-    ("world", "nodes", "piece"),
-    [(2, 1, 1 << 17), (3, 1, 5000), (2, 2, 5000), (4, 2, 1 << 17), (5, 5, 1024), (5, 5, 16384), (5, 5, 65536)],
-)
-def test_sums_and_norms_are_those_of_one_rank(
-    world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sums are in RAM or on a node's drive. Norms are those of a CPU in pieces of `piece` elements, or of a GPU."""
-    monkeypatch.setattr(comm_cost, "_PIECE", piece)
-    monkeypatch.setattr(comm_cost, "_CHUNK", 1 << piece.bit_length() - 1)
-    micro, names = MICRO * world, [weight.name for weight in WEIGHTS]
+def of_range(whole: Sums, rank: int, world: int) -> dict[str, str]:
+    """Return digests of a rank's part of the sums."""
+    found = {}
+    for unit, place in places(MODEL):
+        first, end = range_of_rank(unit, rank, ranks=world)
+        own = slice(max(0, first - place.start), max(0, end - place.start))
+        if place.weight.name in whole:
+            found[place.weight.name] = digest([whole[place.weight.name][own]])
+    return found
 
-    def of_rank(rank: int, device: CpuDevice, place: Place) -> list[Step]:
-        node, transfers = ThreadOfNode(rank, place), Transfers()
-        files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in MODEL))]
-        sums, homes = [4 * unit.trained for unit in MODEL], [home] * len(MODEL)
-        store = UnitStore(sums, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
+
+def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
+    """As a rank, return the norms and the digests of its sums for each step of each case."""
+    node, transfers, found = Node(together=True), Transfers(), []
+    sizes = [4 * unit.trained for unit in MODEL]
+    for piece, home, device in CASES:
+        measure_in(piece)
+        files, homes = [DriveFile(folder / f"sums-{node.number}", sum(sizes))], [home] * len(MODEL)
+        store = UnitStore(sizes, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
         gradients = ShardedGradients(
-            MODEL, store, given=torch.bfloat16, device=device, order=names, node=node, kernel=TorchGradients()
+            MODEL, store, given=torch.bfloat16, device=device(), order=NAMES, node=node, kernel=TorchGradients()
         )
-        try:
-            return steps(gradients, range(rank, micro, world), barrier=node.barrier)
-        except BaseException:
-            place.leave(rank)
-            raise
-        finally:
-            transfers.close()
-            files[0].close()
+        done = steps(gradients, range(node.rank, MICRO * node.world, node.world), barrier=node.barrier)
+        found.append([(norms, of_range(whole, node.rank, node.world)) for norms, whole in done])
+        files[0].close()
+    return found
 
-    for device, alone in ((CpuDevice(), norms.norm_of), (OfGpu(), norms.ordered_norm)):
-        with sums(MODEL, RAM, device=device, order=names) as gradients:
-            expected = steps(gradients, range(micro), barrier=lambda: None)
-        with ThreadPoolExecutor(world) as threads:
-            several = list(threads.map(partial(of_rank, device=device, place=Place(world, nodes=nodes)), range(world)))
-        for right, *of_ranks in zip(expected, *several, strict=True):
-            for unit, place in places(MODEL):
-                name, start = place.weight.name, place.start
-                assert all((name in ours.norms) == (name in right.norms) for ours in of_ranks), name
-                for rank, ours in enumerate(of_ranks if name in right.norms else ()):
-                    first, end = range_of_rank(unit, rank, ranks=world)
-                    own = slice(max(0, first - start), max(0, end - start))
-                    assert torch.equal(ours.sums[name][own].view(torch.int32), right.sums[name][own].view(torch.int32))
-                    assert torch.equal(ours.norms[name], right.norms[name]), name
-                    assert torch.equal(right.norms[name], alone(right.sums[name])), name
-            assert {*SHAPES} - {"h.0.none"} >= right.norms.keys() == right.sums.keys()
+
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (3, 1), (2, 2), (4, 2), (5, 5)])
+def test_sums_and_norms_are_those_of_one_rank(
+    world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are in RAM or on a node's drive. Norms are a CPU's or a GPU's, in pieces that span ranks and nodes."""
+    of_ranks = in_ranks(add_up, tmp_path, count=world, nodes=nodes, folder=tmp_path)
+    for (piece, _, device), *found in zip(CASES, *of_ranks, strict=True):
+        measure_in(piece, monkeypatch.setattr)
+        with sums(MODEL, RAM, device=device(), order=NAMES) as alone:
+            expected = steps(alone, range(MICRO * world), barrier=lambda: None)
+        for (norms, whole), *of_step in zip(expected, *found, strict=True):
+            assert of_step == [(norms, of_range(whole, rank, world)) for rank in range(world)]
+            assert norms.keys() == whole.keys() < set(NAMES)
+            alone_norm = ordered_norm if device is OfGpu else norm_of
+            assert norms == {name: float(alone_norm(whole[name])) for name in whole}
 
 
 PAGES = [  # pages of each rank

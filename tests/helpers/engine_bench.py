@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,13 @@ def train(
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+
+
+def assert_near(steps: Sequence[Step], expected: Sequence[Step], *, rel: float) -> None:
+    """Assert that losses differ by at most `rel`, and gradient norms by at most ten times as much."""
+    for found, right in zip(steps, expected, strict=True):
+        for value, wanted, limit in zip(found, right, (rel, 10 * rel), strict=True):
+            assert math.isclose(value, wanted, rel_tol=limit), (steps, expected)
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

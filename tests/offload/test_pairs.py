@@ -68,7 +68,8 @@ BLOCKS = {
     "reentrant": [ON, REENTRANT],
     "by parts": [OFF, BY_MODULE],
     "by parts, in one buffer": [ON, BY_MODULE, "tiered.weight_buffers=1"],
-    "inputs on the drive": [ON, "model.offload_activations=nvme"],
+    "inputs on drives": [ON, "model.offload_activations=nvme"],
+    "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
     "breadth-first": [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"],
 }
 COLUMNS = {
@@ -140,9 +141,11 @@ def test_placement_and_schedule_change_no_bit(
 ) -> None:
     setting, blocks = row["setting"], BLOCKS[row["blocks"]]
     name, changes, words, accumulate = SETTINGS[setting]
-    model = model_directory(folder / setting, name, **{"n_layer": 3} | changes)
+    layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs
+    model = model_directory(folder / f"{setting}, {layers}", name, **{"n_layer": layers} | changes)
     # Rounding's noise is drawn by unit; on a GPU bits depend on the number of checkpointed blocks.
-    same = [word for word in blocks if (word == BY_MODULE and is_stored(setting)) or (word in (ON, OFF) and ON_GPU)]
+    same = [BY_MODULE] if BY_MODULE in blocks and is_stored(setting) else []
+    same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]
     schedule, _, shadows = row["schedule"].partition(", ")
     words = [*words, "--accumulate", str(accumulate), f"tiered.overlap={schedule}", *HOMES[row["home"]]]
     words += ["tiered.micro_batch_order=depth_first", *blocks]

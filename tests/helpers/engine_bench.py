@@ -132,6 +132,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. The engine
     has its `plan`, and as `candidate` what the planner counts for it.
     """
+    for drive in drives:
+        drive.mkdir(exist_ok=True)
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
     if alone := "plain" in words:
@@ -216,10 +218,15 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @cache
-def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM."""
-    with engine(model, *REFERENCE, *words) as reference:
-        return train(reference, batches(steps * accumulate), accumulate=accumulate), masters(reference)
+def plain(
+    model: Path, steps: int, *words: str, accumulate: int = 1, reference: tuple[str, ...] = REFERENCE, **size: int
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM.
+
+    `size`: that of the batches.
+    """
+    with engine(model, *reference, *words) as made:
+        return train(made, batches(steps * accumulate, **size), accumulate=accumulate), masters(made)
 
 
 def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
@@ -227,14 +234,6 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
     place.mkdir()
     ours.snapshot().write(place)
     return {path.name: path.read_bytes() for path in place.iterdir()}
-
-
-def drives(folder: Path, count: int) -> list[Path]:
-    """Return `count` directories for page files in `folder`."""
-    made = [folder / f"drive-{number}" for number in range(count)]
-    for drive in made:
-        drive.mkdir(exist_ok=True)
-    return made
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -15,7 +15,6 @@ from emulated_gpu import queued
 from engine_bench import (
     DROPOUT,
     batches,
-    drives,
     engine,
     model_directory,
     moved_in_step,
@@ -66,7 +65,7 @@ def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(home: s
     """On the CPU too, at most two of nine inputs stay in memory as they are, in addition to four buffers."""
     words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2")
     inputs, held = list[weakref.ref[Any]](), list[int]()
-    with engine(model_of(folder), *words, drives=drives(folder, 2)) as ours:
+    with engine(model_of(folder), *words, drives=[folder / "a", folder / "b"]) as ours:
         body = ours._module.model.transformer
         for block in body.h:
             block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
@@ -81,7 +80,7 @@ def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(home: s
     assert moved == ((9 - INPUT_BUFFERS) * INPUT, 9 * INPUT)
     assert sum(buffer.memory.numel() for buffer in ours.offloaded.activations._ring) == INPUT_BUFFERS * INPUT
     items = {(item.tier, item.bytes) for item in ours.plan.items if item.name == "block inputs"}
-    first, second = map(str, drives(folder, 2))
+    first, second = str(folder / "a"), str(folder / "b")
     assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), (first, 5 * INPUT), (second, 4 * INPUT)}
 
 
@@ -155,7 +154,7 @@ def test_impossible_offloads_are_refused(folder: Path, monkeypatch: pytest.Monke
     words = [*ON, "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
     with (
         pytest.raises(TrainerError, match=r"activations-0: 73.7 kB cannot be set aside there: No space left on device"),
-        engine(model_of(folder), *words, drives=drives(folder, 1)),
+        engine(model_of(folder), *words, drives=[folder / "a"]),
     ):
         pass
 

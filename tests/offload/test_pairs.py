@@ -9,25 +9,23 @@ Pages are updated slowly, and every step of an update during the backward is spe
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_bench import (
     DROPOUT,
     ON_GPU,
     REENTRANT,
     REFERENCE,
-    Step,
     assert_same,
     batches,
-    drives,
     engine,
     masters,
     model_directory,
+    plain,
     train,
 )
 from late_transfers import late_engine
@@ -117,24 +115,6 @@ def of_row(row: dict[str, str], number: int) -> Any:
     return pytest.param(row, id=", ".join(row[name] for name in COLUMNS), marks=() if quick else pytest.mark.slow)
 
 
-def data_of(setting: str) -> list[Any]:
-    small = {"rows": 1, "length": 3} if "unused" in setting else {}
-    return batches(STEPS * SETTINGS[setting][3], **small)
-
-
-@cache
-def expected(model: Path, setting: str, *same: str) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    _, _, words, accumulate = SETTINGS[setting]
-    reference = REFERENCE if not is_stored(setting) else ("--ram-fraction", "1", "tiered.overlap=off")
-    with engine(model, *reference, *words, "--accumulate", str(accumulate), *same) as plain:
-        return train(plain, data_of(setting), accumulate=accumulate), masters(plain)
-
-
-def is_stored(setting: str) -> bool:
-    """Return whether the setting's moments are rounded when they are stored, with noise for each unit."""
-    return "moments" in setting
-
-
 @pytest.mark.parametrize("row", [of_row(row, number) for number, row in enumerate(rows())])
 def test_placement_and_schedule_change_no_bit(
     row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,20 +123,23 @@ def test_placement_and_schedule_change_no_bit(
     name, changes, words, accumulate = SETTINGS[setting]
     layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs
     model = model_directory(folder / f"{setting}, {layers}", name, **{"n_layer": layers} | changes)
-    # Rounding's noise is drawn by unit; on a GPU bits depend on the number of checkpointed blocks.
-    same = [BY_MODULE] if BY_MODULE in blocks and is_stored(setting) else []
-    same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]
+    stored = "moments" in setting  # they are rounded, with noise for each unit
+    same = [BY_MODULE] if BY_MODULE in blocks and stored else []
+    same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]  # changes bits
     schedule, _, shadows = row["schedule"].partition(", ")
-    words = [*words, "--accumulate", str(accumulate), f"tiered.overlap={schedule}", *HOMES[row["home"]]]
+    always = [*words, "--accumulate", str(accumulate)]
+    words = [*always, f"tiered.overlap={schedule}", *HOMES[row["home"]]]
     words += ["tiered.micro_batch_order=depth_first", *blocks]
     late = row["transfers"] == "late" and not ON_GPU  # where they stand in for a GPU's
-    count = 3 if "three" in row["home"] else 1
-    steps, weights = expected(model, setting, *same)
+    drives = [drive / f"{number}" for number in range(3 if "three" in row["home"] else 1)]
+    size = {"rows": 1, "length": 3} if "unused" in setting else {}
+    reference = ("--ram-fraction", "1", "tiered.overlap=off") if stored else REFERENCE
+    steps, weights = plain(model, STEPS, *always, *same, accumulate=accumulate, reference=reference, **size)
     build = partial(late_engine, monkeypatch) if late else engine
-    with build(model, *words, drives=drives(drive, count), shadows=0.6 * bool(shadows)) as ours:
+    with build(model, *words, drives=drives, shadows=0.6 * bool(shadows)) as ours:
         assert (ours._breadth_first is not None) == (row["blocks"] == "breadth-first" and accumulate > 1)
         assert any(unit.is_part for unit in ours.offloaded.units) == (BY_MODULE in blocks)
-        assert train(ours, data_of(setting), accumulate=accumulate) == steps
+        assert train(ours, batches(STEPS * accumulate, **size), accumulate=accumulate) == steps
         assert_same(masters(ours), weights)
 
 

@@ -115,7 +115,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     """
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
-    (drive := tmp_path / "drive").mkdir()
+    drive = tmp_path / "drive"
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
     words += ["--accumulate", str(MICRO // world), "tiered.weight_transfer=all_gather"]
     case = Case(model, tuple(words), tmp_path / "out", steps=STEPS, micro=MICRO, drives=(drive,))

@@ -122,7 +122,6 @@ def record_late(ours: Any, model: Path, read: list[tuple[int, str]]) -> None:
 def run(folder: Path, words: tuple[str, ...], *, count: int, nodes: int = 1, **size: int) -> list[Speculated]:
     """Train one case, whose steps have `micro` micro-batches on all ranks; return what each rank has seen."""
     name = f"{len([*folder.iterdir()])}"
-    (folder / "drive").mkdir(exist_ok=True)
     model = model_directory(folder / "model", "gpt2", **DROPOUT)
     case = Case(model, words, folder / name, **size, drives=(folder / "drive",))
     case = replace(case, words=(*words, "--accumulate", str(case.micro // count)))

@@ -55,7 +55,6 @@ MICRO = 12  # micro-batches of a step on all ranks together
 @pytest.fixture(scope="module")
 def cases(folder: Path) -> dict[str, Case]:
     models = {name: model_directory(folder / name, name, **changes) for name, changes in MODELS.items()}
-    (folder / "drive").mkdir()
     shared = {"steps": 2, "micro": MICRO, "drives": (folder / "drive",)}
     return {
         name: Case(models[model], words, folder, meanwhile=int(name in RESUMED), evaluate="gathered" in name, **shared)

@@ -69,8 +69,6 @@ def test_files_hold_one_whole_step_at_every_moment(
 ) -> None:
     """A kill at any page of any update would find the previous step, also with two drives."""
     drives = [build.drive / "a", build.drive / "b"]
-    for one in drives:
-        one.mkdir()
     seen: list[int] = []
     update = Updater._update
 

@@ -66,30 +66,17 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 def stepped(made: Any, *, accumulate: int, evaluate: bool) -> list[Step]:
     """Train four steps; `evaluate`: before each, and return the losses of evaluations as further steps."""
     data, seen = batches(4 * accumulate), list[Step]()
-    steps = train(
-        made,
-        data,
-        accumulate=accumulate,
-        before=lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None,
-    )
-    return steps + seen
+    look = lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None  # noqa: E731
+    return train(made, data, accumulate=accumulate, before=look) + seen
 
 
 def trained(
-    gpu: EmulatedGpu,
-    model: Path,
-    drive: Path,
-    words: list[str],
-    *,
-    accumulate: int = 1,
-    limit: float = 0,
-    shadows: float = 0,
-    evaluate: bool = False,
+    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1, limit: float = 0, **how: Any
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Return what `stepped` does on the emulated GPU, and the masters, without clipping unless there is a limit."""
-    device = gpu.device(staging_bytes=1 << 20, stagings=2)
+    device, evaluate = gpu.device(staging_bytes=1 << 20, stagings=2), how.pop("evaluate", False)
     given = [*words, "--accumulate", str(accumulate), f"optim.max_grad_norm={limit}"]
-    with engine(model, *given, drives=[drive], device=device, shadows=shadows) as ours:
+    with engine(model, *given, drives=[drive], device=device, **how) as ours:
         steps = stepped(ours, accumulate=accumulate, evaluate=evaluate)
         return steps, masters(ours)
 

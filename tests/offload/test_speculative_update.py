@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,15 +199,12 @@ def test_a_run_whose_steps_are_all_clipped_stops_speculating(
 # -- between steps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads_left() -> Callable[[], set[threading.Thread]]:
+def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(build: Build) -> None:
     before = set(threading.enumerate())
-    return lambda: {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("update")}
 
+    def threads_left() -> set[str]:
+        return {thread.name for thread in {*threading.enumerate()} - before if thread.name.startswith("update")}
 
-def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
-    build: Build, threads_left: Callable[[], set[threading.Thread]]
-) -> None:
     with build("nothing in RAM", FULL, held=True) as ours:
         ours.offloaded.parameters[FIRST][0].register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,6 +38,16 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
     made = HeldWrites()
     monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: made)
     return made
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the pages of state that are read."""
+    call, seen = PageStore.read, list[int]()
+    monkeypatch.setattr(
+        PageStore, "read", lambda store, n, *given, **more: (seen.append(n), call(store, n, *given, **more))[1]
+    )
+    return seen
 
 
 # -- bytes in flight ---------------------------------------------------------------------------------------------------
@@ -168,14 +178,12 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
 
 
 def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
-    build: Build, monkeypatch: Any
+    build: Build, read: list[int], monkeypatch: Any
 ) -> None:
     """After an update, state is read ahead until the slots are full, and is not read again later.
 
     Pages that are still being written would be read later, so the update's writes end first here.
     """
-    read: list[int] = []
-    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     read_ahead = PagePipeline.read_ahead
 
     def after_writes(pipeline: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
@@ -205,20 +213,10 @@ def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_
         assert sorted(read[len(on_drives) :][: len(on_drives)]) == on_drives
 
 
-def _noted(read: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    def noted(store: PageStore, number: int, *given: Any, **more: Any) -> Any:
-        seen.append(number)
-        return read(store, number, *given, **more)
-
-    return noted
-
-
-def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, writes: HeldWrites, monkeypatch: Any) -> None:
+def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, read: list[int], writes: HeldWrites) -> None:
     """Two slots are busy until all blocks except the first are complete; then pages are updated in the
     forward's order.
     """
-    read: list[int] = []
-    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
     with build(words) as ours:
         writes.hold["state"], writes.patience = 2, 60.0

@@ -41,28 +41,32 @@ from offload_trainer.errors import STORE
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.storage.transfer import Transfers
 
+Process = Fork | subprocess.Popen[bytes]
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def launched(rank: int, count: int, folder: Path, *, nodes: int = 1) -> dict[str, str]:
-    """Return what a launcher tells a rank whose rendezvous is `folder`, as if the ranks were spread over `nodes`."""
-    place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
-    return {name: str(value) for name, value in place.items()} | {STORE: f"{folder}/store"}
+def _start(scripts: Sequence[Sequence[object]], folder: Path, *, nodes: int = 1, **how: bool) -> list[Process]:
+    """Start scripts with their words as ranks, spread over `nodes` simulated nodes; `folder` is their rendezvous.
+
+    What rank N prints is in its file `told-N`. `how`: see `start`.
+    """
+    count, processes = len(scripts), []
+    for rank, argv in enumerate(scripts):
+        place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
+        told = {name: str(value) for name, value in place.items()} | {STORE: f"{folder}/store"}
+        out = folder / f"told-{rank}"
+        processes.append(start(*argv, stdout=out, stderr=out, **how, **told))
+    return processes
 
 
-def start_ranks(
-    work: Callable[..., Any], *given: Any, count: int, folder: Path, nodes: int = 1, **how: bool
-) -> list[Fork | subprocess.Popen[bytes]]:
-    """Start the ranks; what rank N prints is in the file `told-N` of `folder`. `how`: see `start`."""
+def start_ranks(work: Callable[..., Any], *given: Any, count: int, folder: Path, **how: Any) -> list[Process]:
+    """Start ranks that call `work(*given)`. `how`: see `_start`."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "work", "wb") as file:
         pickle.dump(sys.path, file)
         pickle.dump((work, given), file)
-    told = [folder / f"told-{rank}" for rank in range(count)]
-    return [
-        start(__file__, folder, stdout=out, stderr=out, **how, **launched(rank, count, folder, nodes=nodes))
-        for rank, out in enumerate(told)
-    ]
+    return _start([[__file__, folder]] * count, folder, **how)
 
 
 def in_ranks(work: Callable[..., Any], *given: Any, count: int, folder: Path, **how: Any) -> list[Any]:
@@ -93,13 +97,10 @@ def call_ranks(
     rank's words.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = [Path(folder) / f"told-{rank}" for rank in range(count)]
-        forks = []
-        for rank, path in enumerate(told):
-            given = [*script, *words, "--output", output, *(last if rank == count - 1 else ())]
-            forks.append(start(*given, stdout=path, stderr=path, **launched(rank, count, Path(folder))))
-        codes = [fork.wait(300) for fork in forks]
-        return [Run(code, path.read_text(errors="replace"), output) for code, path in zip(codes, told, strict=True)]
+        scripts = [[*script, *words, "--output", output, *(last if n + 1 == count else ())] for n in range(count)]
+        codes = [process.wait(300) for process in _start(scripts, Path(folder))]
+        told = [Path(folder, f"told-{rank}").read_text(errors="replace") for rank in range(count)]
+        return [Run(code, text, output) for code, text in zip(codes, told, strict=True)]
 
 
 # -- trainings on ranks ------------------------------------------------------------------------------------------------

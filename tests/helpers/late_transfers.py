@@ -24,7 +24,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, ending
 
 
 @contextmanager
@@ -77,33 +77,21 @@ def late(work: Callable[[], None]) -> Future:
 
     def carry_out() -> None:
         time.sleep(delay)
-        error = None
-        try:
-            work()
-        except BaseException as caught:
-            error = caught
-        future.finish_part(error)
+        work()
 
-    threading.Thread(target=carry_out, daemon=True).start()
+    threading.Thread(target=ending(future, carry_out), daemon=True).start()
     return future
 
 
 class LateTransfers(Transfers):
-    def __init__(self) -> None:
-        pass
+    """Transfers that complete late and out of order."""
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         bytes_of(buffer).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
-        return late(lambda: file.read(memoryview(bytes_of(buffer).numpy()), offset))
+        return super().read(file, offset, buffer)
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        def write() -> None:
-            file.write(memoryview(bytes_of(buffer).numpy()), offset)
-
-        return late(write)
-
-    def close(self) -> None:
-        pass
+    def _start(self, _: Any, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor) -> Future:
+        return late(lambda: move(bytes_of(buffer).numpy().data, offset))
 
 
 class HeldWrites(Transfers):

@@ -134,6 +134,7 @@ def test_any_order_of_the_backward_is_correct(
             for number in order:
                 assert torch.equal(kept.unpack(handles[number]), inputs[number])
         kept.close()
+        transfers.close()
         device.close()
     for file in files:
         file.close()

@@ -72,8 +72,7 @@ class QueuedKernel:
 
 def late(work: Callable[[], None]) -> Future:
     """Run `work` on a new thread after a random delay."""
-    future = Future()
-    delay = random.Random(threading.active_count() * 7 + time.monotonic_ns()).uniform(0.0005, 0.004)
+    future, delay = Future(), random.uniform(0.0005, 0.004)
 
     def carry_out() -> None:
         time.sleep(delay)

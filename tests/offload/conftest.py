@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_bench import model_directory
 from placements import Build, gpt2, record_kept
 
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
@@ -35,3 +36,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.fixture
 def build(folder: Path, drive: Path) -> Build:
     return Build(gpt2(folder), drive)
+
+
+@pytest.fixture
+def qwen3(folder: Path) -> Path:
+    """Return the directory of a model whose embeddings are not tied."""
+    return model_directory(folder / "qwen3", "qwen3", tied=False)

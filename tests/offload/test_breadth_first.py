@@ -31,7 +31,7 @@ BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpoin
 AWAY = ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buffers=2"]
 
 
-def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each would be read from the drive only when it is needed."""
     asked: list[int] = []
     unpack = Activations.unpack
@@ -42,15 +42,13 @@ def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkey
         return unpack(ours, kept)
 
     monkeypatch.setattr(Activations, "unpack", watched)
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
-    with engine(model, *BREADTH, *AWAY, drives=[drive]) as ours:
+    with engine(qwen3, *BREADTH, *AWAY, drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
     assert asked == list(reversed(range(5 * MICRO)))
 
 
-def test_an_error_ends_all_threads(folder: Path, drive: Path) -> None:
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
-    with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
+def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
+    with engine(qwen3, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
         block = ours._module.model.model.layers[2].mlp
 
@@ -149,24 +147,14 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
 
 
-def settle(ours: Any) -> None:
-    ours.synchronize()
-    for slot in ours.offloaded.stream._slots:
-        if slot.arrival is not None:
-            slot.arrival.wait()
-    for buffer in ours.offloaded.activations._ring:
-        buffer.free.wait()
-
-
 @pytest.mark.slow
-def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
+def test_weights_and_inputs_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
     """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
     read = {}
     for micro in (1, MICRO):
         words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
         words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
-        with engine(model, *words, drives=[drive]) as ours:
+        with engine(qwen3, *words, drives=[drive]) as ours:
             train(ours, batches(2 * micro), accumulate=micro)
             moved, _ = moved_in_step(ours, batches(micro))
         inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")

@@ -15,6 +15,8 @@ import pytest
 import torch
 from emulated_gpu import EmulatedGpu, Event, Stream, Work, emulated_gpu, queued
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from placements import ALL_ON_DRIVES as DRIVE
+from placements import ON as CHECKPOINTED
 
 from offload_trainer.data import rows
 from offload_trainer.errors import TrainerError
@@ -27,9 +29,7 @@ from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
-DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 ON_GPU = ["--params", "gpu", "placement.gradients=gpu"]
-CHECKPOINTED = "model.activation_checkpointing=on"
 CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "resident": (["--params", "gpu"], 3),
     "in RAM": (RAM, 1),

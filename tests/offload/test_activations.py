@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import queued
-from engine_bench import (
-    DROPOUT,
-    batches,
-    engine,
-    model_directory,
-    moved_in_step,
-    train,
-)
+from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
 from late_transfers import LateTransfers
 from sample_plans import SHAPES, machine, wish
 

@@ -18,18 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import (
-    ON_GPU,
-    REFERENCE,
-    assert_same,
-    batches,
-    digest,
-    engine,
-    masters,
-    plain,
-    saved,
-    train,
-)
+from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine, masters, plain, saved, train
 from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 
 from offload_trainer.errors import TrainerError

@@ -27,7 +27,6 @@ COMPUTING = (
     "tests/offload/test_pairs.py",
     "tests/offload/test_schedules.py",
     "tests/offload/test_speculative_update.py",
-    "tests/offload/test_overlap.py",
     "tests/offload/test_tiered.py",
 )
 TESTS = {

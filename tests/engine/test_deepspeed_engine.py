@@ -4,26 +4,64 @@ steps whose micro-batches count different numbers of targets, and the lock of a 
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from commands import HELPERS, run_script
-from engine_bench import batches, engine, model_directory, train
+from engine_bench import assert_near, assert_same, batches, engine, masters, model_directory, train
+from forked_ranks import in_ranks
 from safetensors.torch import load_file
-from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from stock_deepspeed import ACCUMULATE, build, planned_bytes, train_stock
 from uneven_targets import EPS, masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
 from offload_trainer.engine import op_builder
 from offload_trainer.engine.op_builder import remove_stale_lock
+from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import resolve_model
 
 # Several weights share a sub-group that is read and written for each of them, and its last write is asynchronous.
-LATE = ["late", "--params", "cpu", "--optimizer", "nvme", "deepspeed.sub_group_size=1000000"]
+LATE = ["--params", "cpu", "--optimizer", "nvme", "deepspeed.sub_group_size=1000000"]
+
+
+def write_late() -> None:
+    """Delay the writes of sub-groups until an operation waits for them."""
+    from deepspeed.runtime.swap_tensor import pipelined_optimizer_swapper as pipelined
+
+    write, wait = pipelined.swap_out_tensors, pipelined.OptimizerSwapOp.wait
+    held: list[tuple[Any, ...]] = []
+
+    def waited(operation: Any) -> None:
+        while held and not operation.read_op:
+            write(*held.pop(0))
+        wait(operation)
+
+    pipelined.swap_out_tensors = lambda *words: held.append(words)
+    pipelined.OptimizerSwapOp.wait = waited
+
+
+def leave_out_last_block(folder: Path, words: list[str], late: bool) -> str:
+    """Train as a rank, and then leave the last block out of one of two micro-batches; return the error."""
+    if late:
+        write_late()
+    stock = build(folder, words)
+    assert_same(masters(stock), load_file(folder / "model/model.safetensors"))
+    train(stock, batches(4), accumulate=2, lr=1e-3)
+    body, before = stock._module.model.model, masters(stock)
+    forward, blocks = stock._module.forward, iter([body.layers[:-1], body.layers])
+
+    def with_blocks(*args: torch.Tensor) -> torch.Tensor:
+        body.layers = next(blocks)
+        return forward(*args)
+
+    stock._module.forward = with_blocks
+    with pytest.raises(TrainerError) as refused:
+        train(stock, batches(2), accumulate=2, lr=1e-3)
+    assert_same(masters(stock), before)
+    return str(refused.value)
 
 
 @pytest.mark.ops
@@ -32,14 +70,10 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(word
     """A bf16 run starts from an fp32 directory; its last block is then left out of one of two micro-batches."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if words == LATE else {}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
-    words = [*words, "--accumulate", "2", "model.activation_checkpointing=off"]
-    done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, *words, stock=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["begun"]
-    assert "11 of 58 weights got no gradient (model.layers.4." in found["refused"]
-    assert "--engine tiered" in found["refused"]
-    assert found["kept"]
+    more = [*words, "--accumulate", "2", "model.activation_checkpointing=off"]
+    (refused,) = in_ranks(leave_out_last_block, tmp_path, more, words == LATE, count=1, folder=tmp_path, stock=True)
+    assert "11 of 58 weights got no gradient (model.layers.4." in refused
+    assert "--engine tiered" in refused
 
 
 ZERO = {  # keyed by ZeRO stage and placement
@@ -60,18 +94,15 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     steps = 3
     data = masked(batches(steps * ACCUMULATE * ranks))
-    losses, norms, weights = transformers_alone(model, data, at_a_time=ACCUMULATE * ranks)
+    expected, weights = transformers_alone(model, data, at_a_time=ACCUMULATE * ranks)
     words = [*ZERO[zero], "--dtype", "fp32"]
-    found = run_stock_ranks(tmp_path, *words, ranks=ranks, steps=steps)
-    assert found["stage"] == int(zero[0])
-    assert found["apart"] == []
-    for (loss, norm), expected, length in zip(found["steps"], losses, norms, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert norm == pytest.approx(length, rel=1e-5)
-    masters = load_file(tmp_path / "masters.safetensors")
+    found = train_stock(tmp_path, *words, ranks=ranks, steps=steps)
+    assert found.stage == int(zero[0])
+    assert found.apart == []
+    assert_near(found.steps, expected, rel=1e-6)
     for name, weight in weights.items():
-        torch.testing.assert_close(masters[name], weight, rtol=1e-5, atol=1e-6)
-    assert found["bytes"][-1] == pytest.approx(planned_bytes(tmp_path, *words, ranks=ranks), rel=0.02), found["calls"]
+        torch.testing.assert_close(found.masters[name], weight, rtol=1e-5, atol=1e-6)
+    assert found.bytes[-1] == pytest.approx(planned_bytes(tmp_path, *words, ranks=ranks), rel=0.02), found.calls
 
 
 @pytest.mark.ops
@@ -84,15 +115,15 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
     words = [*ZERO["3"], "--dtype", "bf16", "--lr", "1e-3", f"model.activation_checkpointing={checkpointing}"]
-    found = run_stock_ranks(tmp_path, *words, ranks=2)
+    found = train_stock(tmp_path, *words, ranks=2)
     with engine(model, "--engine", "plain", "model.random_init=false", "--dtype", "bf16", f"optim.eps={EPS}") as plain:
         alone = train(plain, masked(batches(3 * 2 * ACCUMULATE)), accumulate=2 * ACCUMULATE, lr=1e-3)
-    for (loss, norm), (expected, length) in zip(found["steps"], alone, strict=True):
+    for (loss, norm), (expected, length) in zip(found.steps, alone, strict=True):
         assert loss == pytest.approx(expected, abs=2e-2)
         assert norm == pytest.approx(length, rel=3e-2)
     told = planned_bytes(tmp_path, *words, ranks=2)
     exact = 0.02 if checkpointing == "off" else 0.1  # of this small model, a block comes once more to be recomputed
-    assert found["bytes"][-1] == pytest.approx(told, rel=exact), found["calls"]
+    assert found.bytes[-1] == pytest.approx(told, rel=exact), found.calls
     shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
     assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes each, of which the other rank sends half
 

@@ -5,20 +5,21 @@ is exact.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_counting_bytes
 from commands import TINY
-from engine_bench import batches, engine, model_directory, train
-from forked_ranks import Case, call_ranks, run_ranks
+from engine_bench import assert_near, batches, engine, model_directory, train
+from forked_ranks import Case, Result, call_ranks, count_calls, run_ranks, train_cases
 from safetensors.torch import load_file
 from sample_plans import GB, SHAPES, machine
 from uneven_targets import masked
 
 from offload_trainer.config import ModelSection, PlacementSection
+from offload_trainer.engine import tiered
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
@@ -60,6 +61,13 @@ def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
     return make_plan(config, shape, here, world=ranks)
 
 
+def count_pieces(cases: Sequence[Case]) -> list[Result]:
+    """Train the cases as one of the ranks; count the bytes of rows' pieces that it sends to the others."""
+    sent = lambda parts, **_: {"pieces": parts.nbytes // len(parts) * (len(parts) - 1)}  # noqa: E731
+    count_calls(tiered, "all_to_all", sent)
+    return train_cases(cases)
+
+
 @pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)])
 def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int, tmp_path: Path) -> None:
     """fp32 losses match, even if some pieces have no counted target; each rank sends the planned bytes."""
@@ -70,44 +78,39 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
         model = model_directory(tmp_path / name, SHAPED[name][0], **SHAPED[name][1])
         words = (f"parallel.sequence={sequence}", *ALWAYS, "--accumulate", str(MICRO // groups))
         words += CHECKPOINTED if name == "qwen3" else ()
-        case = Case(str(model), words, str(tmp_path / f"{name} out"), steps=STEPS, micro=MICRO, unequal=True)
+        case = Case(model, words, tmp_path / f"{name} out", steps=STEPS, micro=MICRO, unequal=True)
         cases.append(replace(case, evaluate=name == "gpt2"))
-    run_ranks(cases, count=ranks, folder=tmp_path / "ranks", script=rank_counting_bytes.__file__)
-    counted = [json.loads((tmp_path / f"ranks/counts-{rank}.json").read_text()) for rank in range(ranks)]
-    for number, case in enumerate(cases):
-        found, expected = case.seen[0], whole_rows(Path(case.model))
-        for (loss, norm), (its, length) in zip(found[:STEPS], expected, strict=False):
-            assert loss == pytest.approx(its, rel=1e-5), case.model
-            assert norm == pytest.approx(length, rel=1e-4), case.model
+    results = run_ranks(cases, count=ranks, folder=tmp_path / "ranks", work=count_pieces)
+    for case, of_ranks in zip(cases, results, strict=True):
+        found, expected = of_ranks[0].steps, whole_rows(case.model)
+        assert_near(found[:STEPS], expected[:STEPS], rel=1e-5)
         # Groups evaluate their own micro-batches in turn, and each of a group's ranks reports the loss.
         if case.evaluate:
             told = [loss for loss, _ in expected[STEPS:] for _ in range(sequence)]
             assert [loss for loss, _ in found[STEPS:]] == pytest.approx(told, rel=1e-5)
             continue
-        shape = resolve_model(ModelSection(name=case.model, random_init=True), seed=0).shape
-        planned = plan_of(shape, "--model", case.model, "--scratch", *case.words, ranks=ranks)
+        shape = resolve_model(ModelSection(name=str(case.model), random_init=True), seed=0).shape
+        planned = plan_of(shape, "--model", str(case.model), "--scratch", *case.words, ranks=ranks)
         sent = sum(one.written for one in planned.links if one.place == "gpus" and one.phase != "update")
-        for of_rank in counted:
-            assert of_rank[number]["pieces"] == pytest.approx(STEPS * sent, rel=0.02), case.model
-            assert of_rank[number]["pieces"] > 0
+        for result in of_ranks:
+            assert result.counts["pieces"] == pytest.approx(STEPS * sent, rel=0.02), case.model
+            assert result.counts["pieces"] > 0
 
 
 def test_a_run_resumes_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
     """Two ranks resume their checkpoint bit for bit; one rank resumes it to 1e-5."""
     model = model_directory(tmp_path / "model", "qwen3", **LLAMA)
     words = ("parallel.sequence=2", *ALWAYS, "--accumulate", "2")
-    case = Case(str(model), words, str(tmp_path / "whole"), steps=4, micro=2)
-    first = replace(case, out=str(tmp_path / "first"), steps=2)
-    second = replace(case, out=str(tmp_path / "second"), steps=2, skip=2, load=first.out)
-    run_ranks([case, first, second], count=2, folder=tmp_path / "ranks")
-    assert case.seen[0] == first.seen[0] + second.seen[0]
-    assert case.seen[1] == second.seen[1]
+    case = Case(model, words, tmp_path / "whole", steps=4, micro=2)
+    half = replace(case, out=tmp_path / "first", steps=2)
+    rest = replace(case, out=tmp_path / "second", steps=2, skip=2, load=half.out)
+    whole, first, second = (one for one, _ in run_ranks([case, half, rest], count=2, folder=tmp_path / "ranks"))
+    assert whole.steps == first.steps + second.steps
+    assert whole.masters == second.masters
     with engine(model, "--engine", "tiered", *words[1:]) as alone:
-        alone.load(Path(first.out))
+        alone.load(half.out)
         data = batches(8)
-        for (loss, norm), (its, length) in zip(second.seen[0], train(alone, data[4:], accumulate=2), strict=True):
-            assert loss == pytest.approx(its, rel=1e-5)
-            assert norm == pytest.approx(length, rel=1e-4)
+        assert_near(second.steps, train(alone, data[4:], accumulate=2), rel=1e-5)
 
 
 def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
-from engine_bench import batches, model_directory
+from engine_bench import assert_near, batches, model_directory
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from sample_plans import GB, SHAPES, machine
-from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from stock_deepspeed import ACCUMULATE, planned_bytes, train_stock
 from uneven_targets import masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
@@ -49,19 +49,16 @@ def test_ranks_share_each_product(tmp_path: Path) -> None:
     """2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets."""
     model, words, ranks = directory(tmp_path / "model", "qwen3"), ["--dtype", "fp32", CHECKPOINTED], 4
     told = ["--optimizer", "cpu", "parallel.tensor=2"]
-    found = run_stock_ranks(tmp_path, *told, *words, ranks=ranks, steps=STEPS)
+    found = train_stock(tmp_path, *told, *words, ranks=ranks, steps=STEPS)
     rows = ACCUMULATE * ranks // 2
-    losses, norms, weights = transformers_alone(model, masked(batches(STEPS * rows)), at_a_time=rows)
-    assert found["apart"] == []  # weights that are not divided
-    for (loss, norm), expected, length in zip(found["steps"], losses, norms, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-5)
-        assert norm == pytest.approx(length, rel=1e-4)
-    masters = load_file(tmp_path / "masters.safetensors")
-    assert set(masters) == set(weights)
+    expected, weights = transformers_alone(model, masked(batches(STEPS * rows)), at_a_time=rows)
+    assert found.apart == []  # weights that are not divided
+    assert_near(found.steps, expected, rel=1e-5)
+    assert set(found.masters) == set(weights)
     for key, weight in weights.items():
-        torch.testing.assert_close(masters[key], weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.masters[key], weight, rtol=1e-4, atol=1e-5)
     planned = planned_bytes(tmp_path, *told, *words, ranks=ranks)
-    assert found["bytes"][-1] == pytest.approx(planned, rel=0.02), found["calls"]
+    assert found.bytes[-1] == pytest.approx(planned, rel=0.02), found.calls
 
 
 @pytest.mark.slow

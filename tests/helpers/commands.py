@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -106,18 +106,6 @@ def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: s
         out, err = Path(folder) / "out", Path(folder) / "err"
         code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
         return subprocess.CompletedProcess(list(argv), code, *(path.read_text(errors="replace") for path in (out, err)))
-
-
-def run_all(*scripts: Sequence[object], folder: Path, own: bool = False, stock: bool = False) -> list[str]:
-    """Start scripts with their words at the same time, as `start` does; return the output of each, all successful."""
-    told = [folder / f"told-{number}" for number in range(len(scripts))]
-    running = [
-        start(*argv, stdout=out, stderr=out, own=own, stock=stock) for argv, out in zip(scripts, told, strict=True)
-    ]
-    codes = [process.wait(400) for process in running]
-    found = [path.read_text(errors="replace") for path in told]
-    assert not any(codes), "\n".join(text[-3000:] for text in found)
-    return found
 
 
 def call(*words: object, output: Path, check: bool = True, script: object = COMMAND) -> Run:

@@ -30,7 +30,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,29 +49,6 @@ _COPIES = {
 _INDEXED = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
 _READ_BY_HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default}
 _T, _device = torch.Tensor, torch.Tensor.device.__get__
-
-
-class Tags:
-    """The device of each storage, by the address of torch's record of it, which a weak reference keeps from being
-    used again."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._lock = threading.RLock()
-
-    def get(self, tensor: torch.Tensor) -> str | None:
-        found = self._of.get(tensor.untyped_storage()._cdata)
-        return found and found[1]
-
-    def put(self, tensor: torch.Tensor, tag: str | None) -> None:
-        storage = tensor.untyped_storage()
-        with self._lock:
-            if tag is None:
-                self._of.pop(storage._cdata, None)
-                return
-            self._of[storage._cdata] = StorageWeakRef(storage), tag
-            if len(self._of) % 4096 == 0:
-                self._of = {key: pair for key, pair in self._of.items() if not pair[0].expired()}
 
 
 @dataclass
@@ -96,7 +72,6 @@ class EmulatedGpu:
         for takes at least so long, in which the training thread frees its tensors.
         """
         self.seconds, self.place, self.methods = seconds, place, _Methods(self)
-        self.tags = Tags()
         self.log: list[str] = []
         self.lock = threading.RLock()
         self.current = threading.local()
@@ -113,6 +88,14 @@ class EmulatedGpu:
         self.allocations = 0
         self.fails: Callable[[int], bool] = lambda number: False  # whether this allocation finds the GPU full
 
+    def tag_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the tag of a tensor's storage, whose Python object stays as long as the storage."""
+        gpu, tag = vars(tensor.untyped_storage()).get("emulated", (None, None))
+        return tag if gpu is self else None
+
+    def tag(self, tensor: torch.Tensor, tag: str | None) -> None:
+        vars(tensor.untyped_storage())["emulated"] = self, tag
+
     def allocate(self, tensor: torch.Tensor) -> None:
         """Tag a new tensor of the GPU, or raise torch's error if the GPU is said to be full."""
         self.allocations += 1
@@ -121,7 +104,7 @@ class EmulatedGpu:
                 f"CUDA out of memory. Tried to allocate {tensor.nbytes / 2**20:.2f} MiB. GPU 0 has a total capacity of "
                 f"{self.bytes / 2**30:.2f} GiB of which 0 bytes is free. Including non-PyTorch memory, this process has"
             )
-        self.tags.put(tensor, _GPU)
+        self.tag(tensor, _GPU)
 
     def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
         return CudaDevice(self.place, staging_bytes=staging_bytes, stagings=stagings)
@@ -193,7 +176,7 @@ class EmulatedGpu:
             # Besides tensors, Python's object for a storage counts once it exists.
             alone = torch._C._storage_Use_Count(address) <= self._queued[address] + 1
             if alone and (address, stream.name) not in self._recorded:
-                where = "GPU" if self.tags.get(tensor) else "host"
+                where = "GPU" if self.tag_of(tensor) else "host"
                 self.freed.append(f"{stream.name} {work.kind}: {where} memory, {list(tensor.shape)} {tensor.dtype}")
         self.carry_out(stream, work)
         self._queued.subtract(tensor.untyped_storage()._cdata for tensor in work.tensors)
@@ -295,7 +278,7 @@ class _Factories(TorchFunctionMode):
             if on_gpu:
                 self._gpu.allocate(result)
             else:
-                self._gpu.tags.put(result, None)
+                self._gpu.tag(result, None)
         return result
 
 
@@ -318,7 +301,7 @@ class _Methods:
         self._copy, self._numpy, self._to, self._clone = map(_plainly, (_T.copy_, _T.numpy, _T.to, _T.clone))
 
     def on_gpu(self, tensor: torch.Tensor) -> bool:
-        return self._gpu.tags.get(tensor) == _GPU
+        return self._gpu.tag_of(tensor) == _GPU
 
     def replaced(self) -> dict[str, Any]:
         return {
@@ -375,7 +358,7 @@ class _Methods:
         if not non_blocking:
             self._gpu.note_host_wait()
         moved = self._clone(tensor)
-        self._gpu.tags.put(moved, None)
+        self._gpu.tag(moved, None)
         if tag == _GPU:
             self._gpu.allocate(moved)
         return moved
@@ -386,13 +369,13 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         super().__init__()
-        self._gpu, self._tags = gpu, gpu.tags
+        self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            tags = [self._tags.get(tensor) for tensor in given]
+            tags = [self._gpu.tag_of(tensor) for tensor in given]
             tag = _GPU if _GPU in tags else _EITHER if not tags or _EITHER in tags else None
             if tag == _GPU and func not in _COPIES:
                 self._check(func, given, tags)
@@ -407,7 +390,7 @@ class _Operations(TorchDispatchMode):
                     if tag == _GPU:
                         self._gpu.allocate(tensor)
                     else:
-                        self._tags.put(tensor, tag)
+                        self._gpu.tag(tensor, tag)
             return result
 
     def _check(self, func: Any, given: list[torch.Tensor], tags: list[str | None]) -> None:
@@ -415,7 +398,7 @@ class _Operations(TorchDispatchMode):
         indexed = func in _INDEXED
         for number, (tensor, tag) in enumerate(zip(given, tags, strict=True)):
             if tag == _EITHER:
-                self._tags.put(tensor, _GPU)
+                self._gpu.tag(tensor, _GPU)
             elif tag is None and tensor.dim() and not (indexed and number and tensor.dtype is torch.long):
                 shapes = [(list(one.shape), its or "host") for one, its in zip(given, tags, strict=True)]
                 raise RuntimeError(

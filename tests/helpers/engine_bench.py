@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from offload_trainer.run.planning import as_wished
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease
-from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.telemetry.meters import PhaseClock, read_io
 
 VOCABULARY = 211
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
@@ -131,6 +132,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. The engine
     has its `plan`, and as `candidate` what the planner counts for it.
     """
+    for drive in drives:
+        drive.mkdir(exist_ok=True)
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
     if alone := "plain" in words:
@@ -200,6 +203,13 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
 
 
+def assert_near(steps: Sequence[Step], expected: Sequence[Step], *, rel: float) -> None:
+    """Assert that losses differ by at most `rel`, and gradient norms by at most ten times as much."""
+    for found, right in zip(steps, expected, strict=True):
+        for value, wanted, limit in zip(found, right, (rel, 10 * rel), strict=True):
+            assert math.isclose(value, wanted, rel_tol=limit), (steps, expected)
+
+
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Assert that both have the same names and bit-identical tensors."""
     assert one.keys() == other.keys()
@@ -208,10 +218,15 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @cache
-def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM."""
-    with engine(model, *REFERENCE, *words) as reference:
-        return train(reference, batches(steps * accumulate), accumulate=accumulate), masters(reference)
+def plain(
+    model: Path, steps: int, *words: str, accumulate: int = 1, reference: tuple[str, ...] = REFERENCE, **size: int
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM.
+
+    `size`: that of the batches.
+    """
+    with engine(model, *reference, *words) as made:
+        return train(made, batches(steps * accumulate, **size), accumulate=accumulate), masters(made)
 
 
 def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
@@ -221,17 +236,32 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in place.iterdir()}
 
 
-def drives(folder: Path, count: int) -> list[Path]:
-    """Return `count` directories for page files in `folder`."""
-    made = [folder / f"drive-{number}" for number in range(count)]
-    for drive in made:
-        drive.mkdir(exist_ok=True)
-    return made
-
-
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a checksum of the tensors' bits, which compares sooner than lists of numbers."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def settle(ours: Any) -> None:
+    """Wait until nothing of earlier steps is on its way: no step waits for its last inputs or for prefetches."""
+    ours.synchronize()
+    for slot in ours.offloaded.stream._slots:
+        if slot.arrival is not None:
+            slot.arrival.wait()
+    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
+        buffer.free.wait()
+
+
+def moved_in_step(ours: Any, data: Sequence[Batch]) -> tuple[int, int]:
+    """Train a step; return the bytes read from drives and written, as the kernel counts them, which are the plan's."""
+    settle(ours)
+    before = read_io()
+    train(ours, data, accumulate=len(data))
+    settle(ours)
+    moved = read_io() - before
+    planned = [one for one in ours.plan.traffic if one.place != "device"]
+    assert moved.read_bytes == sum(one.read for one in planned)
+    assert moved.written_bytes == sum(one.written for one in planned)
+    return moved.read_bytes, moved.written_bytes

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,28 +103,21 @@ def serve() -> list[str] | None:
     gc.collect()
     # Without this, each fork would copy all of it in its last garbage collection, which takes most of a second.
     gc.freeze()
-    files: dict[int, str] = {}  # of the forks that run
-
-    def note_ends(*_: object) -> None:
-        for pid, file in list(files.items()):
-            with suppress(ChildProcessError):  # this call has interrupted another one, which has just seen the end
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    del files[pid]
-                    Path(f"{file}.part").write_text(str(os.waitstatus_to_exitcode(status)))
-                    os.replace(f"{file}.part", file)
-
-    signal.signal(signal.SIGCHLD, note_ends)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks that wait for a command
     while line := sys.stdin.buffer.readline():
         assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         wish = json.loads(line)
         if not (pid := os.fork()):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(told)
             return _become(wish)
-        files[pid] = wish["code"]
-        note_ends()  # it may have ended before its file was known
         os.write(told, f"{pid}\n".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        Path(f"{wish['code']}.part").write_text(str(code))
+        os.replace(f"{wish['code']}.part", wish["code"])
+        os._exit(0)
     return None
 
 

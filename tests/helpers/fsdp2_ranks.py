@@ -1,7 +1,6 @@
 """Train with FSDP2 on the CPU, save a checkpoint of torch.distributed.checkpoint, and train on.
 
 fsdp2_checkpoint(folder, kind, ranks=2)      run `ranks` ranks; FOLDER holds `model`, a directory with weights
-fsdp2_ranks.py FOLDER RANK RANKS KIND FROZEN     run one of the ranks; FROZEN is part of names of weights, or -
 
 After `BEFORE` steps the ranks write FOLDER/checkpoint. KIND says how:
 
@@ -9,15 +8,11 @@ After `BEFORE` steps the ranks write FOLDER/checkpoint. KIND says how:
     flat        the same: settings by name of the weight
     trainer     accelerate's two directories, and the other files of transformers' Trainer
 
-Rank 0 writes FOLDER/state, the state that torch gathers, one file a kind, and prints the losses of `AFTER` further
-steps as JSON.
+Rank 0 writes FOLDER/state, the state that torch gathers, one file a kind.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from commands import run_all
 from engine_bench import batches
+from forked_ranks import in_ranks
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,14 +31,15 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.trainer_callback import TrainerState
 
+from offload_trainer.ranks import join_torch, place_here
+
 BEFORE, AFTER, STEPS, LR = 3, 3, 9, 1e-2
 DECAY, BETAS = 0.1, (0.9, 0.95)
 
 
 def fsdp2_checkpoint(folder: Path, kind: str, *, ranks: int, frozen: str = "-") -> list[float]:
-    """Run the ranks; return the losses of the steps after the checkpoint."""
-    said = run_all(*([__file__, folder, rank, ranks, kind, frozen] for rank in range(ranks)), folder=folder, own=True)
-    losses: list[float] = json.loads(said[0].splitlines()[-1])
+    """Run the ranks; return the losses of `AFTER` further steps. `frozen` is part of names of weights, or -."""
+    losses: list[float] = in_ranks(_train, folder, kind, frozen, count=ranks, folder=folder / "ranks", own=True)[0]
     return losses
 
 
@@ -77,10 +73,9 @@ def write_state(folder: Path, model: Any, adam: Any) -> None:
         save_file(made, folder / f"state/{kind}.safetensors")
 
 
-def main() -> None:
-    folder, rank, ranks, kind, frozen = Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:6]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+def _train(folder: Path, kind: str, frozen: str) -> list[float]:
+    join_torch("gloo")
+    rank, ranks = place_here()
     PartialState(cpu=True)  # accelerate's loggers ask for it
     mesh = init_device_mesh("cpu", (ranks,))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -113,10 +108,5 @@ def main() -> None:
     write_checkpoint(folder / "checkpoint", model, adam, scheduler, kind=kind)
     write_state(folder, model, adam)
     losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
-    if rank == 0:
-        print(json.dumps(losses))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return losses

@@ -1,7 +1,7 @@
-"""Stand-ins for a device and a drive whose transfers complete late and out of order, so that a missing wait reads stale
-bytes.
+"""Engines whose copies, reads and writes complete late and out of order, so that a missing wait reads stale bytes.
 
-`HeldWrites` delays chosen writes and records requests for the same bytes before those writes have finished.
+Copies to and from the device are those of the real CUDA device on simulated streams (`emulated_gpu.py`). `HeldWrites`
+delays chosen writes and records requests for the same bytes before those writes have finished.
 """
 
 from __future__ import annotations
@@ -9,54 +9,88 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import EmulatedGpu, queued
+from engine_bench import engine
 
+from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import Copies, Read, ReturnCopy
-from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of
+from offload_trainer.offloading.device import CudaDevice
+from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, ending
+
+
+@contextmanager
+def late_transfers(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make transfers of engines and sessions that are built inside the block late, and their kernel on the device."""
+    devices: list[CudaDevice] = []
+
+    def make_device(*_: Any, **__: Any) -> CudaDevice:
+        devices.append(cuda.device(staging_bytes=1 << 20, stagings=2))
+        return devices[-1]
+
+    with queued(patch, haste=0.2, seconds=0.001) as cuda, patch.context() as inner:
+        inner.setattr("offload_trainer.engine.tiered._device", make_device)
+        inner.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(cuda))
+        inner.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: LateTransfers())
+        yield
+    assert set(cuda.bare) <= {device._side.name for device in devices}  # where an update's copies follow one wait
+    assert not cuda.elsewhere
+
+
+@contextmanager
+def late_engine(patch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
+    with late_transfers(patch), engine(model, *words, **extra) as ours:
+        yield ours
+
+
+class QueuedKernel:
+    """A kernel on the device that queues its work in the current stream."""
+
+    name = "queued"
+
+    def __init__(self, cuda: EmulatedGpu) -> None:
+        self._cuda, self._kernel = cuda, TorchKernel()
+
+    def update_page(self, page: PageUpdate) -> None:
+        assert self._cuda.stream_now() is not self._cuda.compute
+        names, tensors = page.fields.keys(), (*page.fields.values(), page.grad, page.out)
+
+        def update(*aliases: torch.Tensor) -> None:
+            *fields, grad, out = aliases
+            self._kernel.update_page(replace(page, fields=dict(zip(names, fields, strict=True)), grad=grad, out=out))
+
+        self._cuda.queue("update", update, *tensors)
 
 
 def late(work: Callable[[], None]) -> Future:
     """Run `work` on a new thread after a random delay."""
-    future = Future()
-    delay = random.Random(threading.active_count() * 7 + time.monotonic_ns()).uniform(0.0005, 0.004)
+    future, delay = Future(), random.uniform(0.0005, 0.004)
 
     def carry_out() -> None:
         time.sleep(delay)
-        error = None
-        try:
-            work()
-        except BaseException as caught:
-            error = caught
-        future.finish_part(error)
+        work()
 
-    threading.Thread(target=carry_out, daemon=True).start()
+    threading.Thread(target=ending(future, carry_out), daemon=True).start()
     return future
 
 
 class LateTransfers(Transfers):
-    def __init__(self) -> None:
-        pass
+    """Transfers that complete late and out of order."""
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         bytes_of(buffer).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
-        return late(lambda: file.read(memoryview(bytes_of(buffer).numpy()), offset))
+        return super().read(file, offset, buffer)
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        def write() -> None:
-            file.write(memoryview(bytes_of(buffer).numpy()), offset)
-
-        return late(write)
-
-    def close(self) -> None:
-        pass
+    def _start(self, _: Any, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor) -> Future:
+        return late(lambda: move(bytes_of(buffer).numpy().data, offset))
 
 
 class HeldWrites(Transfers):
@@ -124,60 +158,3 @@ class FailingWrites(Transfers):
         future = Future()
         future.finish_part(TrainerError("the drive failed"))
         return future
-
-
-class LateDevice:
-    """A device that computes on the CPU, with copies (downloads included) as asynchronous as a GPU's."""
-
-    place, is_cuda, in_host_memory = torch.device("cpu"), False, False
-
-    def __init__(self) -> None:
-        if torch.cuda.is_available():
-            pytest.skip("the stand-in computes on the CPU, and what it is compared with on the GPU")
-
-    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return host_buffer(elements * dtype.itemsize).view(dtype)
-
-    def mark(self) -> None:
-        return None
-
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Future:
-        return self.upload(source, into, after=after) if isinstance(source, torch.Tensor) else source(into)
-
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
-        bytes_of(into).fill_(0xFF)
-        return late(lambda: into.copy_(values))
-
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self.upload(values, into, after=None)
-
-    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
-        into.fill_(float("nan"))
-        future = Future()
-        ready.then(lambda error: late(lambda: into.copy_(source)).then(future.finish_part))
-        return ReturnCopy(future, future)
-
-    def download(self, copies: Copies, *, after: Any = None) -> Future:
-        for _, into in copies:
-            into.fill_(float("nan"))
-        return late(lambda: [into.copy_(values) for values, into in copies])
-
-    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reached(self) -> Future:
-        return late(lambda: None)
-
-    def close(self) -> None:
-        pass
-
-
-def hasty(patch: pytest.MonkeyPatch) -> None:
-    """Remove the wait for prefetched weights: every unit counts as arrived as soon as its copy starts."""
-    start = WeightPrefetcher._start
-
-    def begun(stream: WeightPrefetcher, unit: int, number: int) -> None:
-        start(stream, unit, number)
-        stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
-
-    patch.setattr(WeightPrefetcher, "_start", begun)

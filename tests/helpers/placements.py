@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from engine_bench import DROPOUT, model_directory
+from engine_bench import DROPOUT, engine, model_directory
+from late_transfers import late_engine
+
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
+from offload_trainer.offloading.update.updater import SpeculativeStep
 
 BEHIND, FULL, IN_LINE = (f"tiered.overlap={how}" for how in ("forward", "backward", "off"))
 ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
@@ -38,6 +46,27 @@ def gpt2(folder: Path, *, tied: bool = True) -> Path:
     return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
 
 
+@dataclass(frozen=True)
+class Build:
+    """A builder of engines for a small GPT-2 with dropout, whose state may be on one drive."""
+
+    model: Path
+    drive: Path
+
+    @contextmanager
+    def __call__(self, home: str | Sequence[str], *words: str, held: bool = False, **extra: Any) -> Iterator[Any]:
+        """Yield an engine with the placement `home`, which is a name in `HOMES` or words.
+
+        `held`: see `hold_up`. `extra`: keywords of `engine`, and `late`, a MonkeyPatch with which transfers are late.
+        """
+        build = partial(late_engine, late) if (late := extra.pop("late", None)) else engine
+        home = HOMES[home] if isinstance(home, str) else home
+        with build(self.model, *home, *words, drives=[self.drive], **extra) as ours:
+            if held:
+                hold_up(ours)
+            yield ours
+
+
 def skip_last_block(trained: Any, steps: set[int]) -> Callable[[int], None]:
     """Return a `before` hook that removes the last block in these steps, so that its weights get no gradient."""
     body = trained._module.model.transformer
@@ -59,17 +88,42 @@ def plant(ours: Any, values: dict[int, float], *, weight: str = FIRST) -> Callab
 
 
 def hold_up(ours: Any) -> None:
-    """Pause the backward at the first block's gradients until the pages of all complete units are updated."""
+    """Pause the backward at the first block's gradients until this rank's pages of all complete units are updated."""
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
+    def complete() -> set[int]:
+        if isinstance(gradients, ShardedGradients):
+            return set(gradients._normed)
+        return {unit for unit, lacking in gradients._missing.items() if not lacking}
+
     def wait(_: torch.Tensor) -> None:
-        ahead, end = updater._speculative, time.monotonic() + 300
-        if ahead is not None:
-            complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
-            early = (n for n, page in enumerate(pages) if page.home >= 0 or n in updater.shadows)
-            wanted = {number for number in early if pages[number].unit in complete}
-            while not (ahead.error or wanted <= ahead.written.keys()):
-                assert time.monotonic() < end
-                time.sleep(0.0005)
+        if (ahead := updater._speculative) is not None:
+            units = complete()
+            early = (n for n in updater.numbers if pages[n].home >= 0 or n in updater.shadows)
+            wanted = {number for number in early if pages[number].unit in units}
+            until(lambda: bool(ahead.error) or wanted <= ahead.written.keys())
 
     ours.offloaded.parameters[FIRST][0].register_hook(wait)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until `true` returns True; fail after five minutes."""
+    end = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+def record_kept(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that receives, for each step that was started speculatively, how many of its updated pages were
+    kept, and of how many.
+    """
+    found, its = list[tuple[int, int]](), SpeculativeStep.kept
+
+    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
+        numbers = its(ahead, *given)
+        found.append((len(numbers), len(ahead.written)))
+        return numbers
+
+    patch.setattr(SpeculativeStep, "kept", seen)
+    return found

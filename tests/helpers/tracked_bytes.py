@@ -25,6 +25,7 @@ from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.planner import make_plan
+from offload_trainer.settings import load_config
 
 UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # not visible as tensors
 
@@ -38,20 +39,11 @@ def config_of(
     """
     (folder / "config.json").write_text(json.dumps(shape))
     checkpointed, _, offloaded = kept.partition(" in ")
-    model |= {"name": str(folder), "random_init": True}
-    model["activation_checkpointing"] = int(checkpointed) if checkpointed.isdigit() else checkpointed
-    if offloaded:
-        model["offload_activations"] = "cpu"
-    return TrainConfig.model_validate(
-        {
-            "model": model,
-            "data": {"seq_len": length},
-            "train": {"micro_batch_size": rows, "gradient_accumulation_steps": 1},
-            "placement": {"engine": "tiered", "params": "gpu", "optimizer": "cpu", "ram_fraction": 1.0},
-            "parallel": {"sequence": ranks},
-            "save": {"every": 0},
-        }
-    )
+    model |= {"activation_checkpointing": checkpointed, "offload_activations": "cpu" if offloaded else "false"}
+    words = ["--engine", "tiered", "--params", "gpu", "--optimizer", "cpu", "--ram-fraction", "1", "--save-every", "0"]
+    words += ["--seq-len", str(length), "--micro-batch", str(rows), f"parallel.sequence={ranks}"]
+    words += [f"model.{key}={value}" for key, value in model.items()]
+    return load_config(["--model", str(folder), "--scratch", *words])
 
 
 def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:

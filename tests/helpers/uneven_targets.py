@@ -37,24 +37,21 @@ def masked(data: list[Batch]) -> list[Batch]:
 
 def transformers_alone(
     folder: Path, data: list[Batch], *, at_a_time: int
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Return losses, norms and weights of transformers' own loss, with a step's `at_a_time` micro-batches
-    in one batch.
-    """
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Return steps (loss, norm) and weights of transformers' own loss, with `at_a_time` micro-batches in one batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
-    losses, norms = [], []
+    steps = []
     for start in range(0, len(data), at_a_time):
-        step = data[start : start + at_a_time]
-        inputs, targets = (torch.cat([getattr(batch, name) for batch in step]) for name in ("inputs", "targets"))
+        rows = data[start : start + at_a_time]
+        inputs, targets = (torch.cat([getattr(batch, name) for batch in rows]) for name in ("inputs", "targets"))
         labels = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORED)
         loss = model(input_ids=inputs, labels=labels, use_cache=False).loss
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        losses.append(float(loss.detach()))
+        steps.append((float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))))
         adam.step()
         adam.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+    return steps, {name: p.detach() for name, p in model.named_parameters()}

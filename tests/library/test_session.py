@@ -18,8 +18,7 @@ import pytest
 import torch
 from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
-from late_engines import use_late_transfers
-from late_transfers import LateDevice
+from late_transfers import late_transfers
 from safetensors.torch import load_file
 from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
 from torch import nn
@@ -93,14 +92,11 @@ def test_a_loop_has_the_bits_of_torch(
     home: str, kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bits are torch's also if copies to the device and reads complete late."""
-    if home == "late":
-        monkeypatch.setattr("offload_trainer.engine.tiered._device", lambda *_, **__: LateDevice())
-        use_late_transfers(monkeypatch)
-        home = "on the drive"
+    late, home = (late_transfers(monkeypatch), "on the drive") if home == "late" else (nullcontext(), home)
     model = MODELS[kind](tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))
     objects = dict(model.named_parameters())
-    with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
+    with late, ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
         optimizer = session.adamw(groups(model), lr=1e-2)
         found = list(trained(model, optimizer, one_cycle(optimizer), loss_at, session=session))
         assert found == expected

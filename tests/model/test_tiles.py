@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_engines import late_engine
+from late_transfers import late_engine
 from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig

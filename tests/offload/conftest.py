@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
+from engine_bench import model_directory
+from placements import Build, gpt2, record_kept
 
-from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep, Updater
+from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
 
 
 @pytest.fixture
@@ -28,12 +30,15 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record, for each step that was started speculatively, how many of its updated pages were kept, and of how
     many.
     """
-    found, its = [], SpeculativeStep.kept
+    return record_kept(monkeypatch)
 
-    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
-        numbers = its(ahead, *given)
-        found.append((len(numbers), len(ahead.written)))
-        return numbers
 
-    monkeypatch.setattr(SpeculativeStep, "kept", seen)
-    return found
+@pytest.fixture
+def build(folder: Path, drive: Path) -> Build:
+    return Build(gpt2(folder), drive)
+
+
+@pytest.fixture
+def qwen3(folder: Path) -> Path:
+    """Return the directory of a model whose embeddings are not tied."""
+    return model_directory(folder / "qwen3", "qwen3", tied=False)

@@ -1,5 +1,5 @@
-"""Tests of offloaded checkpoint inputs, in host memory and on drives: results keep their bits, and bytes match the
-plan.
+"""Tests of offloaded checkpoint inputs, in host memory and on drives: their order, and bytes that match the plan.
+`test_pairs.py` compares results.
 """
 
 from __future__ import annotations
@@ -12,20 +12,8 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import queued
-from engine_bench import (
-    DROPOUT,
-    REENTRANT,
-    assert_same,
-    batches,
-    drives,
-    engine,
-    masters,
-    model_directory,
-    plain,
-    train,
-)
-from late_engines import use_late_transfers
-from late_transfers import LateDevice, LateTransfers
+from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
+from late_transfers import LateTransfers
 from sample_plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError, UserError
@@ -35,46 +23,14 @@ from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockIn
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
-from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 ON = ["model.activation_checkpointing=on", "model.overrides.n_layer=9"]
-DRIVES = ["model.offload_activations=nvme"]
 
 
 def model_of(folder: Path) -> Path:
     return model_directory(folder / "gpt2", "gpt2", n_layer=9, **DROPOUT)
-
-
-@pytest.mark.parametrize(
-    ("words", "variant", "accumulate"),
-    [
-        ([*DRIVES, "model.activation_checkpointing=6"], [REENTRANT], 3),
-        ([*DRIVES, "--params", "nvme", "tiered.weight_buffers=2"], [], 1),
-        (["model.offload_activations=cpu", "--params", "nvme"], [], 1),
-    ],
-    ids=["six blocks on drives", "weights on drives too", "memory, weights on drives"],
-)
-def test_no_bit_changes(words: list[str], variant: list[str], accumulate: int, folder: Path) -> None:
-    """Nine blocks with dropout train identically with immediate copies, late copies out of order, and GPU stream
-    queues.
-    """
-    words, model = [*ON, *words, *variant, "--accumulate", str(accumulate)], model_of(folder)
-    expected, weights = plain(model, 2, *ON, *variant, "--accumulate", str(accumulate), accumulate=accumulate)
-    data = batches(2 * accumulate)
-    for kind in ("plain", "late", "queued"):
-        with pytest.MonkeyPatch.context() as patch:
-            device = None
-            if kind == "late":
-                use_late_transfers(patch)
-                device = LateDevice()
-            with queued(patch, haste=0.05) as cuda:
-                if kind == "queued":
-                    device = cuda.device(staging_bytes=1 << 20, stagings=2)
-                with engine(model, *words, drives=drives(folder, 2), device=device) as ours:
-                    assert train(ours, data, accumulate=accumulate) == expected, kind
-                    assert_same(masters(ours), weights)
 
 
 class Counting(CpuDevice):
@@ -93,59 +49,32 @@ class Counting(CpuDevice):
         return super().copy_back(source, into, after=after, ready=ready)
 
 
-def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str, Any]:
-    """Return the bytes of the third step of nine blocks: moved on drives, in memory when the forward
-    ends, and planned.
-    """
-    model = model_of(folder)
-    words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2", *words)
-    inputs: list[weakref.ref[Any]] = []
-    with engine(model, *words, drives=drives(folder, count)) as ours:
-        body = ours._module.model.transformer
-        for block in body.h:
-            block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
-        train(ours, batches(2))
-        _settle(ours)
-        held: list[int] = []
-        body.ln_f.register_forward_hook(
-            lambda *_: held.append(sum(one() is not None for one in inputs[-9:])) if torch.is_grad_enabled() else None
-        )
-        before = read_io()
-        train(ours, batches(1))
-        _settle(ours)
-        moved = read_io() - before
-        kept = ours.offloaded.activations
-        buffers = kept._ring or kept._own.values() if kept else ()
-        in_memory = sum(buffer.memory.numel() for buffer in buffers)
-    return {
-        **{"read": moved.read_bytes, "written": moved.written_bytes, "inputs": held[0], "memory": in_memory},
-        "plan": ours.plan,
-    }
-
-
-def _settle(ours: Any) -> None:
-    """Wait until the last inputs are on their drives and the update has finished: no step waits for those."""
-    ours.synchronize()
-    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
-        buffer.free.wait()
-
-
 INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
 @pytest.mark.slow
-def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(folder: Path) -> None:
+@pytest.mark.parametrize("home", ["false", "nvme"])
+def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(home: str, folder: Path) -> None:
     """On the CPU too, at most two of nine inputs stay in memory as they are, in addition to four buffers."""
-    kept, away = of_a_step(folder, "false"), of_a_step(folder, "nvme", 2)
-    assert kept["inputs"] == 9
-    assert away["inputs"] <= INPUTS_UNDER_WAY
-    assert away["memory"] == INPUT_BUFFERS * INPUT
-    moved = [one for one in away["plan"].traffic if one.place != "device"]
-    assert away["written"] == sum(one.written for one in moved) == 9 * INPUT
-    assert away["read"] == sum(one.read for one in moved) == (9 - INPUT_BUFFERS) * INPUT
-    items = {(item.tier, item.bytes) for item in away["plan"].items if item.name == "block inputs"}
-    one, other = map(str, drives(folder, 2))
-    assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), (one, 5 * INPUT), (other, 4 * INPUT)}
+    words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2")
+    inputs, held = list[weakref.ref[Any]](), list[int]()
+    with engine(model_of(folder), *words, drives=[folder / "a", folder / "b"]) as ours:
+        body = ours._module.model.transformer
+        for block in body.h:
+            block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
+        train(ours, batches(2))
+        body.ln_f.register_forward_hook(lambda *_: held.append(sum(one() is not None for one in inputs[-9:])))
+        if home == "false":
+            train(ours, batches(1))
+            assert held == [9]
+            return
+        moved = moved_in_step(ours, batches(1))
+    assert held[0] <= INPUTS_UNDER_WAY
+    assert moved == ((9 - INPUT_BUFFERS) * INPUT, 9 * INPUT)
+    assert sum(buffer.memory.numel() for buffer in ours.offloaded.activations._ring) == INPUT_BUFFERS * INPUT
+    items = {(item.tier, item.bytes) for item in ours.plan.items if item.name == "block inputs"}
+    first, second = str(folder / "a"), str(folder / "b")
+    assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), (first, 5 * INPUT), (second, 4 * INPUT)}
 
 
 def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> None:
@@ -184,16 +113,22 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [range(11), range(10, -1, -1), (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)])
-def test_any_order_of_the_backward_is_correct(order: Sequence[int], tmp_path: Path) -> None:
+def test_any_order_of_the_backward_is_correct(
+    order: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [DriveFile(tmp_path / name, 6 * 4096) for name in "ab"]
-    kept = Activations(BlockInputs(11, 4096), device=LateDevice(), files=files, transfers=LateTransfers())
     inputs = [torch.full((1000,), float(number)) for number in range(11)]
-    for _ in range(3):
-        with kept.forward():
-            handles = [kept.pack_input(one) for one in inputs]
-        for number in order:
-            assert torch.equal(kept.unpack(handles[number]), inputs[number])
-    kept.close()
+    with queued(monkeypatch, haste=0.05, seconds=0.001) as cuda:
+        device, transfers = cuda.device(), LateTransfers()
+        kept = Activations(BlockInputs(11, 4096), device=device, files=files, transfers=transfers)
+        for _ in range(3):
+            with kept.forward():
+                handles = [kept.pack_input(one) for one in inputs]
+            for number in order:
+                assert torch.equal(kept.unpack(handles[number]), inputs[number])
+        kept.close()
+        transfers.close()
+        device.close()
     for file in files:
         file.close()
 
@@ -213,7 +148,7 @@ def test_impossible_offloads_are_refused(folder: Path, monkeypatch: pytest.Monke
     words = [*ON, "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
     with (
         pytest.raises(TrainerError, match=r"activations-0: 73.7 kB cannot be set aside there: No space left on device"),
-        engine(model_of(folder), *words, drives=drives(folder, 1)),
+        engine(model_of(folder), *words, drives=[folder / "a"]),
     ):
         pass
 

@@ -9,22 +9,18 @@ import torch
 from engine_bench import batches, engine, masters, model_directory, train
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from uneven_targets import random_weights
 
 LR, DECAY = 1e-2, 0.1
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is the CPU's, and so are its bits")
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(folder: Path) -> Path:
     """Write a model's directory with fp32 weights that bf16 cannot represent."""
-    folder = model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
-    torch.manual_seed(3)
-    config = AutoConfig.from_pretrained(folder)
-    # torch's fused update rounds the last elements differently unless this is a multiple of 16.
-    config.vocab_size = 224
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+    # torch's fused update rounds the last elements differently unless the vocabulary is a multiple of 16.
+    return random_weights(model_directory(folder, "qwen3", tied=False, vocab_size=224))
 
 
 def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> tuple[list, dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import batches, engine, model_directory, train
+from engine_bench import batches, engine, model_directory, moved_in_step, train
 from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -23,7 +23,6 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.planning import model_of
-from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -32,7 +31,7 @@ BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpoin
 AWAY = ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buffers=2"]
 
 
-def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each would be read from the drive only when it is needed."""
     asked: list[int] = []
     unpack = Activations.unpack
@@ -43,15 +42,13 @@ def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkey
         return unpack(ours, kept)
 
     monkeypatch.setattr(Activations, "unpack", watched)
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
-    with engine(model, *BREADTH, *AWAY, drives=[drive]) as ours:
+    with engine(qwen3, *BREADTH, *AWAY, drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
     assert asked == list(reversed(range(5 * MICRO)))
 
 
-def test_an_error_ends_all_threads(folder: Path, drive: Path) -> None:
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
-    with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
+def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
+    with engine(qwen3, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
         block = ours._module.model.model.layers[2].mlp
 
@@ -150,34 +147,17 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
 
 
-def settle(ours: Any) -> None:
-    ours.synchronize()
-    for slot in ours.offloaded.stream._slots:
-        if slot.arrival is not None:
-            slot.arrival.wait()
-    for buffer in ours.offloaded.activations._ring:
-        buffer.free.wait()
-
-
 @pytest.mark.slow
-def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
+def test_weights_and_inputs_move_once_a_pass_as_planned(qwen3: Path, drive: Path) -> None:
     """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
-    model = model_directory(folder / "qwen3", "qwen3", tied=False)
     read = {}
     for micro in (1, MICRO):
         words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
         words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
-        with engine(model, *words, drives=[drive]) as ours:
+        with engine(qwen3, *words, drives=[drive]) as ours:
             train(ours, batches(2 * micro), accumulate=micro)
-            settle(ours)
-            before = read_io()
-            train(ours, batches(micro), accumulate=micro)
-            settle(ours)
-            moved = read_io() - before
-        away = [one for one in ours.plan.traffic if one.place != "device"]
-        assert moved.read_bytes == sum(one.read for one in away)
-        assert moved.written_bytes == sum(one.written for one in away)
+            moved, _ = moved_in_step(ours, batches(micro))
         inputs = next(item.bytes for item in ours.plan.items if item.name == "block inputs" and item.tier != "ram")
         assert inputs == micro * 5 * 8192
-        read[micro] = moved.read_bytes - (inputs - 4 * 8192)
+        read[micro] = moved - (inputs - 4 * 8192)
     assert read[MICRO] == read[1]

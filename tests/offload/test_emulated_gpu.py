@@ -1,27 +1,35 @@
-"""Tests of the emulated GPU: the engine trains on it as plain torch does, and it finds what fails on CUDA."""
+"""Tests of the CUDA device on simulated streams that run late, and of the emulated GPU: the engine trains on it as
+plain torch does, and it finds what fails on CUDA.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EmulatedGpu, emulated_gpu
+from emulated_gpu import EmulatedGpu, Event, Stream, Work, emulated_gpu, queued
 from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from placements import ALL_ON_DRIVES as DRIVE
+from placements import ON as CHECKPOINTED
 
 from offload_trainer.data import rows
+from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.gradient_kernel import ordered_norm
+from offload_trainer.storage.transfer import Future
+from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
-DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 ON_GPU = ["--params", "gpu", "placement.gradients=gpu"]
-CHECKPOINTED = "model.activation_checkpointing=on"
 CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "resident": (["--params", "gpu"], 3),
     "in RAM": (RAM, 1),
@@ -58,30 +66,17 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 def stepped(made: Any, *, accumulate: int, evaluate: bool) -> list[Step]:
     """Train four steps; `evaluate`: before each, and return the losses of evaluations as further steps."""
     data, seen = batches(4 * accumulate), list[Step]()
-    steps = train(
-        made,
-        data,
-        accumulate=accumulate,
-        before=lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None,
-    )
-    return steps + seen
+    look = lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None  # noqa: E731
+    return train(made, data, accumulate=accumulate, before=look) + seen
 
 
 def trained(
-    gpu: EmulatedGpu,
-    model: Path,
-    drive: Path,
-    words: list[str],
-    *,
-    accumulate: int = 1,
-    limit: float = 0,
-    shadows: float = 0,
-    evaluate: bool = False,
+    gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1, limit: float = 0, **how: Any
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Return what `stepped` does on the emulated GPU, and the masters, without clipping unless there is a limit."""
-    device = gpu.device(staging_bytes=1 << 20, stagings=2)
+    device, evaluate = gpu.device(staging_bytes=1 << 20, stagings=2), how.pop("evaluate", False)
     given = [*words, "--accumulate", str(accumulate), f"optim.max_grad_norm={limit}"]
-    with engine(model, *given, drives=[drive], device=device, shadows=shadows) as ours:
+    with engine(model, *given, drives=[drive], device=device, **how) as ours:
         steps = stepped(ours, accumulate=accumulate, evaluate=evaluate)
         return steps, masters(ours)
 
@@ -147,14 +142,24 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
 
 def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks in each forward whether rows are packed (`find_packed_sequence_indices`)."""
-    model, found = model_directory(tmp_path / "gpt2", "gpt2"), []
-    for accumulate in (1, 3):
-        with emulated_gpu(monkeypatch) as gpu, engine(model, *RAM, device=gpu.device()) as ours:
-            before = gpu.host_waits
-            train(ours, batches(accumulate), accumulate=accumulate)
-            found.append(gpu.host_waits - before)
-    assert found[0] <= found[1] <= found[0] + 2
+    """transformers looks in each forward whether rows are packed (`find_packed_sequence_indices`).
+
+    Phases that are timed on the host add four waits.
+    """
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    for words in (RAM, ["--params", "gpu"]):
+        waits: dict[type, list[int]] = {StreamTimer: [], HostTimer: []}
+        for accumulate in (1, 3):
+            given = [*words, "--accumulate", str(accumulate)]
+            with emulated_gpu(monkeypatch) as gpu, engine(model, *given, device=gpu.device()) as ours:
+                for timer in (StreamTimer(), HostTimer(lambda: torch.cuda.current_stream().synchronize())):
+                    clock, before = PhaseClock(timer), gpu.host_waits
+                    ours.train_step(batches(accumulate), lr=1e-4, clock=clock)
+                    waits[type(timer)].append(gpu.host_waits - before)
+                    clock.take()
+        further, timed = (after - before for before, after in waits.values())
+        assert 0 <= further <= 2
+        assert timed == further + 2 * 4
 
 
 def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +174,112 @@ def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pyt
             patch.setattr(owner, name, fault)
             trained(gpu, model, drive, RAM)
         assert bool(gpu.freed) == (owner is EmulatedGpu)
+
+
+# -- streams that run late ---------------------------------------------------------------------------------------------
+
+
+WAITS = [[(Stream, "wait_event")], [(Event, "synchronize"), (Stream, "synchronize")]]
+
+
+@pytest.mark.parametrize("forgotten", WAITS, ids=["streams", "threads"])
+def test_a_missing_wait_would_show(
+    forgotten: list[tuple[type, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late rows of `test_pairs.py` would fail if no stream, or no thread, waited for events."""
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with engine(model, "--engine", "plain") as reference:
+        expected = train(reference, batches(3))
+    for kind, wait in forgotten:
+        monkeypatch.setattr(kind, wait, lambda *_: None)
+    with queued(monkeypatch, haste=0.0) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
+        assert train(ours, batches(3)) != expected
+
+
+def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = CudaDevice.fetch
+    monkeypatch.setattr(
+        CudaDevice, "fetch", lambda device, source, into, after: fetch(device, source, into, after=None)
+    )
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with queued(monkeypatch) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
+        train(ours, batches(1))
+        assert cuda.bare
+
+
+def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
+    delayed.
+    """
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
+        filled: list[torch.Tensor] = []
+        arrival = device.fetch(lambda staging: (filled.append(staging), read)[1], into, after=device.mark())
+        filled[0].fill_(3.0)
+        assert [work.kind for work in device._to_device.queue] == []
+        reader = threading.Thread(target=read.finish_part)
+        reader.start()
+        reader.join()
+        assert [work.kind for work in device._to_device.queue] == ["wait", "copy", "record"]
+        assert not into.any()
+        arrival.wait()
+        assert bool((into == 3.0).all())
+        device.close()
+
+
+def test_a_staging_buffer_is_reused_only_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third read into two staging buffers starts only after the first copy, on another thread than the requesting
+    one.
+    """
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device = cuda.device(staging_bytes=4096, stagings=2)
+        inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]
+        stagings: list[torch.Tensor] = []
+        begun = [threading.Event() for _ in range(4)]
+
+        def source(number: int, staging: torch.Tensor) -> Future:
+            assert len(stagings) == number
+            if number >= 2:  # the staging buffer's previous content has been copied
+                assert bool((inside[number - 2] == number - 2 + 1.0).all())
+            stagings.append(staging)
+            begun[number].set()
+            return reads[number]
+
+        arrivals = [device.fetch(partial(source, n), into, after=device.mark()) for n, into in enumerate(inside)]
+        assert len(stagings) == 2
+        for number, read in enumerate(reads):
+            assert begun[number].wait(300)
+            stagings[number].fill_(number + 1.0)
+            read.finish_part()
+        for number, arrival in enumerate(arrivals):
+            arrival.wait()
+            assert bool((inside[number] == number + 1.0).all())
+        assert stagings[0].data_ptr() == stagings[2].data_ptr() != stagings[1].data_ptr() == stagings[3].data_ptr()
+        device.close()
+
+
+def test_a_failed_read_is_raised_by_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with queued(monkeypatch) as cuda:
+        device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
+        arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
+        read.finish_part(TrainerError("lost"))
+        for arrival in arrivals:
+            with pytest.raises(TrainerError, match="lost"):
+                arrival.wait()
+        device.close()
+
+
+def test_copies_to_the_host_keep_their_memory_and_block_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept input waits only for what computed it, leaves on its own stream, and returns on another one."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)
+        device._to_host.queue.append(Work("copy", lambda: pytest.fail("a gradient was waited for")))
+        kept = device.keep(values, host)
+        assert cuda.recorded(values)
+        returned = device.copy_back(host, back, after=device.mark(), ready=kept)
+        returned.arrival.wait()
+        returned.left.wait()
+        assert torch.equal(back, values)
+        assert cuda.log == [f"{device._inputs_to_host.name} copy", f"{device._inputs_to_device.name} copy"]
+        device._to_host.queue.clear()
+        device.close()

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import batches, engine, model_directory, train
-from late_transfers import FailingWrites, LateDevice
+from late_transfers import FailingWrites, late, late_engine
 from placements import ALL_ON_DRIVES
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import Copies
+from offload_trainer.offloading.device import Copies, CpuDevice
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
 from offload_trainer.offloading.pages.store import UnitStore
@@ -28,17 +28,23 @@ from offload_trainer.plan.tiered.layout import RAM, Place, Unit, units_of
 from offload_trainer.storage.transfer import Future, Transfers, together
 
 
-class HeldDevice(LateDevice):
-    """A device whose downloads finish only when `let_go` is called."""
+class NotingDevice(CpuDevice):
+    """A device that notes its downloads, which are late; with `holds` they finish only when `let_go` is called."""
 
-    def __init__(self) -> None:
+    in_host_memory = False
+
+    def __init__(self, *, holds: bool) -> None:
         super().__init__()
-        self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
+        self.holds, self.held = holds, list[tuple[torch.Tensor, torch.Tensor, Future]]()
         self.sizes: list[int] = []  # bytes of each copy
+        self.groups: list[int] = []  # copies that are queued together
 
     def download(self, copies: Copies, **words: Any) -> Future:
-        self.held += [(values, into, Future()) for values, into in copies]
+        self.groups.append(len(copies))
         self.sizes += [values.nbytes for values, _ in copies]
+        if not self.holds:
+            return late(lambda: [into.copy_(values) for values, into in copies])
+        self.held += [(values, into, Future()) for values, into in copies]
         return together([future for _, _, future in self.held[-len(copies) :]])
 
     def let_go(self, count: int | None = None) -> None:
@@ -105,7 +111,7 @@ def on_a_thread(work: Any) -> threading.Thread:
     return thread
 
 
-def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
+def stands_at(sent: int, device: NotingDevice, thread: threading.Thread) -> bool:
     """Return True if the copies reach `sent` bytes, and then stay there while `thread` is still waiting."""
     end = time.monotonic() + 300
     while sum(device.sizes) < sent and time.monotonic() < end:
@@ -118,7 +124,7 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
     """Blocks' weights have 12,000 and 120 bytes. If 13,000 may be in flight in addition to the largest, the third
     block's matrix waits.
     """
-    units, device = model(), HeldDevice()
+    units, device = model(), NotingDevice(holds=True)
     with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
         thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
         assert stands_at(3 * 12_120, device, thread)  # The copy has started, and autograd is blocked.
@@ -131,18 +137,6 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
         device.let_go()
         with pytest.raises(TrainerError, match="the copy failed"):
             gradients.finish()
-
-
-class GroupingDevice(LateDevice):
-    """A device that notes the number of copies that are queued together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: list[int] = []
-
-    def download(self, copies: Copies, *, after: Any = None) -> Future:
-        self.groups.append(len(copies))
-        return super().download(copies, after=after)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +157,7 @@ def test_a_units_gradients_leave_together(
     in the middle of a backward.
     """
     monkeypatch.setattr(module, "_TOGETHER", together)
-    units, device, given = model(), GroupingDevice(), dict[str, torch.Tensor]()
+    units, device, given = model(), NotingDevice(holds=False), dict[str, torch.Tensor]()
     with sums(units, RAM, device=device, **changes) as gradients:
         thread = on_a_thread(lambda: given.update(hand_over(gradients, units, last=True, seed=0)))
         thread.join(300)
@@ -195,7 +189,7 @@ def test_ring_memory_is_reused_only_after_it_was_read() -> None:
 
 def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
     """One copy of both uses leaves the device. The gradient of one use alone is copied at the end of the backward."""
-    units, device = model(tied=True), HeldDevice()
+    units, device = model(tied=True), NotingDevice(holds=True)
     with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
         given = hand_over(gradients, units, last=True, seed=1)
         assert sorted(device.sizes) == sorted(2 * place.weight.numel for _, place in places(units))
@@ -237,7 +231,7 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     # large enough for all gradients
     monkeypatch.setattr("offload_trainer.engine.tiered.gradient_ring", lambda *_, **__: 1 << 23)
     where = model_directory(tmp_path / "gpt2", "gpt2")
-    with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, where, "--accumulate", "3", *words, drives=[drive]) as ours:
         train(ours, batches(3), accumulate=3)
         assert norms == ["sums-0"] * len(ours.offloaded.trained)
     assert not waits

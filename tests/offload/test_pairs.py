@@ -1,37 +1,34 @@
 """Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs.
 
 Moments in fp32 are compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
-update overlaps nothing. Transfers are immediate, or late and out of order, or queued on a GPU's simulated streams; on
-a GPU they are its own.
+update overlaps nothing. Transfers are immediate, or late: those of drives out of order, those of the device on a GPU's
+simulated streams. On a GPU they are its own.
 Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_bench import (
     DROPOUT,
     ON_GPU,
     REENTRANT,
     REFERENCE,
-    Step,
     assert_same,
     batches,
-    drives,
     engine,
     masters,
     model_directory,
+    plain,
     train,
 )
-from late_engines import engine_on_streams, late_engine
-from late_transfers import LateDevice, hasty
+from late_transfers import late_engine
 from placements import BY_MODULE, HOMES, OFF, ON
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
@@ -69,7 +66,8 @@ BLOCKS = {
     "reentrant": [ON, REENTRANT],
     "by parts": [OFF, BY_MODULE],
     "by parts, in one buffer": [ON, BY_MODULE, "tiered.weight_buffers=1"],
-    "inputs on the drive": [ON, "model.offload_activations=nvme"],
+    "inputs on drives": [ON, "model.offload_activations=nvme"],
+    "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
     "breadth-first": [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"],
 }
 COLUMNS = {
@@ -77,7 +75,7 @@ COLUMNS = {
     "schedule": ["off", "forward", "backward", "backward, with shadow memory"],
     "setting": [*SETTINGS],
     "blocks": [*BLOCKS],
-    "device": ["at once", "late", "queued"],
+    "transfers": ["at once", "late"],
 }
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
@@ -117,46 +115,31 @@ def of_row(row: dict[str, str], number: int) -> Any:
     return pytest.param(row, id=", ".join(row[name] for name in COLUMNS), marks=() if quick else pytest.mark.slow)
 
 
-def data_of(setting: str) -> list[Any]:
-    small = {"rows": 1, "length": 3} if "unused" in setting else {}
-    return batches(STEPS * SETTINGS[setting][3], **small)
-
-
-@cache
-def expected(model: Path, setting: str, *same: str) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    _, _, words, accumulate = SETTINGS[setting]
-    reference = REFERENCE if not is_stored(setting) else ("--ram-fraction", "1", "tiered.overlap=off")
-    with engine(model, *reference, *words, "--accumulate", str(accumulate), *same) as plain:
-        return train(plain, data_of(setting), accumulate=accumulate), masters(plain)
-
-
-def is_stored(setting: str) -> bool:
-    """Return whether the setting's moments are rounded when they are stored, with noise for each unit."""
-    return "moments" in setting
-
-
 @pytest.mark.parametrize("row", [of_row(row, number) for number, row in enumerate(rows())])
 def test_placement_and_schedule_change_no_bit(
     row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting, blocks = row["setting"], BLOCKS[row["blocks"]]
     name, changes, words, accumulate = SETTINGS[setting]
-    model = model_directory(folder / setting, name, **{"n_layer": 3} | changes)
-    # Rounding's noise is drawn by unit; on a GPU bits depend on the number of checkpointed blocks.
-    same = [word for word in blocks if (word == BY_MODULE and is_stored(setting)) or (word in (ON, OFF) and ON_GPU)]
+    layers = 9 if "inputs" in row["blocks"] else 3  # more than there are buffers for inputs
+    model = model_directory(folder / f"{setting}, {layers}", name, **{"n_layer": layers} | changes)
+    stored = "moments" in setting  # they are rounded, with noise for each unit
+    same = [BY_MODULE] if BY_MODULE in blocks and stored else []
+    same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]  # changes bits
     schedule, _, shadows = row["schedule"].partition(", ")
-    words = [*words, "--accumulate", str(accumulate), f"tiered.overlap={schedule}", *HOMES[row["home"]]]
+    always = [*words, "--accumulate", str(accumulate)]
+    words = [*always, f"tiered.overlap={schedule}", *HOMES[row["home"]]]
     words += ["tiered.micro_batch_order=depth_first", *blocks]
-    build = {"at once": engine, "late": partial(late_engine, monkeypatch)}
-    build["queued"] = partial(engine_on_streams, monkeypatch)
-    if ON_GPU:  # The others stand in for a GPU.
-        build = dict.fromkeys(build, engine)
-    count = 3 if "three" in row["home"] else 1
-    with build[row["device"]](model, *words, drives=drives(drive, count), shadows=0.6 * bool(shadows)) as ours:
+    late = row["transfers"] == "late" and not ON_GPU  # where they stand in for a GPU's
+    drives = [drive / f"{number}" for number in range(3 if "three" in row["home"] else 1)]
+    size = {"rows": 1, "length": 3} if "unused" in setting else {}
+    reference = ("--ram-fraction", "1", "tiered.overlap=off") if stored else REFERENCE
+    steps, weights = plain(model, STEPS, *always, *same, accumulate=accumulate, reference=reference, **size)
+    build = partial(late_engine, monkeypatch) if late else engine
+    with build(model, *words, drives=drives, shadows=0.6 * bool(shadows)) as ours:
         assert (ours._breadth_first is not None) == (row["blocks"] == "breadth-first" and accumulate > 1)
         assert any(unit.is_part for unit in ours.offloaded.units) == (BY_MODULE in blocks)
-        steps, weights = expected(model, setting, *same)
-        assert train(ours, data_of(setting), accumulate=accumulate) == steps
+        assert train(ours, batches(STEPS * accumulate, **size), accumulate=accumulate) == steps
         assert_same(masters(ours), weights)
 
 
@@ -165,13 +148,3 @@ def test_every_pair_occurs() -> None:
         given = {frozenset((row[one], row[other])) for row in rows()}
         wanted = set(map(frozenset, product(COLUMNS[one], COLUMNS[other]))) - set(map(frozenset, IMPOSSIBLE))
         assert given == wanted
-
-
-def test_a_missing_wait_would_show(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late rows of the table would fail without the wait for a unit."""
-    hasty(monkeypatch)
-    setting = "qwen3, tied, sums in 16 bits"
-    model = model_directory(folder / setting, "qwen3")
-    words = [*SETTINGS[setting][2], *HOMES["weights in RAM"], "--accumulate", "3"]
-    with engine(model, *words, drives=[drive], device=LateDevice()) as ours:
-        assert train(ours, data_of(setting), accumulate=3) != expected(model, setting)[0]

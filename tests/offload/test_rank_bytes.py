@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import rank_counting_bytes
+import torch
 from engine_bench import model_directory
-from forked_ranks import Case, run_ranks
+from forked_ranks import Case, Result, count_calls, counts, run_ranks, train_cases
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload_trainer.plan.tiered.layout as layout
+from offload_trainer import ranks
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.offloading.ranks import collective_fetch
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
@@ -23,11 +31,81 @@ from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
+from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.slow
 
 MICRO, STEPS = 4, 3
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Adding(TorchDispatchMode):
+    """Count the operands of torch's operations: `added` bytes of gradients, `sums` bytes read and written for them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("add_", "copy_"):
+            counts["added"] += args[1].nbytes
+            counts["sums"] += args[0].nbytes * (2 if name == "add_" else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def within(name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run a method of `ShardedGradients` inside a context."""
+    call = getattr(ShardedGradients, name)
+
+    def inside(*args: Any, **words: Any) -> Any:
+        with context():
+            return call(*args, **words)
+
+    setattr(ShardedGradients, name, inside)
+
+
+def count_exchanges(cases: Sequence[Case]) -> list[Result]:
+    """Train the cases; count the bytes that this rank exchanges with the others, and how often they meet."""
+    sending = []  # not empty while the exchanged bytes are gradients rather than parts of norms
+
+    @contextmanager
+    def of_gradients() -> Iterator[None]:
+        sending.append(True)
+        yield
+        sending.clear()
+
+    def on_thread(name: str) -> bool:
+        return threading.current_thread().name.startswith(name)
+
+    def sent(_: Node, out: Addressed, into: Addressed) -> dict[str, int]:
+        ways = {"gradients_out": out, "gradients_in": into} if sending else {}
+        return {name: sum(values.nbytes for _, values in way) for name, way in ways.items()}
+
+    def crossed(node: Node, values: torch.Tensor, *, source: int, **_: Any) -> dict[str, int]:
+        if source == node.rank:
+            return {"weights_out": values.nbytes * (len(node.nodes) - 1)}
+        return {"weights_in": values.nbytes}
+
+    def gathered(values: torch.Tensor, _: int, *, group: ranks.Group) -> dict[str, int]:
+        each = len(group.members)  # sums of norms are gathered too, on the training thread
+        return {"from_others": values.nbytes // each * (each - 1)} if on_thread("gathers") else {}
+
+    within("_add_up", Adding)
+    within("_sent_and_received", of_gradients)
+    for owner, name, counted in (
+        (ShardedGradients, "_lay_out", lambda _, name, flat: {"laid_out": flat.nbytes}),
+        (Node, "send_recv", sent),
+        (Node, "broadcast_across", crossed),
+        (Node, "barrier", lambda _: {"barriers": 1}),
+        (ranks, "exchange_numbers", lambda *_, **__: {"gathers": int(on_thread("update_progress"))}),
+        (ranks, "all_gather_parts", gathered),
+        (collective_fetch, "copy_alone", lambda values, into: {"from_ram": values.nbytes}),
+    ):
+        count_calls(owner, name, counted)
+    return train_cases(cases)
+
+
+# -- the test ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(1, 1), (4, 1), (4, 2)])
@@ -37,14 +115,13 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     """
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
-    (drive := tmp_path / "drive").mkdir()
+    drive = tmp_path / "drive"
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
     words += ["--accumulate", str(MICRO // world), "tiered.weight_transfer=all_gather"]
-    case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
-    longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
-    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=rank_counting_bytes.__file__)
-    both = [json.loads(path.read_text()) for path in (tmp_path / "ranks").glob("counts-*.json")]
-    found, more = ([of_rank[number] for of_rank in both] for number in (0, 1))
+    case = Case(model, tuple(words), tmp_path / "out", steps=STEPS, micro=MICRO, drives=(drive,))
+    longer = replace(case, steps=STEPS + 1, out=tmp_path / "longer")
+    both = run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", work=count_exchanges)
+    found, more = ([Counter(result.counts) for result in of_case] for of_case in both)
     assert len(found) == world
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
@@ -61,41 +138,35 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
-    assert case.moved == [STEPS * sum(one.read for one in drives), STEPS * sum(one.written for one in drives)]
-
-    def counted(name: str) -> int:
-        return sum(counts.get(name, 0) for counts in found)
-
-    ways = [
-        ("added", "laid_out", OUTBOX, "backward"),
-        ("gradients_in", "gradients_out", NETWORK, "backward"),
-        ("weights_in", "weights_out", NETWORK, "update"),
-    ]
-    for read, written, link, phase in ways:
-        planned = [sum(way) for way in zip(*(one.bytes(link, phase) for one in moved), strict=True)]
-        if read == "added":  # Inboxes count too, except for marks and for padding between weights.
-            planned[0] += sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
-        assert [counted(read), counted(written)] == [STEPS * size for size in planned], link
-    in_a_step = [
-        (
-            after.get("from_ram", 0) - before.get("from_ram", 0),
-            after.get("from_others", 0) - before.get("from_others", 0),
-        )
-        for before, after in zip(found, more, strict=True)
-    ]  # A run ends with the fetches that its next step would begin with.
+    counted = sum(found, Counter[str]())
+    # Gradients in inboxes are added too, except for marks and for padding between weights.
+    inboxes = sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+    planned = {
+        "read": sum(one.read for one in drives),
+        "written": sum(one.written for one in drives),
+        "added": sum(one.bytes(OUTBOX, "backward")[0] for one in moved) + inboxes,
+        "laid_out": sum(one.bytes(OUTBOX, "backward")[1] for one in moved),
+        "gradients_in": sum(one.bytes(NETWORK, "backward")[0] for one in moved),
+        "gradients_out": sum(one.bytes(NETWORK, "backward")[1] for one in moved),
+        "weights_in": sum(one.bytes(NETWORK, "update")[0] for one in moved),
+        "weights_out": sum(one.bytes(NETWORK, "update")[1] for one in moved),
+        "sums": sum(one.sums for one in moved),
+    }
+    assert {name: counted[name] for name in planned} == {name: STEPS * size for name, size in planned.items()}
+    assert (counted["laid_out"] > 0) == (world > 1)
+    assert (counted["gradients_in"] > 0) == (counted["weights_in"] > 0) == (nodes > 1)
+    ways = ("from_ram", "from_others")  # A run ends with the fetches that its next step would begin with.
+    in_a_step = [[after[way] - of_rank[way] for way in ways] for of_rank, after in zip(found, more, strict=True)]
     taken = sum(by_parts.values(), TransferBytes(0, 0))
-    assert in_a_step == [(taken.from_ram, taken.from_others)] * world
+    assert in_a_step == [[taken.from_ram, taken.from_others]] * world
     device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
     assert world == 1 or sum(one.read for one in device) == taken.from_ram
     assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == taken.from_others
     assert (taken.from_others > 0) == (world > 1)
-    assert counted("sums") == STEPS * sum(one.sums for one in moved)
-    assert (counted("laid_out") > 0) == (world > 1)
-    assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
-    assert {counts.get("barriers", 0) for counts in found} == {found[0].get("barriers", 0)}
-    assert found[0].get("barriers", 0) / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
+    assert {of_rank["barriers"] for of_rank in found} == {found[0]["barriers"]}
+    assert found[0]["barriers"] / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
-    assert {counts.get("gathers", 0) for counts in found} == {STEPS * nodes * moved[0].gathers}
+    assert {of_rank["gathers"] for of_rank in found} == {STEPS * nodes * moved[0].gathers}
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:

@@ -4,20 +4,27 @@ ends.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import HELPERS, start
 from engine_bench import DROPOUT, model_directory
-from forked_ranks import Case, run_ranks
+from forked_ranks import Case, Result, assert_no_open_port, run_ranks, start_ranks
 from placements import ALL_ON_DRIVES, BY_MODULE, ON
 
-from offload_trainer import ranks
+from offload_trainer import cli, ranks
 from offload_trainer.errors import LOST, PeerFailed, TrainerError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -47,38 +54,36 @@ MICRO = 12  # micro-batches of a step on all ranks together
 
 @pytest.fixture(scope="module")
 def cases(folder: Path) -> dict[str, Case]:
-    models = {name: str(model_directory(folder / name, name, **changes)) for name, changes in MODELS.items()}
-    (folder / "drive").mkdir()
-    shared = {"steps": 2, "micro": MICRO, "drives": (str(folder / "drive"),)}
+    models = {name: model_directory(folder / name, name, **changes) for name, changes in MODELS.items()}
+    shared = {"steps": 2, "micro": MICRO, "drives": (folder / "drive",)}
     return {
-        name: Case(models[model], words, "", meanwhile=int(name in RESUMED), evaluate="gathered" in name, **shared)
+        name: Case(models[model], words, folder, meanwhile=int(name in RESUMED), evaluate="gathered" in name, **shared)
         for name, (model, words) in CASES.items()
     }
 
 
 @pytest.fixture(scope="module")
-def alone(cases: dict[str, Case], folder: Path) -> dict[str, Case]:
+def alone(cases: dict[str, Case], folder: Path) -> dict[str, list[Result]]:
     first = on_ranks(cases, 1, folder / "first")
-    return first | on_ranks(resumed(first), 1, folder / "on")
+    return first | on_ranks(resumed(cases, folder / "first"), 1, folder / "on")
 
 
-def on_ranks(cases: dict[str, Case], count: int, folder: Path, *, nodes: int = 1) -> dict[str, Case]:
-    """Run the cases on `count` ranks, with results in `folder`."""
+def on_ranks(cases: dict[str, Case], count: int, folder: Path, *, nodes: int = 1) -> dict[str, list[Result]]:
+    """Run the cases on `count` ranks, and save each one's state in a directory of `folder`."""
     shared = ("--accumulate", str(MICRO // count))
-    made = {name: replace(case, words=(*case.words, *shared), out=str(folder / name)) for name, case in cases.items()}
-    run_ranks([*made.values()], count=count, folder=folder, nodes=nodes)
-    return made
+    made = [replace(case, words=(*case.words, *shared), out=folder / name) for name, case in cases.items()]
+    return dict(zip(cases, run_ranks(made, count=count, folder=folder / "ranks", nodes=nodes), strict=True))
 
 
-def resumed(cases: dict[str, Case]) -> dict[str, Case]:
-    """Return two more steps from the states that cases of `RESUMED` have saved."""
-    return {f"{n}, resumed": replace(cases[n], load=cases[n].out, skip=2, meanwhile=0) for n in RESUMED}
+def resumed(cases: dict[str, Case], folder: Path) -> dict[str, Case]:
+    """Return two more steps from the states that cases of `RESUMED` have saved in directories of `folder`."""
+    return {f"{name}, resumed": replace(cases[name], load=folder / name, skip=2, meanwhile=0) for name in RESUMED}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "nodes"), [(3, 1), (4, 2)])
 def test_ranks_have_the_bits_of_one(
-    count: int, nodes: int, cases: dict[str, Case], alone: dict[str, Case], tmp_path: Path
+    count: int, nodes: int, cases: dict[str, Case], alone: dict[str, list[Result]], folder: Path, tmp_path: Path
 ) -> None:
     """Losses, norms, evaluations, masters and saved states match one rank's, also where ranks need different units.
 
@@ -86,38 +91,31 @@ def test_ranks_have_the_bits_of_one(
     two nodes has its own memory and files.
     """
     chosen = {name: case for name, case in cases.items() if nodes == 1 or name in ON_NODES}
-    made = on_ranks(chosen | resumed(alone), count, tmp_path / "ranks", nodes=nodes)
-    for name, case in made.items():
-        assert (case.seen, case.files) == (alone[name].seen, alone[name].files), name
-    assert {"fixed.safetensors", "exp_avg_sq_scales.safetensors"} < made["half, 8-bit, frozen"].files.keys()
+    found = on_ranks(chosen | resumed(cases, folder / "first"), count, tmp_path, nodes=nodes)
+    for name, of_ranks in found.items():
+        assert of_ranks == alone[name] * count, name
+    assert {"fixed.safetensors", "exp_avg_sq_scales.safetensors"} < found["half, 8-bit, frozen"][0].files.keys()
 
 
-FAULTY = """
-import os, signal, sys, threading, time
-from dataclasses import replace
-from pathlib import Path
-import forked_ranks
-import torch
-from offload_trainer import cli, ranks
-from offload_trainer.errors import TrainerError
+# -- ranks that are lost -----------------------------------------------------------------------------------------------
 
-ranks.UNANSWERED = 2
 
 class EndsSlowly:
-    def __del__(self, sleep=time.sleep):
+    def __del__(self, sleep: Any = time.sleep) -> None:
         sleep(1)
 
-def waits(group):
-    try:
-        group.all_gather_numbers(0)
-    except TrainerError:
-        pass
 
-def ends(*_):
-    rank, fault = int(sys.argv[1]), sys.argv[2]
-    forked_ranks.join(rank, 2, Path(sys.argv[3]))
+def train_with(fault: str) -> None:
+    """Be a rank whose command meets a fault in place of training."""
+    ranks.UNANSWERED = 2
+    cli.COMMANDS["train"] = replace(cli.COMMANDS["train"], run=partial(meet, fault))
+    sys.exit(cli.main(["train"]))
+
+
+def meet(fault: str, *_: Any) -> None:
+    rank, _ = ranks.place_here()
     ranks.barrier()
-    forked_ranks.assert_no_open_port()
+    assert_no_open_port()
     if fault.startswith("stops"):
         ranks.end_if_rank_vanishes(say=lambda line: print(f"offload-train: {line}", flush=True))
         if fault.endswith(str(rank)):
@@ -134,8 +132,8 @@ def ends(*_):
         wait()
     if fault == "leaves":
         group = ranks.group_of()
-        threading.Thread(target=waits, args=(group,), daemon=True).start() if rank else None
-        sys.ending = EndsSlowly() if rank else None
+        threading.Thread(target=wait_in, args=(group,), daemon=True).start() if rank else None
+        sys.ending = EndsSlowly() if rank else None  # type: ignore[attr-defined]
         time.sleep(0.5 if rank else 0.8)  # rank 0 closes its connections while rank 1 ends
         return
     if fault.startswith("stalls"):
@@ -145,46 +143,44 @@ def ends(*_):
         raise TrainerError("the disk is full")
     ranks.barrier()
 
-cli.COMMANDS["train"] = replace(cli.COMMANDS["train"], run=ends)
-sys.exit(cli.main(["train"]))
-"""
+
+def wait_in(group: ranks.Group) -> None:
+    with suppress(TrainerError):
+        group.all_gather_numbers(0)
 
 
-@pytest.mark.parametrize("fault", ["stalls 0", "stalls 1", "ends", "dies", "leaves", "stops 0", "stops 1"])
+NO_ANSWER = "no answer from rank {} for 2 s, and the run ends. The same command resumes"
+ENDS = {  # exit codes of the two ranks, and a part of what each says
+    "stalls 0": ((-9, 1), ("", "after 1 s another rank has not come .*Rank 0")),
+    "stalls 1": ((1, -9), ("after 1 s another rank has not come .*Rank 1", "")),
+    "ends": ((LOST, 1), ("", "^the disk is full$")),
+    "dies": ((LOST, -9), ("", "")),
+    "leaves": ((0, 0), ("", "")),
+    "stops 0": ((-9, 1), ("", f"^{NO_ANSWER.format(0)}$")),
+    "stops 1": ((1, -9), (f"^{NO_ANSWER.format(1)}$", "")),
+}
+
+
+@pytest.mark.parametrize("fault", ENDS)
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
     """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named.
 
     A rank ends in order while a thread of its waits for one that has ended. Neither listens where another machine could
     connect.
     """
-    script = tmp_path / "run_with_fault.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n{FAULTY}")
-    told = [tmp_path / f"told-{rank}" for rank in range(2)]
-    forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
-    left = 1 if fault.endswith(" 0") else 0
+    forks = start_ranks(train_with, fault, count=2, folder=tmp_path)
+    left = int(fault.endswith(" 0"))
     codes = {left: forks[left].wait(300)}
     if fault not in ("ends", "dies", "leaves"):
         forks[1 - left].send_signal(9)
     codes[1 - left] = forks[1 - left].wait(300)
-    said = [[line for line in path.read_text().splitlines() if line.startswith("offload-train")] for path in told]
-    if fault == "leaves":
-        assert (codes, said) == ({0: 0, 1: 0}, [[], []]), told[1].read_text()
-        return
-    if fault == "dies":
-        assert (codes, said) == ({0: LOST, 1: -9}, [[], []])
-        return
-    if fault == "ends":
-        assert codes == {0: LOST, 1: 1}
-        assert said == [[], ["offload-train: the disk is full"]]
-        return
-    assert codes == {left: 1, 1 - left: -9}
-    assert not said[1 - left]
-    if fault.startswith("stalls"):
-        assert "after 1 s another rank has not come" in said[left][0]
-        assert f"Rank {1 - left} failed" in said[left][0]
-    else:
-        line = f"no answer from rank {1 - left} for 2 s, and the run ends. The same command resumes"
-        assert said[left] == [f"offload-train: {line}"]
+    printed = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    expected, texts = ENDS[fault]
+    assert (codes[0], codes[1]) == expected, printed
+    for text, wanted in zip(printed, texts, strict=True):
+        said = re.findall("^offload-train: (.*)", text, re.MULTILINE)
+        assert len(said) == bool(wanted), text
+        assert re.search(wanted, "".join(said)), text
 
 
 def test_a_message_of_another_size_is_not_received(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,27 +1,41 @@
-"""Tests of steps that are clipped or skipped, and of snapshots, in every schedule of the update.
+"""Tests of the update that overlaps the next forward or this step's backward: what waits for it, what it reports, and
+steps that are clipped or skipped and snapshots in every schedule.
 
-The update overlaps the next forward or this step's backward; then pages in RAM may have shadow memory for their old
-bytes. Pages are updated slowly, and most backwards pause before their first block until every possible page is updated,
-so that the outcome does not depend on timing. `test_pairs.py` does not pause them.
+Pages are updated slowly, so the forward is always ahead of the update. Code that does not wait reads NaN or an old
+weight, or overwrites a sum. Pages in RAM may have shadow memory for their old bytes. Most backwards pause before their
+first block until every possible page is updated, so that the outcome does not depend on timing; `test_pairs.py` does
+not pause them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
-from late_engines import late_engine
-from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, gpt2, hold_up, plant
+import torch
+from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine, masters, plain, saved, train
+from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 
+from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.update.updater import MispredictionWatch
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.update.progress import UpdateProgress
+from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
+from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim import loss_scale
+from offload_trainer.storage.transfer import Future
+from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
+
+
+# -- clipped and skipped steps -----------------------------------------------------------------------------------------
 
 
 def one_in(count: int, model: Path, steps: int) -> float:
@@ -38,17 +52,16 @@ QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make te
     [pytest.param(h, marks=() if h in QUICK else pytest.mark.slow) for h in HOMES if h != "all on the device"],
 )
 def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
-    home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]
+    home: str, build: Build, kept: list[tuple[int, int]]
 ) -> None:
     """bf16 with dropout. About one in four steps is clipped."""
-    model, steps = gpt2(folder), 8
-    limit = one_in(4, model, steps)
+    steps = 8
+    limit = one_in(4, build.model, steps)
     clip = f"optim.max_grad_norm={limit}"
-    expected, weights = plain(model, steps, clip)
+    expected, weights = plain(build.model, steps, clip)
     clipped = [norm is not None and norm > limit for _, norm in expected]
     assert 0 < sum(clipped) < steps
-    with engine(model, *HOMES[home], clip, FULL, drives=[drive], shadows=0.6) as ours:
-        hold_up(ours)
+    with build(home, clip, FULL, held=True, shadows=0.6) as ours:
         assert train(ours, batches(steps)) == expected
         assert_same(masters(ours), weights)
     assert [(counted, done > 0) for counted, done in kept] == [
@@ -78,8 +91,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     shadows: float,
     dtype: str,
     late: bool,
-    folder: Path,
-    drive: Path,
+    build: Build,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,11 +106,9 @@ def test_a_step_that_is_skipped_changes_nothing(
         monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(begun)))
     found = []
     for how in (IN_LINE, schedule):
-        build = partial(late_engine, monkeypatch) if late and how != IN_LINE else engine
-        with build(gpt2(folder), *home, "--dtype", dtype, how, drives=[drive], shadows=shadows) as ours:
+        words = {"late": monkeypatch if late and how != IN_LINE else None, "held": how == FULL and not late}
+        with build(home, "--dtype", dtype, how, **words, shadows=shadows) as ours:
             before = plant(ours, {1: float("inf"), 3: float("inf"), 4: float("nan")})
-            if how == FULL and not late:
-                hold_up(ours)
             seen = []
             for number, batch in enumerate(batches(6), 1):
                 before(number)
@@ -112,37 +122,30 @@ def test_a_step_that_is_skipped_changes_nothing(
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 FROZEN = [*ALL_ON_DRIVES, 'model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit"]
+SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device transfers are late
+    "on the device": (["--gpu-fraction", "1"], IN_LINE, 0.0),
+    "in all tiers, a part on the device": ([*AWAY, "--gpu-fraction", "0.3", "--ram-fraction", "0.3"], IN_LINE, 0.0),
+    "off": (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
+    "forward, frozen": (FROZEN, BEHIND, 0.0),
+    "forward, two copies": ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
+    "backward, all in RAM": (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
+    "backward, half in RAM": ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("home", "how", "shadows"),
-    [
-        (["--ram-fraction", "0.5", "optim.moment_dtype=8bit"], IN_LINE, 0.0),
-        (FROZEN, BEHIND, 0.0),
-        ([*HOMES["two copies on the drive"], CLIP], BEHIND, 0.0),
-        (["--ram-fraction", "1", "optim.max_grad_norm=0"], FULL, 1.0),
-        ([*AWAY, "--ram-fraction", "0.5", CLIP], FULL, 1.0),
-    ],
-    ids=["off", "forward, frozen", "forward, two copies", "backward, all in RAM", "backward, half in RAM"],
+    "case", [pytest.param(case, marks=() if "on the device" in case else pytest.mark.slow) for case in SNAPSHOTS]
 )
-def test_a_snapshot_is_of_its_step(
-    home: list[str],
-    how: str,
-    shadows: float,
-    folder: Path,
-    drive: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written while later steps already update pages, and a run resumes from it, also during an update."""
-    model, data, put = gpt2(folder), batches(6), TieredSnapshot._put
-    with engine(model, *home, IN_LINE, drives=[drive]) as ours:
+    (home, how, shadows), data, put = SNAPSHOTS[case], batches(6), TieredSnapshot._put
+    with build(home, IN_LINE) as ours:
         steps = train(ours, data[:3])
         expected = saved(ours, tmp_path / "in line")
         steps += train(ours, data[3:])
         weights = masters(ours)
-    with engine(model, *home, how, drives=[drive], shadows=shadows) as ours:
+    late = monkeypatch if "on the device" in case else None
+    with build(home, how, shadows=shadows, late=late) as ours:
         monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (put(*given), time.sleep(0.01)))
         found = train(ours, data[:3])
         snapshot = ours.snapshot()
@@ -157,3 +160,170 @@ def test_a_snapshot_is_of_its_step(
             ours.load(tmp_path / "meanwhile")
             assert train(ours, data[3:]) == steps[3:]
         assert_same(masters(ours), weights)
+
+
+# -- every wait is needed --------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_read_without_a_hook_is_nan(build: Build) -> None:
+    """Right after a step the updated weights are NaN; after a wait none are."""
+    held = threading.Event()
+    with build("all in RAM", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
+        walk = Updater._update_all
+        patch.setattr(Updater, "_update_all", lambda *given: (held.wait(), walk(*given)))
+        train(ours, batches(1))
+        uses = [use for name in ours.offloaded.trained for use in ours.offloaded.parameters[name]]
+        assert all(use.isnan().all() for use in uses)
+        held.set()
+        ours.synchronize()
+        assert not any(use.isnan().any() for use in uses)
+
+
+def test_a_backward_waits_for_units_that_its_forward_skipped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's page is slow to reach the drive, and the next forward skips that block."""
+    unused, commit, write = {2, 3, 5}, PlacedWeights.commit, PageStore.write
+    with engine(build.model, *REFERENCE) as reference:
+        expected = train(reference, batches(6), before=skip_last_block(reference, unused))
+        weights = masters(reference)
+
+    def late(begin: Callable[[], Future]) -> Future:
+        home = Future()
+        threading.Timer(0.1, lambda: begin().then(home.finish_part)).start()
+        return home
+
+    def committed(held: PlacedWeights, unit: int, *given: Any, **more: Any) -> Future:
+        begin = partial(commit, held, unit, *given, **more)
+        return late(begin) if held.units[unit].name.endswith("h.4") else begin()
+
+    def written(store: PageStore, number: int, buffer: torch.Tensor) -> Future:
+        begin = partial(write, store, number, buffer)
+        return late(begin) if store.pages[number].unit == store.pages[-2].unit else begin()
+
+    monkeypatch.setattr(PlacedWeights, "commit", committed)
+    monkeypatch.setattr(PageStore, "write", written)
+    words = [*HOMES["weights and gradients on the drive"], "tiered.page_buffers=99"]  # all pages are read ahead
+    with build(words, BEHIND) as ours:
+        assert train(ours, batches(6), before=skip_last_block(ours, unused)) == expected
+        assert_same(masters(ours), weights)
+
+
+# -- between steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive"])
+def test_evaluation_masters_and_weights_wait_for_the_update(home: str, build: Build) -> None:
+    """Between any two steps they see the state after the step."""
+    found = []
+    looks = {
+        "loss": lambda ours, batch: ours.eval_loss(batch),
+        "masters": lambda ours, batch: digest(masters(ours).values()),
+        "last weight": lambda ours, batch: digest([ours.offloaded.weight(ours.offloaded.trained[-1])]),
+        "last master": lambda ours, batch: digest([ours.offloaded.master(ours.offloaded.trained[-1])]),
+    }
+    for words in ([*HOMES[home], "tiered.overlap=off"], [*HOMES[home], BEHIND]):
+        with build(words) as ours:
+            seen = []
+            for batch, look in zip(batches(4), looks.values(), strict=True):
+                seen.append((train(ours, [batch]), look(ours, batch)))
+            found.append((seen, digest(masters(ours).values())))
+    assert found[0] == found[1]
+
+
+def test_closing_waits_for_a_running_update(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, go = Updater._update_all, threading.Event()
+    monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
+    with build("nothing in RAM", BEHIND, "tiered.state_copies=2") as ours:
+        ours.offloaded.enable_manifest(model=build.model)
+        train(ours, batches(1))
+        assert ours.offloaded.update_progress.is_running
+        ours.commit({})
+        threading.Timer(0.1, go.set).start()
+        ours.close()
+        (index,) = build.drive.glob("offload-trainer/run-*/store.json")
+        assert read_newest(read_description(index.parent)).step == 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(build: Build) -> None:
+    with build("nothing in RAM", BEHIND) as ours:
+        train(ours, batches(1))
+        ours.synchronize()
+        file = next(build.drive.glob("offload-trainer/run-*/state"))
+        with open(file, "r+b") as opened:
+            opened.truncate(8192)
+        train(ours, batches(1))  # this step's update fails
+        words = r"state: cut short: .* the file has 8192 of \d+"
+        with pytest.raises(TrainerError, match=words):
+            train(ours, batches(1))
+        for call in (ours.synchronize, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
+            with pytest.raises(TrainerError, match=words):
+                call()
+
+
+# -- timings -----------------------------------------------------------------------------------------------------------
+
+
+def test_waited_and_hidden_seconds_add_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
+    walk, wait, waited_for = Updater._update_all, UpdateProgress._wait, threading.Event()
+
+    def waiting(update_progress: UpdateProgress, future: Future) -> None:
+        if not future.done:
+            waited_for.set()
+        wait(update_progress, future)
+
+    def slowly(updater: Updater, step: Any) -> None:
+        assert updater._thread is None or waited_for.wait(300)
+        time.sleep(0.2)
+        walk(updater, step)
+
+    monkeypatch.setattr(UpdateProgress, "_wait", waiting)
+    monkeypatch.setattr(Updater, "_update_all", slowly)
+    for how in (BEHIND, "tiered.overlap=off"):
+        clock = PhaseClock()
+        with build("all in RAM", how) as ours:
+            ours.train_step(batches(1), lr=1e-3, clock=clock)
+            first = clock.take()
+            time.sleep(0.1)
+            result = ours.train_step(batches(1), lr=1e-3, clock=clock)
+            second = clock.take()
+        if how == BEHIND:
+            assert first["wait"] == 0.0
+            assert second["wait"] >= 0.2
+            assert result.hidden >= 0.1
+            assert min(second.values()) >= 0.0
+        else:
+            assert result.hidden == 0.0
+            assert second["update"] >= 0.2
+            assert "wait" not in second
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
+def test_the_update_does_not_compute_while_a_cpu_runs_the_model(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, seen = Updater._update_all, []
+    monkeypatch.setattr(Updater, "_update_all", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with build("all in RAM", BEHIND) as ours:
+            train(ours, batches(1))
+            ours.synchronize()
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert [*seen, torch.get_num_threads()] == [1, 3, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_the_update_is_raised_by_every_wait(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any exception is raised at the next wait, even if it occurs before anything waits."""
+    with build("all in RAM", BEHIND) as ours:
+        train(ours, batches(1))
+        ours.synchronize()
+        monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)
+        train(ours, batches(1))
+        with pytest.raises(ZeroDivisionError):
+            train(ours, batches(1))

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
+from engine_bench import assert_same, batches, engine, masters, plain, train
+from placements import Build
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.manifest import read_store
@@ -25,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 TWO = ["--optimizer", "nvme", "tiered.state_copies=2"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_directory(tmp_path_factory.mktemp("places") / "gpt2", "gpt2")
-
-
 def lease(drive: Path) -> Path:
     return next((drive / "offload-trainer").glob("run-*"))
 
@@ -37,8 +33,8 @@ def lease(drive: Path) -> Path:
 # -- commit or discard -------------------------------------------------------------------------------------------------
 
 
-def test_written_pages_become_valid_at_the_flip_or_never(model: Path, drive: Path) -> None:
-    with engine(model, *TWO, drives=[drive]) as ours:
+def test_written_pages_become_valid_at_the_flip_or_never(build: Build) -> None:
+    with build(TWO) as ours:
         store = ours.offloaded.store
         last = len(store.pages) - 1
         size = store.bytes_of(last)
@@ -69,16 +65,14 @@ def test_written_pages_become_valid_at_the_flip_or_never(model: Path, drive: Pat
 
 
 def test_files_hold_one_whole_step_at_every_moment(
-    model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill at any page of any update would find the previous step, also with two drives."""
-    drives = [drive / "a", drive / "b"]
-    for one in drives:
-        one.mkdir()
+    drives = [build.drive / "a", build.drive / "b"]
     seen: list[int] = []
     update = Updater._update
 
-    with engine(model, *TWO, drives=drives) as ours:
+    with engine(build.model, *TWO, drives=drives) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         with pytest.raises(UserError, match="died before its first update"):
             read_store(lease(drives[0]))
@@ -101,8 +95,8 @@ def test_files_hold_one_whole_step_at_every_moment(
     assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
 
 
-def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, drive: Path, tmp_path: Path) -> None:
-    with engine(model, *TWO, drives=[drive]) as ours:
+def test_a_dead_runs_masters_are_compared_with_their_checksums(build: Build, tmp_path: Path) -> None:
+    with build(TWO) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2))
         ours.commit({})
@@ -114,12 +108,12 @@ def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, driv
             damaged.seek(offset)
             damaged.write(bytes(4096))
         with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
-            read_store(lease(drive)).read(name)
+            read_store(lease(build.drive)).read(name)
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_the_order_that_a_power_cut_needs(
-    overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages are synced before the record that names them, and the record before the next update
     overwrites old pages.
@@ -140,7 +134,7 @@ def test_the_order_that_a_power_cut_needs(
 
         return calling
 
-    with engine(model, *TWO, f"tiered.overlap={overlap}", drives=[drive]) as ours:
+    with build(TWO, f"tiered.overlap={overlap}") as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         for name in ("pwrite", "pwritev", "fdatasync"):
             monkeypatch.setattr(os, name, seen(name))
@@ -154,9 +148,9 @@ def test_the_order_that_a_power_cut_needs(
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: Path) -> None:
+def test_the_next_update_waits_for_no_save(build: Build, tmp_path: Path) -> None:
     """Only the second update from now would overwrite what the save reads, since pages have two copies."""
-    with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
+    with build(TWO, "tiered.overlap=forward") as ours:
         snapshot = ours.snapshot()
         late = threading.Timer(60, snapshot.close)
         late.start()
@@ -164,9 +158,9 @@ def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: P
         ours.synchronize()
         assert late.is_alive()
         late.cancel()
-        assert_same(masters(ours), plain(model, 1)[1])
+        assert_same(masters(ours), plain(build.model, 1)[1])
         train(ours, batches(2)[1:])
         assert ours.offloaded.update_progress.is_running
         (tmp_path / "saved").mkdir()
         snapshot.write(tmp_path / "saved")
-        assert_same(masters(ours), plain(model, 2)[1])
+        assert_same(masters(ours), plain(build.model, 2)[1])

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import assert_same, batches, engine, masters, plain, saved, train
+from engine_bench import assert_same, batches, masters, plain, saved, train
 from late_transfers import FailingWrites
-from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, gpt2, hold_up, plant, skip_last_block
+from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater, step_params_of
@@ -37,7 +36,7 @@ UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 @pytest.mark.usefixtures("always")
 def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
-    folder: Path, drive: Path, kept: list[tuple[int, int]], tmp_path: Path
+    build: Build, kept: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     """The block is unused from the first step, so the others have taken more; noise depends on the largest count of
     steps.
@@ -45,9 +44,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     found, unused = [], {1, 2, 4}
     for how in (IN_LINE, FULL):
         words = [*HOMES["nothing in RAM"], UNCLIPPED, "optim.moment_dtype=8bit", how]
-        with engine(gpt2(folder), *words, drives=[drive]) as ours:
-            if how == FULL:
-                hold_up(ours)
+        with build(words, held=how == FULL) as ours:
             steps = train(ours, batches(5), before=skip_last_block(ours, unused))
             found.append((steps, saved(ours, tmp_path / how)))
     assert found[0] == found[1]
@@ -71,74 +68,54 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
 
 
 @pytest.mark.usefixtures("always")
-def test_prefetched_weights_of_a_skipped_step_are_dropped(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, forgotten = WeightPrefetcher.forget, []
     monkeypatch.setattr(WeightPrefetcher, "forget", lambda stream: (forgotten.append(True), forget(stream)))
-    with engine(gpt2(folder), *HOMES["weights in RAM"], FULL, drives=[drive]) as ours:
+    with build("weights in RAM", FULL) as ours:
         ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
         assert train(ours, batches(1))[0][1] is None
         assert forgotten
 
 
-# -- every wait is needed --------------------------------------------------------------------------------------------
+# -- early pages -------------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_written_during_the_backward_and_copies_flip_after_it(folder: Path, drive: Path) -> None:
-    """During the backward the pages of complete units are written, but the committed copy changes only afterwards."""
-    seen = []
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
-        store, updater = ours.offloaded.store, ours.offloaded.updater
-        hold_up(ours)
+@pytest.mark.parametrize(
+    ("home", "share"),
+    [(["--ram-fraction", "0.6"], 0.4), ([*AWAY, "--ram-fraction", "0.5"], 1.0), ("sums on the device", 1.0)],
+)
+def test_pages_are_updated_before_the_backward_has_ended(home: str | list[str], share: float, build: Build) -> None:
+    """Later blocks' pages are new when the backward reaches its last block, on drives and in RAM with shadow memory.
 
-        def look(_: torch.Tensor) -> None:
-            numbers = sorted(updater._speculative.written)
-            seen.append([(n, store.copies.valid(n)) for n in numbers])
-
-        ours.offloaded.parameters[FIRST][0].register_hook(look)
-        train(ours, batches(1))
-        ours.synchronize()
-        blocks = {unit.index for unit in ours.offloaded.units if unit.block}
-        ahead = [n for n, page in enumerate(store.pages) if page.unit in blocks and page.unit != min(blocks)]
-        assert set(ahead) <= {number for number, _ in seen[0]}
-        before = dict(seen[0])
-        assert all(store.copies.valid(number) == 1 - before[number] for number in ahead)
-
-
-# -- pages in RAM, with shadow memory for their old bytes --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("home", "share"), [(ALL, 0.4), ([*AWAY, *ALL], 1.0), (HOMES["sums on the device"], 1.0)])
-def test_pages_in_ram_are_updated_before_the_backward_has_ended(
-    home: list[str], share: float, folder: Path, drive: Path
-) -> None:
-    """The state of later blocks' pages with shadow memory is new when the backward reaches its last block, and its old
-    bytes are kept. No other page in RAM is updated early.
+    No other page is updated early. The valid copy of a page on a drive changes only afterwards, and of a page in RAM
+    the old bytes are kept.
     """
-    found = dict[int, tuple[torch.Tensor, torch.Tensor]]()
-    with engine(gpt2(folder), *home, UNCLIPPED, FULL, drives=[drive], shadows=share) as ours:
-        hold_up(ours)
+    valid, new_and_old = dict[int, int](), dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    with build(home, UNCLIPPED, FULL, held=True, shadows=share) as ours:
         store, updater = ours.offloaded.store, ours.offloaded.updater
-        state = {number: store.in_memory(number) for number in range(len(store.pages))}
-        before = {number: held.clone() for number, held in state.items() if held is not None}
+        state = {number: held for number in updater.numbers if (held := store.in_memory(number)) is not None}
+        before = {number: held.clone() for number, held in state.items()}
 
         def look(_: torch.Tensor) -> None:
-            for number in before.keys() & updater._speculative.written:
-                found[number] = state[number].clone(), updater.shadows._bytes[number].clone()
+            for number in sorted(updater._speculative.written):
+                valid[number] = store.copies.valid(number)
+                if number in state:
+                    new_and_old[number] = state[number].clone(), updater.shadows._bytes[number].clone()
 
         ours.offloaded.parameters[FIRST][0].register_hook(look)
         train(ours, batches(1))
         ours.synchronize()
         blocks = [unit.index for unit in ours.offloaded.units if unit.block]
-        later = {number for number in before if store.pages[number].unit in blocks[1:]}
-        shadowed = {number for number in range(len(store.pages)) if number in updater.shadows}
-        assert len(later & shadowed) > 5
-        assert later & shadowed <= found.keys() <= shadowed
-        assert share < 1 or later <= shadowed
+        later = {number for number, page in enumerate(store.pages) if page.unit in blocks[1:]}
+        away = {number for number, page in enumerate(store.pages) if page.home >= 0}
+        shadowed = {number for number in state if number in updater.shadows}
+        assert min(len(later & shadowed), len(later & away)) > 5
+        assert later & (away | shadowed) <= valid.keys() <= away | shadowed
+        assert share < 1 or later <= away | shadowed
         elements = sum(store.pages[number].elements for number in shadowed)
         assert elements <= share * sum(page.elements for page in store.pages)
-        for number, (new, old) in found.items():
+        assert all(store.copies.valid(number) == 1 - valid[number] for number in later & away)
+        for number, (new, old) in new_and_old.items():
             assert torch.equal(old, before[number])
             assert not torch.equal(new, old)
             assert torch.equal(new, state[number])  # it is not updated again
@@ -149,7 +126,7 @@ def test_pages_in_ram_are_updated_before_the_backward_has_ended(
 def test_a_step_that_is_decided_while_a_page_is_computed(
     limit: str,
     skipped: int,
-    folder: Path,
+    build: Build,
     monkeypatch: pytest.MonkeyPatch,
     kept: list[tuple[int, int]],
 ) -> None:
@@ -157,7 +134,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 
     After such a skipped step, the next one begins with its own pages.
     """
-    model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
+    update, decided, found = Updater._update, threading.Event(), []
     step = [0]
     end = Updater._end_speculation
 
@@ -173,7 +150,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     monkeypatch.setattr(Updater, "_end_speculation", ended)
     monkeypatch.setattr(Updater, "_update", slow)
     for how in (IN_LINE, FULL):
-        with engine(model, *ALL, limit, how, shadows=1.0) as ours:
+        with build(ALL, limit, how, shadows=1.0) as ours:
             spoil = plant(ours, {skipped: float("nan")})
 
             def before(number: int, ours: Any = ours, spoil: Any = spoil) -> None:
@@ -190,8 +167,8 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_plan_counts_what_is_allocated(share: float, folder: Path) -> None:
-    with engine(gpt2(folder), *ALL, FULL, shadows=share) as ours:
+def test_the_plan_counts_what_is_allocated(share: float, build: Build) -> None:
+    with build(ALL, FULL, shadows=share) as ours:
         planned = [item.bytes for item in ours.candidate.items if item.name == "shadow memory"]
         assert ours.offloaded.updater.shadows.nbytes == sum(planned) > 0
 
@@ -209,13 +186,12 @@ def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() 
 
 @pytest.mark.parametrize(("limit", "steps"), [(0.01, 3), (0, 4)])
 def test_a_run_whose_steps_are_all_clipped_stops_speculating(
-    limit: float, steps: int, folder: Path, drive: Path, kept: list[tuple[int, int]]
+    limit: float, steps: int, build: Build, kept: list[tuple[int, int]]
 ) -> None:
-    model, clip = gpt2(folder), f"optim.max_grad_norm={limit}"
-    with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        assert train(ours, batches(4)) == plain(model, 4, clip)[0]
-        assert_same(masters(ours), plain(model, 4, clip)[1])
+    clip = f"optim.max_grad_norm={limit}"
+    with build("nothing in RAM", clip, FULL, held=True) as ours:
+        assert train(ours, batches(4)) == plain(build.model, 4, clip)[0]
+        assert_same(masters(ours), plain(build.model, 4, clip)[1])
     assert len(kept) == steps
     assert all(counted == (0 if limit else done) and done for counted, done in kept)
 
@@ -223,17 +199,13 @@ def test_a_run_whose_steps_are_all_clipped_stops_speculating(
 # -- between steps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads_left() -> Callable[[], set[threading.Thread]]:
+def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(build: Build) -> None:
     before = set(threading.enumerate())
-    return lambda: {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("update")}
 
+    def threads_left() -> set[str]:
+        return {thread.name for thread in {*threading.enumerate()} - before if thread.name.startswith("update")}
 
-def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
-    folder: Path, drive: Path, threads_left: Callable[[], set[threading.Thread]]
-) -> None:
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build("nothing in RAM", FULL, held=True) as ours:
         ours.offloaded.parameters[FIRST][0].register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(ours, batches(1))
@@ -243,13 +215,12 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
 
 @pytest.mark.parametrize(("file", "skipped"), [("state", False), ("state", True), ("gradients", False)])
 def test_a_drive_that_fails_during_the_backward_is_reported(
-    file: str, skipped: bool, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, skipped: bool, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
     transfers = FailingWrites()
     monkeypatch.setattr("offload_trainer.engine.tiered.Transfers", lambda **_: transfers)
-    with engine(gpt2(folder), *ALL_ON_DRIVES, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build(ALL_ON_DRIVES, FULL, held=True) as ours:
         train(ours, batches(1))
         ours.synchronize()
         transfers.failing.append(file)
@@ -259,7 +230,7 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
             train(ours, batches(2))
 
 
-def test_seconds_during_the_backward_are_hidden(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first page of the step takes 0.1 s, which counts as hidden."""
     update, slept = Updater._update, []
 
@@ -269,8 +240,7 @@ def test_seconds_during_the_backward_are_hidden(folder: Path, drive: Path, monke
         update(updater, *given, **words)
 
     monkeypatch.setattr(Updater, "_update", slowly)
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build("nothing in RAM", FULL, held=True) as ours:
         train(ours, batches(1))
         ours.synchronize()
         assert slept

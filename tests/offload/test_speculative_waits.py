@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import assert_same, batches, digest, engine, masters, plain, train
-from late_engines import engine_on_streams
+from engine_bench import assert_same, batches, digest, masters, plain, train
 from late_transfers import HeldWrites
-from placements import BEHIND, FULL, HOMES, gpt2, hold_up, plant, skip_last_block
+from placements import BEHIND, FULL, HOMES, Build, plant, skip_last_block, until
 from placements import FIRST as HOLD
 
 from offload_trainer.errors import TrainerError
@@ -42,11 +40,14 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
     return made
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the pages of state that are read."""
+    call, seen = PageStore.read, list[int]()
+    monkeypatch.setattr(
+        PageStore, "read", lambda store, n, *given, **more: (seen.append(n), call(store, n, *given, **more))[1]
+    )
+    return seen
 
 
 # -- bytes in flight ---------------------------------------------------------------------------------------------------
@@ -56,16 +57,15 @@ def until(true: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("decided", ["kept", "clipped", "skipped"])
 @pytest.mark.parametrize("file", ["state", "weights"])
 def test_pages_are_complete_before_they_are_used_again(
-    file: str, decided: str, folder: Path, drive: Path, writes: HeldWrites
+    file: str, decided: str, build: Build, writes: HeldWrites
 ) -> None:
     """A valid page is whole before the next forward or update reads it; an invalid one before it is updated again.
 
     After a skipped step the old weights overwrite the new ones, and the next step's state goes where the skipped state
     would have gone.
     """
-    model, limit = gpt2(folder), CLIPPED if decided == "clipped" else NOT_CLIPPED
-    with engine(model, *HOMES[WEIGHTS_AWAY], limit, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    limit = CLIPPED if decided == "clipped" else NOT_CLIPPED
+    with build(WEIGHTS_AWAY, limit, FULL, held=True) as ours:
         before = masters(ours)
         writes.hold[file] = 1
         if decided == "skipped":
@@ -73,32 +73,31 @@ def test_pages_are_complete_before_they_are_used_again(
             assert train(ours, batches(1), before=spoil)[0][1] is None
             assert_same(masters(ours), before)
             spoil(2)
-        assert train(ours, batches(3)) == plain(model, 3, limit)[0]
-        assert_same(masters(ours), plain(model, 3, limit)[1])
+        assert train(ours, batches(3)) == plain(build.model, 3, limit)[0]
+        assert_same(masters(ours), plain(build.model, 3, limit)[1])
     assert (writes.crossed, writes.hold[file]) == ([], 0)
 
 
 @pytest.mark.parametrize("how", [BEHIND, FULL])
-def test_a_forward_does_not_wait_for_state_in_flight(how: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
+def test_a_forward_does_not_wait_for_state_in_flight(how: str, build: Build, writes: HeldWrites) -> None:
     """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
-    model = gpt2(folder)
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", how]
-    with engine(model, *words, drives=[drive]) as ours:
+    with build(words) as ours:
         writes.hold["state"] = len(ours.offloaded.store.pages)
         writes.patience = 60.0
         train(ours, batches(1))
         ours.eval_loss(batches(1)[0])
         assert len(writes.held) == len(ours.offloaded.store.pages)
         threading.Timer(0.05, writes.go.set).start()
-        assert_same(masters(ours), plain(model, 1, NOT_CLIPPED)[1])
+        assert_same(masters(ours), plain(build.model, 1, NOT_CLIPPED)[1])
     assert not writes.crossed
 
 
-def test_a_backward_does_not_wait_for_state_in_flight(folder: Path, drive: Path, writes: HeldWrites) -> None:
+def test_a_backward_does_not_wait_for_state_in_flight(build: Build, writes: HeldWrites) -> None:
     """State of all pages is being written until the next backward has reached its last block; none of it is read."""
-    model, seen = gpt2(folder), list[int]()
+    seen = list[int]()
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", FULL]
-    with engine(model, *words, drives=[drive]) as ours:
+    with build(words) as ours:
         writes.hold["state"] = len(ours.offloaded.store.pages)
         writes.patience = 60.0
         first = train(ours, batches(1))
@@ -108,15 +107,15 @@ def test_a_backward_does_not_wait_for_state_in_flight(folder: Path, drive: Path,
             writes.go.set()
 
         ours.offloaded.parameters[HOLD][0].register_hook(go)
-        assert first + train(ours, batches(3)[1:]) == plain(model, 3, NOT_CLIPPED)[0]
-        assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
+        assert first + train(ours, batches(3)[1:]) == plain(build.model, 3, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 3, NOT_CLIPPED)[1])
         assert seen[0] == len(ours.offloaded.store.pages)
     assert not writes.crossed
 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
-def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypatch: Any) -> None:
     """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
     complete.
     """
@@ -133,8 +132,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Pa
             found.append(after is made[unit])
         return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
 
-    with engine_on_streams(monkeypatch, gpt2(folder), *HOMES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build(home, NOT_CLIPPED, FULL, held=True, late=monkeypatch) as ours:
         monkeypatch.setattr(PagePipeline, "offer", offered)
         monkeypatch.setattr(Gradients, "read", looked)
         monkeypatch.setattr(PlacedWeights, "commit", looked)
@@ -144,7 +142,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Pa
 
 
 def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of step 2 fails while the backward of step 3 has complete units: step 1 can still be read."""
     note, in_backward = ManifestWriter.note, threading.Event()
@@ -156,8 +154,8 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         note(manifest, step, updating=updating)
 
     monkeypatch.setattr(ManifestWriter, "note", failing)
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
-        ours.offloaded.enable_manifest(model=folder)
+    with build("nothing in RAM", NOT_CLIPPED, FULL) as ours:
+        ours.offloaded.enable_manifest(model=build.model)
         updater = ours.offloaded.updater
         train(ours, batches(1))
         ours.commit({})
@@ -172,7 +170,7 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
         with pytest.raises(TrainerError, match="the drive failed"):
             train(ours, batches(3)[2:])
         ours.close()
-        (index,) = drive.glob("offload-trainer/run-*/store.json")
+        (index,) = build.drive.glob("offload-trainer/run-*/store.json")
         assert_same(dict(read_store(index.parent).weights()), before)
 
 
@@ -180,14 +178,12 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
 
 
 def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
-    folder: Path, drive: Path, monkeypatch: Any
+    build: Build, read: list[int], monkeypatch: Any
 ) -> None:
     """After an update, state is read ahead until the slots are full, and is not read again later.
 
     Pages that are still being written would be read later, so the update's writes end first here.
     """
-    read: list[int] = []
-    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     read_ahead = PagePipeline.read_ahead
 
     def after_writes(pipeline: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
@@ -196,8 +192,7 @@ def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_
 
     monkeypatch.setattr(PagePipeline, "read_ahead", after_writes)
     words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
-    with engine(gpt2(folder), *words, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build(words, FULL, held=True) as ours:
         moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
         train(ours, batches(1))
         ours.synchronize()
@@ -218,24 +213,12 @@ def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_
         assert sorted(read[len(on_drives) :][: len(on_drives)]) == on_drives
 
 
-def _noted(read: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    def noted(store: PageStore, number: int, *given: Any, **more: Any) -> Any:
-        seen.append(number)
-        return read(store, number, *given, **more)
-
-    return noted
-
-
-def test_units_of_the_next_forward_are_updated_in_its_order(
-    folder: Path, drive: Path, writes: HeldWrites, monkeypatch: Any
-) -> None:
+def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, read: list[int], writes: HeldWrites) -> None:
     """Two slots are busy until all blocks except the first are complete; then pages are updated in the
     forward's order.
     """
-    read: list[int] = []
-    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
-    with engine(gpt2(folder), *words, drives=[drive]) as ours:
+    with build(words) as ours:
         writes.hold["state"], writes.patience = 2, 60.0
         moving, lacking = ours.offloaded.updater.pipeline, ours.offloaded.gradients._missing
 
@@ -253,24 +236,21 @@ def test_units_of_the_next_forward_are_updated_in_its_order(
 
 
 @pytest.mark.usefixtures("always")
-def test_units_that_are_complete_before_pages_may_be_offered(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_that_are_complete_before_pages_may_be_offered(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pages are staged as soon as the update of the previous step has ended."""
     expect = PagePipeline.expect
     monkeypatch.setattr(PagePipeline, "expect", lambda *given: (time.sleep(0.2), expect(*given)))
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build("nothing in RAM", NOT_CLIPPED, FULL, held=True) as ours:
         train(ours, batches(1))
         assert len(ours.offloaded.updater.pipeline._order) > 1
 
 
 @pytest.mark.usefixtures("always")
-def test_prefetched_state_of_incomplete_units(folder: Path, drive: Path) -> None:
+def test_prefetched_state_of_incomplete_units(build: Build) -> None:
     """Pages of a block that only the first step uses wait until the step is skipped (2) or decided (3)."""
-    model, found = gpt2(folder), []
+    found = []
     for how in ("tiered.overlap=off", FULL):
-        with engine(model, *HOMES["nothing in RAM"], NOT_CLIPPED, how, drives=[drive]) as ours:
+        with build("nothing in RAM", NOT_CLIPPED, how) as ours:
             hooks = plant(ours, {2: float("nan")}, weight="transformer.wpe.weight"), skip_last_block(ours, {2, 3})
             steps = train(ours, batches(4), before=lambda step, hooks=hooks: [hook(step) for hook in hooks])
             found.append(str((steps, digest(masters(ours).values()))))
@@ -278,13 +258,11 @@ def test_prefetched_state_of_incomplete_units(folder: Path, drive: Path) -> None
 
 
 @pytest.mark.usefixtures("always")
-def test_a_page_that_is_expected_without_a_turn_is_updated_once(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward needs its unit first, the last step did not offer it, and no slot has read it ahead until it is
     offered.
     """
-    model, offer, offered = gpt2(folder), PagePipeline.offer, list[int]()
+    offer, offered = PagePipeline.offer, list[int]()
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
 
     def told(moving: PagePipeline, step: Any, unit: int, *given: Any) -> None:
@@ -294,8 +272,7 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(
     def written(_: PagePipeline, route: Route) -> bool:
         return route.page.unit != 0 or 0 in offered
 
-    with engine(model, *words, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build(words, FULL, held=True) as ours:
         moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
         monkeypatch.setattr(PagePipeline, "_is_written", written)
         found = train(ours, batches(1))
@@ -317,8 +294,8 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(
         found += train(ours, batches(2)[1:])
         monkeypatch.setattr(ours.offloaded, "norm", norm)
         found += train(ours, batches(3)[2:])
-        assert found == plain(model, 3, NOT_CLIPPED)[0]
-        assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
+        assert found == plain(build.model, 3, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 3, NOT_CLIPPED)[1])
 
 
 def _quiet(moving: PagePipeline) -> bool:
@@ -327,9 +304,9 @@ def _quiet(moving: PagePipeline) -> bool:
         return len(moving._free) + len(moving._prefetched) == len(moving._slots)
 
 
-def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose steps are clipped stops announcing them; it must not collect their units for ever."""
-    with engine(gpt2(folder), *HOMES["nothing in RAM"], CLIPPED, FULL, drives=[drive]) as ours:
+    with build("nothing in RAM", CLIPPED, FULL) as ours:
         monkeypatch.setattr(MispredictionWatch, "rarely", True)
         train(ours, batches(1))
         monkeypatch.setattr(MispredictionWatch, "rarely", False)
@@ -346,12 +323,11 @@ def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, m
 
 
 @pytest.mark.slow
-def test_a_unit_out_of_order_gets_slots(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_out_of_order_gets_slots(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient sums arrive late, when the slots already hold the state of later units."""
-    model, offer, late, passed = gpt2(folder), PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
+    offer, late, passed = PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
     deciding = threading.Lock()
-    with engine(model, *HOMES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
-        hold_up(ours)
+    with build(WEIGHTS_AWAY, NOT_CLIPPED, FULL, held=True) as ours:
         first = train(ours, batches(1))
         moving = ours.offloaded.updater.pipeline
         moving._order = order = sorted(moving._order, reverse=True)
@@ -372,5 +348,5 @@ def test_a_unit_out_of_order_gets_slots(folder: Path, drive: Path, monkeypatch: 
                     offer(self, *late.pop())
 
         monkeypatch.setattr(PagePipeline, "offer", out_of_turn)
-        assert first + train(ours, batches(2)[1:]) == plain(model, 2, NOT_CLIPPED)[0]
-        assert_same(masters(ours), plain(model, 2, NOT_CLIPPED)[1])
+        assert first + train(ours, batches(2)[1:]) == plain(build.model, 2, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(build.model, 2, NOT_CLIPPED)[1])

@@ -109,18 +109,13 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
 RAM = ("--params", "cpu")
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return model_directory(folder / "qwen3", "qwen3", tied=False)
-
-
-def test_a_recomputation_that_keeps_bare_weights_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputation_that_keeps_bare_weights_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
     share buffers.
     """
     monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
     with (
-        engine(model, *RAM, ON, BY_MODULE, "tiered.weight_buffers=2") as ours,
+        engine(qwen3, *RAM, ON, BY_MODULE, "tiered.weight_buffers=2") as ours,
         pytest.raises(
             UserError,
             match=r"a checkpointed part of the model runs with the weights of 3 .*weight_buffers must be at least",
@@ -129,11 +124,11 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(model: Path, monkeyp
         train(ours, batches(1))
 
 
-def test_reading_a_weight_of_another_part_gives_nan(model: Path) -> None:
+def test_reading_a_weight_of_another_part_gives_nan(qwen3: Path) -> None:
     """Absent weights are NaN: code that reads one without calling its module stops the run rather than
     use old values.
     """
-    with engine(model, *RAM, OFF, BY_MODULE, "tiered.weight_buffers=1") as ours:
+    with engine(qwen3, *RAM, OFF, BY_MODULE, "tiered.weight_buffers=1") as ours:
         mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
         gate = mlp.gate_proj.weight
         mlp.down_proj.register_forward_hook(lambda module, given, output: output + gate.sum())

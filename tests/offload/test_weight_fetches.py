@@ -1,152 +1,118 @@
 """Tests of weights that several ranks fetch together, read from a drive once or copied from RAM by parts and gathered:
-every rank (a thread here) gets the right bits, whatever it needs next.
+every rank gets the right bits, whatever it needs next.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_sharded_gradients import Place, ThreadOfNode
+from forked_ranks import count_calls, counts, in_ranks, start_ranks
 
+from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns
+from offload_trainer.offloading.ranks import collective_fetch
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns, WeightFetches
 from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
-from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
 
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
 UNITS = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
-
-Fetch = Callable[[int, torch.Tensor], Future]
-Made = tuple[SharedReads, Fetch]
-BOTH = pytest.mark.parametrize("kind", ["reads", "gathers"])
+KINDS = {"reads": 0, "gathers": RAM}  # and where the weights are
+BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
-class Counting(Transfers):
-    """Transfers that count the elements read, and may fail."""
-
-    def __init__(self, *, fails: bool) -> None:
-        super().__init__()
-        self.moved, self.fails = 0, fails
-
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        self.moved += buffer.numel()
-        if self.fails:
-            failed = Future()
-            failed.finish_part(TrainerError("the drive is gone"))
-            return failed
-        return super().read(file, offset, buffer)
-
-
-def reads(path: Path, node: Node, rounds: FetchMatching, barrier: Any, transfers: Any, stack: ExitStack) -> Made:
-    """Return the shared reads of `UNITS` in a file, and a function that fetches one."""
+def store_of(kind: str, path: Path, *, node: Node) -> UnitStore:
+    """Return the units in the file `path`, or in memory."""
     path.write_bytes(torch.cat(UNITS).view(torch.uint8).numpy().tobytes())
-    file = DriveFile(path, 2 * sum(SIZES))
-    stack.callback(file.close)
-    words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
-    store = UnitStore([2 * size for size in SIZES], [0] * len(SIZES), node=node, **words)
-    made = SharedReads(store, node=node, rounds=rounds, barrier=barrier)
-    return made, lambda unit, into: made.request(unit)(into)
+    files, homes = [DriveFile(path, 2 * sum(SIZES))], [KINDS[kind]] * len(SIZES)
+    sizes, transfers = [2 * size for size in SIZES], Transfers()
+    store = UnitStore(sizes, homes, dtype=torch.bfloat16, files=files, transfers=transfers, pinned=False, node=node)
+    for unit, values in enumerate(UNITS if kind == "gathers" else ()):
+        store.put(unit, 0, values)
+    return store
 
 
-def turns_of(shared: SharedReads | Turns) -> Turns:
-    return shared.turns if isinstance(shared, SharedReads) else shared
+def fetch(kind: str, folder: Path, programs: Sequence[Sequence[int]], fails: bool = False) -> tuple[list[bool], int]:
+    """Fetch the units of this rank's program; return which were right, and the elements that it read or copied."""
+    node = Node(together=True, by_parts=kind == "gathers")
+    if fails and node.rank == 1:
+        break_transfers()
+    count_calls(Transfers, "read", lambda _, file, offset, buffer: {"reads": buffer.numel()})
+    count_calls(collective_fetch, "copy_alone", lambda values, into: {"gathers": values.numel()})
+    fetches = WeightFetches(store_of(kind, folder / f"{node.rank}", node=node), node=node, gpus=False)
+    ranks.wait_for_all()  # all have filled the memory
+    counts.clear()
+    try:
+        found = []
+        for what in programs[node.rank]:
+            if what == MEET:
+                node.barrier()
+                continue
+            into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
+            source = fetches.source(what)
+            assert not isinstance(source, torch.Tensor)
+            source(into).wait()
+            found.append(torch.equal(into, UNITS[what]))
+        ranks.wait_for_all()
+        return found, counts[kind]
+    finally:
+        fetches.close()
 
 
-def of_ranks(
-    kind: str, folder: Path, programs: Sequence[Sequence[int]], *, fails: bool = False
-) -> tuple[list[Any], list[int]]:
-    """Run the ranks' programs. Return each rank's list of correct fetches, or its error, and the elements that each
-    read or copied.
-    """
-    place = Place(WORLD, nodes=1)
-    moved = [0] * WORLD
+def break_transfers() -> None:
+    """Let all reads and gathers of this rank fail."""
 
-    def of_rank(rank: int) -> Any:
-        def join(values: torch.Tensor, number: int) -> None:
-            if fails and rank == 1:
-                raise TrainerError("the link is gone")
-            place.join(values, number)
+    def read(*_: Any) -> Future:
+        future = Future()
+        future.finish_part(TrainerError("the drive is gone"))
+        return future
 
-        def copy(values: torch.Tensor, target: torch.Tensor) -> None:
-            moved[rank] += values.numel()
-            copy_alone(values, target)
+    def gather(*_: Any, **__: Any) -> None:
+        raise TrainerError("the link is gone")
 
-        def gather(what: int, into: torch.Tensor) -> Future:
-            wanted = PendingGather(gathers.announce(what), UNITS[what], node=node, join=join)
-            fill = wanted.fill
-            wanted.fill = lambda into, _: fill(into, copy)  # type: ignore[method-assign]
-            return wanted(into)
-
-        node, rounds = ThreadOfNode(rank, place), FetchMatching(lambda mine: place.exchange(rank, mine))
-        gathers, transfers = Turns(rounds, "gathers"), Counting(fails=fails and rank == 1)
-        shared: SharedReads | Turns = gathers
-        fetch: Fetch = gather
-        with ExitStack() as stack:
-            if kind == "reads":
-                shared, fetch = reads(folder / f"{rank}", node, rounds, place.barriers[2].wait, transfers, stack)
-            try:
-                found = []
-                for what in programs[rank]:
-                    if what == MEET:
-                        rounds.barrier()
-                        continue
-                    into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
-                    fetch(what, into).wait()
-                    found.append(torch.equal(into, UNITS[what]))
-                return found
-            except Exception as error:
-                place.abort()  # a closed connection breaks the others' waits
-                return error
-            finally:
-                turns_of(shared).cancel()
-                for one in {shared, gathers}:
-                    one.close()
-                rounds.close()
-                transfers.close()
-                moved[rank] += transfers.moved
-
-    with ThreadPoolExecutor(WORLD) as threads:
-        return list(threads.map(of_rank, range(WORLD))), moved
+    Transfers.read, ranks.all_gather_parts = read, gather  # type: ignore[method-assign]
 
 
 @BOTH
 def test_units_that_all_ranks_need_are_fetched_once(kind: str, tmp_path: Path) -> None:
     """Each is read once by all ranks, or each rank copies its part and the remainder, all of a small unit."""
-    found, moved = of_ranks(kind, tmp_path, [[0, 1, 2, MEET, 3, 4]] * WORLD)
-    assert found == [[True] * 5] * WORLD
+    programs = [[0, 1, 2, MEET, 3, 4]] * WORLD
+    found, moved = zip(*in_ranks(fetch, kind, tmp_path, programs, count=WORLD, folder=tmp_path), strict=True)
+    assert [*found] == [[True] * 5] * WORLD
     if kind == "reads":
         assert sum(moved) == sum(SIZES)
     else:
-        assert moved == [(1 + 2 + 1 + (2 + 1) + (3 + 2)) * ALIGN] * WORLD
+        assert [*moved] == [(1 + 2 + 1 + (2 + 1) + (3 + 2)) * ALIGN] * WORLD
 
 
 @BOTH
 def test_ranks_that_need_different_units_do_not_deadlock(kind: str, tmp_path: Path) -> None:
     """One rank reaches a barrier late, after fetches that the others do later; one skips a unit."""
     late, others = [4, 3, 2, MEET, 4, MEET, 3], [4, MEET, 3, 2, 4, MEET, 3]
-    found, moved = of_ranks(kind, tmp_path, [others, late, [4, MEET, 3, 4, MEET, 3]])
-    assert found == [[True] * 5, [True] * 5, [True] * 4]
+    programs = [others, late, [4, MEET, 3, 4, MEET, 3]]
+    found, moved = zip(*in_ranks(fetch, kind, tmp_path, programs, count=WORLD, folder=tmp_path), strict=True)
+    assert [*found] == [[True] * 5, [True] * 5, [True] * 4]
     once = sum(SIZES[unit] for unit in others if unit != MEET)
     assert once < sum(moved) <= WORLD * once
 
 
 @BOTH
 def test_a_failure_ends_every_rank(kind: str, tmp_path: Path) -> None:
-    found, _ = of_ranks(kind, tmp_path, [[2, MEET, 3]] * WORLD, fails=True)
-    assert isinstance(found[1], TrainerError)
-    assert all(isinstance(error, Exception) for error in found)
+    forks = start_ranks(fetch, kind, tmp_path, [[2, MEET, 3]] * WORLD, True, count=WORLD, folder=tmp_path)
+    assert [fork.wait(300) for fork in forks] == [1] * WORLD
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(WORLD)]
+    assert "TrainerError: the drive is gone" in told[1] or "TrainerError: the link is gone" in told[1], told
+    assert all("another rank has ended" in told[rank] for rank in (0, 2)), told
 
 
 @BOTH
@@ -158,36 +124,36 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         ends.wait(300)
         raise TrainerError("the others are gone")
 
-    node, rounds, transfers = Node(), FetchMatching(never), Transfers()
-    with ExitStack() as stack:
-        shared: SharedReads | Turns = Turns(rounds, "gathers")
-        if kind == "reads":
-            shared, _ = reads(tmp_path / "weights", node, rounds, lambda: None, transfers, stack)
-        asked = [
-            shared.request(unit)
-            if isinstance(shared, SharedReads)
-            else PendingGather(shared.announce(unit), UNITS[unit], node=node, join=lambda values, number: None)
-            for unit in (0, 1)
-        ]
-        buffers = [host_buffer(2 * SIZES[unit]).view(torch.bfloat16) for unit in (0, 1)]
-        filled = asked[0](buffers[0])
-        assert not filled.done
-        turns_of(shared).cancel()
-        assert filled.done
-        for future in (filled, asked[1](buffers[1])):
-            with pytest.raises(RuntimeError, match="closed before"):
-                future.wait()
-        ends.set()
-        shared.close()
-        rounds.close()
-        transfers.close()
+    node, rounds = Node(), FetchMatching(never)
+    if kind == "reads":
+        store = store_of(kind, tmp_path / "weights", node=node)
+        shared: SharedReads | Turns = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
+    else:
+        shared = Turns(rounds, "gathers")
+    asked = [
+        shared.request(unit)
+        if isinstance(shared, SharedReads)
+        else PendingGather(shared.announce(unit), UNITS[unit], node=node, join=lambda values, number: None)
+        for unit in (0, 1)
+    ]
+    buffers = [host_buffer(2 * SIZES[unit]).view(torch.bfloat16) for unit in (0, 1)]
+    filled = asked[0](buffers[0])
+    assert not filled.done
+    (shared.turns if isinstance(shared, SharedReads) else shared).cancel()
+    assert filled.done
+    for future in (filled, asked[1](buffers[1])):
+        with pytest.raises(RuntimeError, match="closed before"):
+            future.wait()
+    ends.set()
+    shared.close()
+    rounds.close()
 
 
 def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
     turn, thread = Turn(), Workers(1, "gathers")
-    node = ThreadOfNode(1, Place(2, nodes=1))
+    node: Any = SimpleNamespace(rank=1, local_ranks=range(2))
     wanted = PendingGather(
         turn, torch.arange(2.0 * ALIGN), node=node, join=lambda values, number: joined.append(number)
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emulated_gpu import emulated_gpu
 from engine_bench import cached_counts, model_directory
-from late_engines import QueuedKernel
+from late_transfers import QueuedKernel
 
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu, gpu_full_told

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -71,7 +72,8 @@ class _Run:
         needed: AccessTrace,
     ) -> None:
         self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._stub, self.needed = packed, TileStub(tiles), needed
+        self._packed, self._tiles, self.needed = packed, tiles, needed
+        self._called: list[tuple[nn.Module, torch.Size]] = []  # calls of tiles in the last pass of the body
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
@@ -118,7 +120,10 @@ class _Run:
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        with self._watched(blocks, ids, *positions) as held, self._stub.marking(held):
+        self._called = []
+        with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
+            for module in self._tiles:
+                stack.enter_context(patch.object(module, "forward", TileStub(module, held, self._called)))
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
@@ -137,7 +142,7 @@ class _Run:
         """
         known: dict[Any, AllocationTrace] = {}
         found = []
-        for module, whole in self._stub.called:
+        for module, whole in self._called:
             shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
             kind = _signature(module), shape
             if kind not in known:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload_trainer.model.tiled_mlp import rounded, zeros
+from offload_trainer.model.tiled_mlp import Tiled, zeros
 from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.plan.shape import Order, unit_of
 
@@ -264,51 +263,27 @@ def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-class TileStub:
-    """Replaces the forwards of tiled modules while a model runs, as tiled_mlp.py does but without running pieces.
+class TileStub(Tiled):
+    """A tile (tiled_mlp.py) that keeps input and output, and marks where its pieces run, without running them.
 
     `model/activations.py` counts the memory of one piece separately.
     """
 
-    def __init__(self, tiles: Sequence[nn.Module]) -> None:
-        self._tiles = tiles
-        self.called: list[tuple[nn.Module, torch.Size]] = []  # module and input shape, by the number of the mark
+    def __init__(self, module: nn.Module, held: AllocationTrace, called: list[tuple[nn.Module, torch.Size]]) -> None:
+        """Note each call in `called`, by the number of its mark: the module, and the shape of its input."""
+        super().__init__(module, 0)
+        self._held, self._called, self._number = held, called, 0
 
-    @contextmanager
-    def marking(self, held: AllocationTrace) -> Iterator[None]:
-        self.called = []
-        for module in self._tiles:
-            module.forward = partial(self._run, held, module)
-        try:
-            yield
-        finally:
-            for module in self._tiles:
-                del module.forward
-
-    def _run(
-        self, held: AllocationTrace, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor
-    ) -> torch.Tensor:
-        (x,) = (*given, *named.values())
-        weights = [weight for weight in module.parameters() if weight.requires_grad]
-        self.called.append((module, x.shape))
-        return _Part.apply(held, len(self.called) - 1, x, *weights)
-
-
-class _Part(torch.autograd.Function):
-    """Like `tiled_mlp._Pieces`, without running the pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, held: AllocationTrace, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.held, ctx.number, ctx.weights = held, number, weights
-        ctx.save_for_backward(x)
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        self._number = len(self._called)
+        self._called.append((self.module, x.shape))
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        held.mark(FORWARD, number)
+        self._held.mark(FORWARD, self._number)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
-        sums: list[torch.Tensor | None] = [zeros(weight) for weight in ctx.weights]
-        ctx.held.mark(BACKWARD, ctx.number)
-        return None, None, back, *rounded(sums, ctx.weights)
+    def gradients(
+        self, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor | None, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        sums: list[torch.Tensor | None] = [zeros(weight) for weight in weights]
+        self._held.mark(BACKWARD, self._number)
+        return sums

@@ -30,13 +30,13 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.meta_trace import (
     BACKWARD,
     FORWARD,
-    AccessTrace,
     AllocationTrace,
     Gradient,
     Kernels,
     Operations,
     TileStub,
     TooLong,
+    UnitsOfWeights,
 )
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
@@ -69,17 +69,17 @@ class _Run:
         operations: Operations,
         packed: bool,
         tiles: Sequence[nn.Module],
-        needed: AccessTrace,
+        units: UnitsOfWeights,
     ) -> None:
         self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._tiles, self.needed = packed, tiles, needed
+        self._packed, self._tiles, self.units = packed, tiles, units
         self._called: list[tuple[nn.Module, torch.Size]] = []  # calls of tiles in the last pass of the body
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
         parameters = list(self.model.parameters())
         there = iter([*parameters, *self.model.buffers(), *given])
-        held = AllocationTrace(there, self.operations, packed=self._packed, reader=self.needed.given)
+        held = AllocationTrace(there, self.operations, packed=self._packed, units=self.units.of_storage)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -101,6 +101,9 @@ class _Run:
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: held.mark("gradient", number))
 
+        def begin(module: nn.Module, _: Any) -> None:
+            held.forward += self.units.of_module[module]
+
         def hand_over(parameter: nn.Parameter) -> None:
             parameter.grad = None
 
@@ -110,10 +113,11 @@ class _Run:
             hooks.callback(gc.enable if collecting else gc.disable)
             handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
             handles += [block.register_forward_hook(after) for block in blocks]
+            handles += [module.register_forward_pre_hook(begin) for module in self.units.of_module]
             handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
             for handle in handles:
                 hooks.callback(handle.remove)
-            with self._kernels, self.needed.noting(first=bool(blocks)), held:
+            with self._kernels, held:
                 yield held
             first.clear()
 
@@ -275,7 +279,7 @@ def count_activations(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
-    needed = AccessTrace(model, blocks)
+    units = UnitsOfWeights(model, blocks)
     if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
         blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
@@ -283,7 +287,7 @@ def count_activations(
     parts = [model.get_submodule(name) for name in tiles]
 
     def run(kernels: Kernels) -> _Run:
-        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, needed=needed)
+        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, units=units)
 
     counted = _count(model, blocks, lambda: run(kernels))
     if not kernels.differs:
@@ -307,8 +311,7 @@ def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _R
             run.operations.attempt()
             try:
                 with _only(model, blocks, ran):
-                    found = _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
-                return ModelMemory(*found, run.needed.order(ran))
+                    return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
             except TooLong as error:
                 failed = error
             except Exception as error:  # transformers' code, in models that find blocks by their index
@@ -324,7 +327,7 @@ def _last(kinds: Sequence[int], count: int) -> list[int]:
 
 def _counted(
     run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
-) -> tuple[Activations, Activations]:
+) -> ModelMemory:
     """Return the memory with a GPU's loss and with a CPU's."""
     sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
     bodies, heads, heads_of_cpu, pieces = [], [], [], []
@@ -342,7 +345,7 @@ def _counted(
     all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
     if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
-    return found, replace(found, head=head_of_cpu)
+    return ModelMemory(found, replace(found, head=head_of_cpu), run.units.order(bodies[-1], heads[-1], ran=ran))
 
 
 def _of_piece(counted: Part) -> Part:

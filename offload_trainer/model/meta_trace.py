@@ -9,8 +9,7 @@ them would not show how memory grows: a stub keeps input and output, and marks w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -143,16 +142,18 @@ class AllocationTrace(TorchDispatchMode):
     """Record every allocation (+ bytes) and release (- bytes) in order, with marks in between."""
 
     def __init__(
-        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, reader: Callable[[Any], None]
+        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, units: Mapping[int, str]
     ) -> None:
-        """Start with the tensors `given`. `packed`: rows hold several documents. `reader` receives operation inputs."""
+        """Start with the tensors `given`. `packed`: rows hold several documents. `units`: the unit of each storage."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it
         self.called: list[int] = []  # indices of the blocks that ran, in order
+        self.forward: list[str] = []  # units of the weights that modules use when they begin, in order
+        self.backward: list[str] = []  # units of the weights that operations of the backward get, in order
         self._operations = operations
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
-        self._any, self._packed, self._reader = False, packed, reader
+        self._any, self._packed, self._units = False, packed, units
 
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
@@ -165,7 +166,10 @@ class AllocationTrace(TorchDispatchMode):
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
         self._operations.take()
-        self._reader((args, kwargs))
+        if in_backward():
+            given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
+            storages = (tensor.untyped_storage()._cdata for tensor in given)
+            self.backward += [self._units[storage] for storage in storages if storage in self._units]
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
@@ -191,52 +195,25 @@ class AllocationTrace(TorchDispatchMode):
         self.events.append(-size)
 
 
-class AccessTrace:
-    """A recorder of the order in which weights are used, by a pass of the model's body and then one of its head.
+class UnitsOfWeights:
+    """The units whose weights a pass uses, to find their order in a pass of the model's body and then one of its head.
 
         forward    a module uses its own weights when it begins, a block all weights inside it, as the engine fetches
         backward   an autograd operation uses a weight that was saved for it; embeddings are not saved, nor are frozen
                    weights with nothing trained before them
 
-    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration. The last
-    passes count.
+    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Find the units; afterwards the parameters' storages must stay the same."""
         self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
-        self._unit_of = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
-        self._wanted = {
-            module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
-            for module in model.modules()
-        }
-        self._passes: list[list[str]] = []  # forward and backward of the body, then of the head
-        self._storages: dict[int, str] = {}
+        unit = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
+        used = {m: [unit[parameter] for parameter in m.parameters(recurse=m in inside)] for m in model.modules()}
+        self.of_module = {module: units for module, units in used.items() if units}
+        self.of_storage = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
 
-    @contextmanager
-    def noting(self, *, first: bool) -> Iterator[None]:
-        """Record one forward and its backward; `first` marks the body's. Passes after the head's are ignored."""
-        self._passes = [*([] if first else self._passes), [], []]
-        self._storages = {weight.untyped_storage()._cdata: unit for weight, unit in self._unit_of.items()}
-        handles = [module.register_forward_pre_hook(self._begin) for module, units in self._wanted.items() if units]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        self._passes[-2] += self._wanted[module]
-
-    def given(self, arguments: Any) -> None:
-        """Record the weights among an operation's arguments, if it belongs to a backward."""
-        if not in_backward():
-            return
-        for value in tree_iter(arguments):
-            unit = self._storages.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
-            if unit is not None:
-                self._passes[-1].append(unit)
-
-    def order(self, ran: Sequence[int]) -> Order | None:
+    def order(self, body: AllocationTrace, head: AllocationTrace, *, ran: Sequence[int]) -> Order | None:
         """Return the recorded order, or None if no blocks are known.
 
         `ran` lists the blocks that ran; every other block is used like the next one that did.
@@ -248,9 +225,8 @@ class AccessTrace:
             for number, block in enumerate(self._blocks)
             if number not in ran
         }
-        body, body_back, head, head_back = self._passes[:4]
-        backward = _filled([*head_back, *body_back][::-1], others)
-        return Order(_filled([*body, *head], others), backward[::-1])
+        backward = _filled([*head.backward, *body.backward][::-1], others)
+        return Order(_filled([*body.forward, *head.forward], others), backward[::-1])
 
 
 def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -162,13 +160,8 @@ class DividedAttention:
 
     def __init__(self, rows: SharedRows | StackedRows) -> None:
         self._rows = rows
-        self._apart = False
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
         self._mask: torch.Tensor | None = None
-
-    def whole_rows(self) -> AbstractContextManager[object]:
-        """Compute attention without exchange inside the context: each rank has whole rows."""
-        return patch.object(self, "_apart", True)
 
     def __call__(
         self,
@@ -183,9 +176,6 @@ class DividedAttention:
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
-        if self._apart:
-            seen = self._seen(query, more)
-            return attend(module, query, key, value, seen, **more)
         heads, of_keys, count = query.shape[1], key.shape[1], self._rows.count
         if heads % count:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
@@ -209,14 +199,12 @@ class DividedAttention:
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> DividedAttention:
-    """Make `model` compute on pieces of rows, with an attention function of this name, and return that.
+def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> None:
+    """Make `model` compute on pieces of rows, with an attention function of this name.
 
     Raises ValueError if the model does not use transformers' attention interface.
     """
-    attention = DividedAttention(rows)
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(name, DividedAttention(rows))
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError("its attention is its own, and not transformers' interface")
-    return attention

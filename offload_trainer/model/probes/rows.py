@@ -99,15 +99,13 @@ def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
 def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
     """Return the difference between pieces and whole rows, with attention over all pieces and without."""
     rows = random_ids(tiny, 2, _TOKENS)
-    whole = _logits(tiny, rows)
     pieces, places = (torch.cat(tokens.chunk(_PIECES, 1)) for tokens in (rows, torch.arange(_TOKENS).expand_as(rows)))
-    attention = share_rows(tiny, StackedRows(_PIECES), name="sequence, tried")
 
     def in_pieces() -> torch.Tensor:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)
 
-    with attention.whole_rows():
-        alone = in_pieces()
+    whole, alone = _logits(tiny, rows), in_pieces()
+    share_rows(tiny, StackedRows(_PIECES), name="sequence, tried")
     return _difference(in_pieces(), whole), _difference(alone, whole)
 
 

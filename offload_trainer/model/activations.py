@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.meta_trace import (
-    BACKWARD,
-    FORWARD,
+    PIECE,
     AllocationTrace,
     Gradient,
     Kernels,
@@ -38,6 +37,7 @@ from offload_trainer.model.meta_trace import (
     TooLong,
     UnitsOfWeights,
 )
+from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
 
@@ -73,7 +73,6 @@ class _Run:
     ) -> None:
         self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
         self._packed, self._tiles, self.units = packed, tiles, units
-        self._called: list[tuple[nn.Module, torch.Size]] = []  # calls of tiles in the last pass of the body
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
@@ -102,7 +101,8 @@ class _Run:
                 hidden.register_hook(lambda _: held.mark("gradient", number))
 
         def begin(module: nn.Module, _: Any) -> None:
-            held.forward += self.units.of_module[module]
+            if not in_backward():  # a piece runs again there
+                held.forward += self.units.of_module[module]
 
         def hand_over(parameter: nn.Parameter) -> None:
             parameter.grad = None
@@ -124,10 +124,9 @@ class _Run:
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        self._called = []
         with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
             for module in self._tiles:
-                stack.enter_context(patch.object(module, "forward", TileStub(module, held, self._called)))
+                stack.enter_context(patch.object(module, "forward", TileStub(module, held)))
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
@@ -137,34 +136,6 @@ class _Run:
             del output, states
             held.mark("body")
             loss.backward()
-        return held
-
-    def pieces(self, tokens: int) -> list[AllocationTrace]:
-        """Trace one piece of `tokens` tokens for each call of a tiled module during `body`.
-
-        Of equal modules, only one is run.
-        """
-        known: dict[Any, AllocationTrace] = {}
-        found = []
-        for module, whole in self._called:
-            shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
-            kind = _signature(module), shape
-            if kind not in known:
-                known[kind] = self._piece(module, shape)
-            found.append(known[kind])
-        return found
-
-    def _piece(self, module: nn.Module, shape: Sequence[int]) -> AllocationTrace:
-        """Trace a forward without a graph, then a forward with one and its backward."""
-        x = torch.empty(shape, dtype=self.model.dtype, device="meta")
-        gradient = torch.empty_like(x)
-        with self._watched([], x, gradient) as held:
-            with torch.no_grad():
-                module(x)
-            held.mark("body")
-            piece = x.detach().requires_grad_()
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
         return held
 
     def head(self, tokens: int, *, gpu: bool) -> AllocationTrace:
@@ -185,12 +156,8 @@ class _Run:
 class _Cut:
     """The memory of a traced pass, cut into parts. `chain` is the kind of each block that ran, in order."""
 
-    def __init__(
-        self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
-    ) -> None:
-        """Cut `passes`; `pieces` has the memory of one piece for each call of a tiled module."""
+    def __init__(self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int) -> None:
         self._held, self._marks = _levels(passes, length)
-        self._pieces = pieces
         self._at = {(what, number): event for what, number, event in self._marks}
         self._chain = chain
 
@@ -251,13 +218,7 @@ class _Cut:
 
     def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
         base = beyond or Growth()
-        found = [held - base for held in self._held[start : end + 1]]
-        for what, number, at in self._marks:
-            if what in (FORWARD, BACKWARD) and start <= at <= end:
-                piece = self._pieces[number]
-                more = piece.forward if what == FORWARD else piece.backward
-                found += [self._held[at] - base + moment for moment in more]
-        return pruned(found)
+        return pruned([held - base for held in self._held[start : end + 1]])
 
 
 def count_activations(
@@ -330,34 +291,20 @@ def _counted(
 ) -> ModelMemory:
     """Return the memory with a GPU's loss and with a CPU's."""
     sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies, heads, heads_of_cpu, pieces = [], [], [], []
+    bodies, heads, heads_of_cpu = [], [], []
     for rows, tokens in sizes:
         bodies.append(run.body(modules, rows, tokens))
         heads.append(run.head(rows * tokens, gpu=True))
         heads_of_cpu.append(run.head(rows * tokens, gpu=False))
-        pieces.append(run.pieces(rows * tokens))
         run.operations.resume()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
     head, head_of_cpu = (_Cut(each, [], length=length).whole() for each in (heads, heads_of_cpu))
     hidden = Growth(token=run.hidden * run.model.dtype.itemsize)
-    parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
-    found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
+    found = _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
     all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
     if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
     return ModelMemory(found, replace(found, head=head_of_cpu), run.units.order(bodies[-1], heads[-1], ran=ran))
-
-
-def _of_piece(counted: Part) -> Part:
-    """Convert memory per token of a module that ran alone to memory per token of a piece."""
-
-    def of_piece(moment: Growth) -> Growth:
-        if replace(moment, fixed=0.0, token=0.0) != Growth():
-            raise ValueError("what a piece holds does not grow with its tokens")
-        return Growth(fixed=moment.fixed, piece=moment.token)
-
-    forward, backward = (tuple(map(of_piece, moments)) for moments in (counted.forward, counted.backward))
-    return Part(Growth(), forward, backward)
 
 
 def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -429,10 +376,22 @@ def _levels(passes: Sequence[AllocationTrace], length: int) -> tuple[list[Growth
         raise ValueError("blocks run in another order for other rows")
     if len({len(one.events) for one in passes}) == 1:
         sizes = zip(*(one.events for one in passes), strict=True)
-        return list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth())), first.marks
-    sampled = zip(*(one.at_marks() for one in passes), strict=True)
-    marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
-    return [_fitted(*size, length=length) for size in sampled], marks
+        held = list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth()))
+        marks = first.marks
+    else:
+        held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in passes), strict=True)]
+        marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
+    for (what, _, start), (_, _, end) in pairwise(marks):
+        for place in range(start + 1, end + 1) if what == PIECE else ():
+            held[place] = held[start] + _of_piece(held[place] - held[start])
+    return held, marks
+
+
+def _of_piece(moment: Growth) -> Growth:
+    """Convert memory per token of a piece as long as the micro-batch to memory per token of any piece."""
+    if replace(moment, fixed=0.0, token=0.0) != Growth():
+        raise ValueError("what a piece holds does not grow with its tokens")
+    return Growth(fixed=moment.fixed, piece=moment.token)
 
 
 def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:

@@ -2,14 +2,14 @@
 
 Meta tensors have no memory and no values. Two things depend on values, so they are modelled: the attention kernel
 (fused kernels keep their output and one logarithm per row; a CPU has no fused kernel with dropout), and whether rows
-are packed, which the caller says. The number of pieces of a tiled module depends on the row length, so a pass that ran
-them would not show how memory grows: a stub keeps input and output, and marks where pieces run.
+are packed, which the caller says.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from offload_trainer.plan.shape import Order, unit_of
 Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
 _MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
-FORWARD, BACKWARD = "pieces", "pieces' backward"  # names of marks
+PIECE = "piece"  # name of the mark where a piece begins; the next mark is where it ends
 
 
 class _Attention(torch.autograd.Function):
@@ -158,6 +158,13 @@ class AllocationTrace(TorchDispatchMode):
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
 
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """Mark memory that is in use inside the context as that of a piece of the micro-batch."""
+        self.mark(PIECE)
+        yield
+        self.mark("end of the piece")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             # The check whether all positions are consecutive is answered with no for packed rows. Nothing is padded or
@@ -240,26 +247,31 @@ def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class TileStub(Tiled):
-    """A tile (tiled_mlp.py) that keeps input and output, and marks where its pieces run, without running them.
+    """A tile (tiled_mlp.py) with one piece as long as the micro-batch, whose memory is marked as that of a piece.
 
-    `model/activations.py` counts the memory of one piece separately.
+    The number of pieces depends on the row length, so a pass with real ones would not show how memory grows.
     """
 
-    def __init__(self, module: nn.Module, held: AllocationTrace, called: list[tuple[nn.Module, torch.Size]]) -> None:
-        """Note each call in `called`, by the number of its mark: the module, and the shape of its input."""
+    def __init__(self, module: nn.Module, held: AllocationTrace) -> None:
         super().__init__(module, 0)
-        self._held, self._called, self._number = held, called, 0
+        self._held = held
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
-        self._number = len(self._called)
-        self._called.append((self.module, x.shape))
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._held.mark(FORWARD, self._number)
+        with self._held.piece():
+            self._whole(_flat(x))
         return output
 
     def gradients(
         self, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor | None, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         sums: list[torch.Tensor | None] = [zeros(weight) for weight in weights]
-        self._held.mark(BACKWARD, self._number)
+        with self._held.piece(), torch.enable_grad():
+            piece = _flat(x).requires_grad_()
+            torch.autograd.grad(self._whole(piece), [piece, *weights], _flat(gradient), allow_unused=True)
         return sums
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    """Return [rows, tokens, width] or [tokens, width] as one row, which requires no gradient."""
+    return values.detach().reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -59,7 +59,7 @@ class ModelMemory:
 
 
 class _Run:
-    """Meta-device passes of a model's body, head and tiled modules, each with a memory trace."""
+    """Meta-device passes of a model's body and head, each with a memory trace."""
 
     def __init__(
         self,
@@ -250,16 +250,16 @@ def count_activations(
     def run(kernels: Kernels) -> _Run:
         return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, units=units)
 
-    counted = _count(model, blocks, lambda: run(kernels))
+    counted = _count(model, blocks, run(kernels))
     if not kernels.differs:
         return counted
-    return replace(counted, on_cpu=_count(model, blocks, lambda: run(Kernels("cpu"))).on_cpu)
+    return replace(counted, on_cpu=_count(model, blocks, run(Kernels("cpu"))).on_cpu)
 
 
-def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]) -> ModelMemory:
+def _count(model: PreTrainedModel, blocks: Sequence[str], run: _Run) -> ModelMemory:
     """Count with three or two blocks of each kind if the model runs with so few, otherwise with all.
 
-    The kernels of `begin` are either a GPU's or a CPU's; only the loss is counted for both.
+    The kernels of `run` are either a GPU's or a CPU's; only the loss is counted for both.
     """
     modules = [model.get_submodule(name) for name in blocks]
     known: dict[Any, int] = {}
@@ -268,7 +268,6 @@ def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _R
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
-            run = begin()
             run.operations.attempt()
             try:
                 with _only(model, blocks, ran):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,25 +84,16 @@ def _attention(
     view: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
-        key, value, view = repeat_kv(key, groups), repeat_kv(value, groups), GroupedView(module, 1)
+        key, value, view = repeat_kv(key, groups), repeat_kv(value, groups), _seen_as(module, groups=1)
     return sdpa_attention_forward(view, query, key, value, attention_mask, dropout=dropout, **more)
 
 
-class GroupedView:
-    """A view of an attention module with another number of groups: query heads for each key head.
+def _seen_as(module: nn.Module, *, groups: int) -> SimpleNamespace:
+    """Return what transformers' function reads of a module, with `groups` query heads for each key head.
 
     With one group the attribute is absent, because older versions of transformers pass `enable_gqa` whenever it exists.
     """
-
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module = module
-        if groups > 1:
-            vars(self)[_GROUPS] = groups
-
-    def __getattr__(self, name: str) -> Any:
-        if name == _GROUPS:
-            raise AttributeError(name)
-        return getattr(self._module, name)
+    return SimpleNamespace(is_causal=getattr(module, "is_causal", True), **({_GROUPS: groups} if groups > 1 else {}))
 
 
 # -- rows that ranks share ---------------------------------------------------------------------------------------------
@@ -181,7 +173,7 @@ class DividedAttention:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
         sent = math.lcm(of_keys, count)
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
-        view: Any = module if sent == of_keys else GroupedView(module, heads // sent)
+        view: Any = module if sent == of_keys else _seen_as(module, groups=heads // sent)
         query, key, value = map(self._rows.whole, (query, key, value))
         result, _ = attend(view, query, key, value, self._seen(query, more), **more)
         return self._rows.piece(result), None

@@ -14,8 +14,9 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
@@ -230,12 +231,12 @@ def count_activations(
     packed: bool = False,
     tiles: Sequence[str] = (),
     chunk: int = 1024,
-) -> ModelMemory:
+) -> ModelMemory | None:
     """Count the activation memory of `model` on a GPU and on a CPU when it runs in `dtype`.
 
     `model` is on the meta device, with its frozen parameters set; its parameters are in `dtype` afterwards. `packed` is
     for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
-    `chunk` is `model.loss_chunk`. Raises any exception of a model that cannot run on meta tensors.
+    `chunk` is `model.loss_chunk`. Returns None for a model that cannot run on meta tensors.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -243,17 +244,16 @@ def count_activations(
     units = UnitsOfWeights(model, blocks)
     if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
         blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
-    parts = [model.get_submodule(name) for name in tiles]
-
-    def run(kernels: Kernels) -> _Run:
-        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, units=units)
-
-    counted = _count(model, blocks, run(kernels))
-    if not kernels.differs:
-        return counted
-    return replace(counted, on_cpu=_count(model, blocks, run(Kernels("cpu"))).on_cpu)
+    with suppress(Exception):  # an architecture's code may raise anything
+        loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
+        parts = [model.get_submodule(name) for name in tiles]
+        run = partial(_Run, loss, operations=operations, packed=packed, tiles=parts, units=units)
+        counted = _count(model, blocks, run(kernels))
+        if not kernels.differs:
+            return counted
+        return replace(counted, on_cpu=_count(model, blocks, run(Kernels("cpu"))).on_cpu)
+    return None
 
 
 def _count(model: PreTrainedModel, blocks: Sequence[str], run: _Run) -> ModelMemory:

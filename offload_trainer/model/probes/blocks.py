@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -68,20 +68,19 @@ def with_tiles(source: ModelSource) -> ModelSource:
     trained = {weight.name for weight in shape.weights if weight.trainable}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    on_gpu = on_cpu = None
-    if shape.on_gpu is not None:
-        with suppress(Exception):  # an architecture's code may raise anything
-            counted = count_activations(
-                model,
-                block_names(model),
-                dtype=DTYPES[source.section.dtype],
-                whole_logits=shape.whole_logits,
-                packed=shape.packed,
-                tiles=names,
-                chunk=source.section.loss_chunk,
-            )
-            on_gpu, on_cpu = counted.on_gpu, counted.on_cpu
-    found = replace(shape, tiles=tuple(names), tiles_again=tuple(again), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu)
+    found = replace(shape, tiles=tuple(names), tiles_again=tuple(again))
+    if shape.on_gpu and (
+        counted := count_activations(
+            model,
+            block_names(model),
+            dtype=DTYPES[source.section.dtype],
+            whole_logits=shape.whole_logits,
+            packed=shape.packed,
+            tiles=names,
+            chunk=source.section.loss_chunk,
+        )
+    ):
+        found = replace(found, tiled_on_gpu=counted.on_gpu, tiled_on_cpu=counted.on_cpu)
     return replace(source, shape=found)
 
 

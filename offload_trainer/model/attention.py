@@ -114,23 +114,6 @@ class SharedRows:
     piece = whole
 
 
-class StackedRows:
-    """A stand-in for probes: the `pieces` of a row are stacked in one batch, and nothing is sent."""
-
-    count = 1
-
-    def __init__(self, pieces: int) -> None:
-        self._pieces = pieces
-
-    def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """Join pieces: [pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
-        return states.unflatten(0, (self._pieces, -1)).movedim(0, 2).flatten(2, 3)
-
-    def piece(self, result: torch.Tensor) -> torch.Tensor:
-        """Cut into pieces: [rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
-        return result.unflatten(1, (self._pieces, -1)).movedim(1, 0).flatten(0, 1)
-
-
 class _Sent(torch.autograd.Function):
     """Send parts in the forward, and their gradients back in the backward."""
 
@@ -150,7 +133,7 @@ class DividedAttention:
     The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
     """
 
-    def __init__(self, rows: SharedRows | StackedRows) -> None:
+    def __init__(self, rows: SharedRows) -> None:
         self._rows = rows
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
         self._mask: torch.Tensor | None = None
@@ -191,7 +174,7 @@ class DividedAttention:
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> None:
+def share_rows(model: PreTrainedModel, rows: SharedRows, *, name: str = "sequence") -> None:
     """Make `model` compute on pieces of rows, with an attention function of this name.
 
     Raises ValueError if the model does not use transformers' attention interface.

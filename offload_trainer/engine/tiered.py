@@ -19,7 +19,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.attention import SharedRows, share_rows
+from offload_trainer.model.attention import share_rows
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource
@@ -114,8 +114,7 @@ class TieredEngine:
         """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
         group = group_of(groups, gpus=self._place.type == "cuda")
-        rows = SharedRows(partial(all_to_all, group=group), count=self._together)
-        share_rows(self._module.model, rows)
+        share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
         """Return this rank's piece of a batch that its group shares."""

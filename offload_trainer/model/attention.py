@@ -99,21 +99,6 @@ def _seen_as(module: nn.Module, *, groups: int) -> SimpleNamespace:
 # -- rows that ranks share ---------------------------------------------------------------------------------------------
 
 
-class SharedRows:
-    """The exchange between `count` ranks that each have a piece of the same rows."""
-
-    def __init__(self, send: Send, *, count: int) -> None:
-        self.count, self._send = count, send
-
-    def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
-        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
-        return sent.movedim(0, 2).flatten(2, 3)
-
-    # Heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
-    piece = whole
-
-
 class _Sent(torch.autograd.Function):
     """Send parts in the forward, and their gradients back in the backward."""
 
@@ -130,11 +115,12 @@ class _Sent(torch.autograd.Function):
 class DividedAttention:
     """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
 
-    The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
+    `count` ranks have a piece of the same rows each, and exchange them by `send`. The only mask that it supports is a
+    sliding window, which a module passes as `sliding_window`.
     """
 
-    def __init__(self, rows: SharedRows) -> None:
-        self._rows = rows
+    def __init__(self, send: Send, *, count: int) -> None:
+        self._send, self._count = send, count
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
         self._mask: torch.Tensor | None = None
 
@@ -151,15 +137,23 @@ class DividedAttention:
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
-        heads, of_keys, count = query.shape[1], key.shape[1], self._rows.count
+        heads, of_keys, count = query.shape[1], key.shape[1], self._count
         if heads % count:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
         sent = math.lcm(of_keys, count)
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
         view: Any = module if sent == of_keys else _seen_as(module, groups=heads // sent)
-        query, key, value = map(self._rows.whole, (query, key, value))
+        query, key, value = map(self._exchanged, (query, key, value))
         result, _ = attend(view, query, key, value, self._seen(query, more), **more)
-        return self._rows.piece(result), None
+        return self._exchanged(result), None
+
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size].
+
+        Or heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
+        """
+        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self._count, -1)).movedim(1, 0).contiguous(), self._send)
+        return sent.movedim(0, 2).flatten(2, 3)
 
     def _seen(self, query: torch.Tensor, more: dict[str, Any]) -> torch.Tensor | None:
         """Return the window's mask, bool [1, 1, tokens, tokens], or None without a window; the last mask is cached."""
@@ -174,12 +168,12 @@ class DividedAttention:
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, rows: SharedRows, *, name: str = "sequence") -> None:
-    """Make `model` compute on pieces of rows, with an attention function of this name.
+def share_rows(model: PreTrainedModel, send: Send, *, count: int, name: str = "sequence") -> None:
+    """Make `model` compute on pieces of rows that `count` ranks share, with an attention function of this name.
 
     Raises ValueError if the model does not use transformers' attention interface.
     """
-    AttentionInterface.register(name, DividedAttention(rows))
+    AttentionInterface.register(name, DividedAttention(send, count=count))
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError("its attention is its own, and not transformers' interface")

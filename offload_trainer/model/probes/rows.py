@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.attention import SharedRows, share_rows
+from offload_trainer.model.attention import share_rows
 from offload_trainer.model.loss import adds_router_loss
 from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
 
@@ -105,7 +105,7 @@ def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)
 
     whole, alone = _logits(tiny, rows), in_pieces()
-    share_rows(tiny, SharedRows(_exchanged, count=_PIECES), name="sequence, tried")
+    share_rows(tiny, _exchanged, count=_PIECES, name="sequence, tried")
     return _difference(in_pieces(), whole), _difference(alone, whole)
 
 

@@ -128,7 +128,8 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
             counts = {module: count / ids.numel() for module, count in tokens.items()}
             if not (same and counts and {2, 3}.issuperset(counts.values())):  # others are called several times
                 return {}
-        return {parts[module]: int(count) for module, count in counts.items()}
+        called = {parts[module] for module in counts}
+        return {kind: max(int(counts[module]) for module in counts if parts[module] == kind) for kind in called}
 
     passed: list[Kind] = []
     for kind, module in {kind: module for kind, _, module in inside if kind[1]}.items():

@@ -158,7 +158,7 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
     def out(modules: dict[str, nn.Module], initialise: Callable[[], None]) -> Iterator[Unit]:
         without = {module: dict(module._parameters) for module in modules.values()}
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, module in modules.items():
             _give_memory(module)
             own = module.named_parameters(name, recurse=False, remove_duplicate=False)

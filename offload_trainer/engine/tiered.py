@@ -19,7 +19,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.attention import DividedAttention, SharedRows, share_rows
+from offload_trainer.model.attention import share_rows
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource
@@ -99,7 +99,8 @@ class TieredEngine:
             stack.callback(self.offloaded.close)
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
-            self._attention = self._share_rows() if self._together > 1 else None
+            if self._together > 1:
+                self._share_rows()
             self._breadth_first: BreadthFirst | None = None
             if sizes.breadth_first:
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
@@ -109,12 +110,11 @@ class TieredEngine:
         self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
 
-    def _share_rows(self) -> DividedAttention:
+    def _share_rows(self) -> None:
         """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
         group = group_of(groups, gpus=self._place.type == "cuda")
-        rows = SharedRows(partial(all_to_all, group=group), count=self._together)
-        return share_rows(self._module.model, rows)
+        share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
         """Return this rank's piece of a batch that its group shares."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -32,10 +32,10 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import model_in
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import opened_weights
-from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description, read_store
-from offload_trainer.safe_files import Count, Line, Steps, is_there, lenient_record, read_back, shown
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
+from offload_trainer.safe_files import Count, Steps, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
-from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
+from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive, protected
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds
@@ -180,28 +180,15 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
-@lenient_record
-class _Planned:
-    """The part of a run's plan.json that says where page files were."""
-
-    tiers: dict[Line, Any]
-
-
 def _describe_page_files(run: Path) -> str:
     """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence.
 
     Returns "" if there are none.
     """
-    try:
-        plan = read_back(run / "plan.json", _Planned, fix="Export its page files by their directory")
-        drives = [Path(place) for place in plan.tiers if place not in ("gpu", "ram")]
-        dead = [folder for drive in drives for folder in dead_runs(drive, listed=run / PAGES)]
-        model = str((run / "model").absolute())
-        mine = [one for one in dead if is_there(one / DESCRIPTION) and read_description(one).model == model]
-    except (OSError, UserError):
-        return ""
-    if mine:
-        return f". Page files that it left are in {mine[0]}: export that directory"
+    with suppress(OSError, ValueError, UserError):
+        for folder in folders_in(run / PAGES):
+            if is_there(folder / DESCRIPTION) and not is_alive(folder):
+                return f". Page files that it left are in {folder}: export that directory"
     return ""
 
 

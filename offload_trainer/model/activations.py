@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -27,16 +29,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.meta_trace import (
-    BACKWARD,
-    FORWARD,
-    AccessTrace,
+    PIECE,
     AllocationTrace,
     Gradient,
     Kernels,
     Operations,
     TileStub,
     TooLong,
+    UnitsOfWeights,
 )
+from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
 
@@ -58,7 +60,7 @@ class ModelMemory:
 
 
 class _Run:
-    """Meta-device passes of a model's body, head and tiled modules, each with a memory trace."""
+    """Meta-device passes of a model's body and head, each with a memory trace."""
 
     def __init__(
         self,
@@ -68,16 +70,16 @@ class _Run:
         operations: Operations,
         packed: bool,
         tiles: Sequence[nn.Module],
-        needed: AccessTrace,
+        units: UnitsOfWeights,
     ) -> None:
         self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._stub, self.needed = packed, TileStub(tiles), needed
+        self._packed, self._tiles, self.units = packed, tiles, units
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
         parameters = list(self.model.parameters())
         there = iter([*parameters, *self.model.buffers(), *given])
-        held = AllocationTrace(there, self.operations, packed=self._packed, reader=self.needed.given)
+        held = AllocationTrace(there, self.operations, packed=self._packed, units=self.units.of_storage)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -99,6 +101,10 @@ class _Run:
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: held.mark("gradient", number))
 
+        def begin(module: nn.Module, _: Any) -> None:
+            if not in_backward():  # a piece runs again there
+                held.forward += self.units.of_module[module]
+
         def hand_over(parameter: nn.Parameter) -> None:
             parameter.grad = None
 
@@ -108,17 +114,20 @@ class _Run:
             hooks.callback(gc.enable if collecting else gc.disable)
             handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
             handles += [block.register_forward_hook(after) for block in blocks]
+            handles += [module.register_forward_pre_hook(begin) for module in self.units.of_module]
             handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
             for handle in handles:
                 hooks.callback(handle.remove)
-            with self._kernels, self.needed.noting(first=bool(blocks)), held:
+            with self._kernels, held:
                 yield held
             first.clear()
 
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        with self._watched(blocks, ids, *positions) as held, self._stub.marking(held):
+        with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
+            for module in self._tiles:
+                stack.enter_context(patch.object(module, "forward", TileStub(module, held)))
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
@@ -128,34 +137,6 @@ class _Run:
             del output, states
             held.mark("body")
             loss.backward()
-        return held
-
-    def pieces(self, tokens: int) -> list[AllocationTrace]:
-        """Trace one piece of `tokens` tokens for each call of a tiled module during `body`.
-
-        Of equal modules, only one is run.
-        """
-        known: dict[Any, AllocationTrace] = {}
-        found = []
-        for module, whole in self._stub.called:
-            shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
-            kind = _signature(module), shape
-            if kind not in known:
-                known[kind] = self._piece(module, shape)
-            found.append(known[kind])
-        return found
-
-    def _piece(self, module: nn.Module, shape: Sequence[int]) -> AllocationTrace:
-        """Trace a forward without a graph, then a forward with one and its backward."""
-        x = torch.empty(shape, dtype=self.model.dtype, device="meta")
-        gradient = torch.empty_like(x)
-        with self._watched([], x, gradient) as held:
-            with torch.no_grad():
-                module(x)
-            held.mark("body")
-            piece = x.detach().requires_grad_()
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
         return held
 
     def head(self, tokens: int, *, gpu: bool) -> AllocationTrace:
@@ -176,12 +157,8 @@ class _Run:
 class _Cut:
     """The memory of a traced pass, cut into parts. `chain` is the kind of each block that ran, in order."""
 
-    def __init__(
-        self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
-    ) -> None:
-        """Cut `passes`; `pieces` has the memory of one piece for each call of a tiled module."""
+    def __init__(self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int) -> None:
         self._held, self._marks = _levels(passes, length)
-        self._pieces = pieces
         self._at = {(what, number): event for what, number, event in self._marks}
         self._chain = chain
 
@@ -242,13 +219,7 @@ class _Cut:
 
     def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
         base = beyond or Growth()
-        found = [held - base for held in self._held[start : end + 1]]
-        for what, number, at in self._marks:
-            if what in (FORWARD, BACKWARD) and start <= at <= end:
-                piece = self._pieces[number]
-                more = piece.forward if what == FORWARD else piece.backward
-                found += [self._held[at] - base + moment for moment in more]
-        return pruned(found)
+        return pruned([held - base for held in self._held[start : end + 1]])
 
 
 def count_activations(
@@ -260,36 +231,35 @@ def count_activations(
     packed: bool = False,
     tiles: Sequence[str] = (),
     chunk: int = 1024,
-) -> ModelMemory:
+) -> ModelMemory | None:
     """Count the activation memory of `model` on a GPU and on a CPU when it runs in `dtype`.
 
     `model` is on the meta device, with its frozen parameters set; its parameters are in `dtype` afterwards. `packed` is
     for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
-    `chunk` is `model.loss_chunk`. Raises any exception of a model that cannot run on meta tensors.
+    `chunk` is `model.loss_chunk`. Returns None for a model that cannot run on meta tensors.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
-    needed = AccessTrace(model, blocks)
+    units = UnitsOfWeights(model, blocks)
     if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
         blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
-    parts = [model.get_submodule(name) for name in tiles]
+    with suppress(Exception):  # an architecture's code may raise anything
+        loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
+        parts = [model.get_submodule(name) for name in tiles]
+        run = partial(_Run, loss, operations=operations, packed=packed, tiles=parts, units=units)
+        counted = _count(model, blocks, run(kernels))
+        if not kernels.differs:
+            return counted
+        return replace(counted, on_cpu=_count(model, blocks, run(Kernels("cpu"))).on_cpu)
+    return None
 
-    def run(kernels: Kernels) -> _Run:
-        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, needed=needed)
 
-    counted = _count(model, blocks, lambda: run(kernels))
-    if not kernels.differs:
-        return counted
-    return replace(counted, on_cpu=_count(model, blocks, lambda: run(Kernels("cpu"))).on_cpu)
-
-
-def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]) -> ModelMemory:
+def _count(model: PreTrainedModel, blocks: Sequence[str], run: _Run) -> ModelMemory:
     """Count with three or two blocks of each kind if the model runs with so few, otherwise with all.
 
-    The kernels of `begin` are either a GPU's or a CPU's; only the loss is counted for both.
+    The kernels of `run` are either a GPU's or a CPU's; only the loss is counted for both.
     """
     modules = [model.get_submodule(name) for name in blocks]
     known: dict[Any, int] = {}
@@ -298,12 +268,10 @@ def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _R
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
-            run = begin()
             run.operations.attempt()
             try:
                 with _only(model, blocks, ran):
-                    found = _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
-                return ModelMemory(*found, run.needed.order(ran))
+                    return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
             except TooLong as error:
                 failed = error
             except Exception as error:  # transformers' code, in models that find blocks by their index
@@ -319,37 +287,23 @@ def _last(kinds: Sequence[int], count: int) -> list[int]:
 
 def _counted(
     run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
-) -> tuple[Activations, Activations]:
+) -> ModelMemory:
     """Return the memory with a GPU's loss and with a CPU's."""
     sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies, heads, heads_of_cpu, pieces = [], [], [], []
+    bodies, heads, heads_of_cpu = [], [], []
     for rows, tokens in sizes:
         bodies.append(run.body(modules, rows, tokens))
         heads.append(run.head(rows * tokens, gpu=True))
         heads_of_cpu.append(run.head(rows * tokens, gpu=False))
-        pieces.append(run.pieces(rows * tokens))
         run.operations.resume()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
     head, head_of_cpu = (_Cut(each, [], length=length).whole() for each in (heads, heads_of_cpu))
     hidden = Growth(token=run.hidden * run.model.dtype.itemsize)
-    parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
-    found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
+    found = _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
     all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
     if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
-    return found, replace(found, head=head_of_cpu)
-
-
-def _of_piece(counted: Part) -> Part:
-    """Convert memory per token of a module that ran alone to memory per token of a piece."""
-
-    def of_piece(moment: Growth) -> Growth:
-        if replace(moment, fixed=0.0, token=0.0) != Growth():
-            raise ValueError("what a piece holds does not grow with its tokens")
-        return Growth(fixed=moment.fixed, piece=moment.token)
-
-    forward, backward = (tuple(map(of_piece, moments)) for moments in (counted.forward, counted.backward))
-    return Part(Growth(), forward, backward)
+    return ModelMemory(found, replace(found, head=head_of_cpu), run.units.order(bodies[-1], heads[-1], ran=ran))
 
 
 def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -421,10 +375,22 @@ def _levels(passes: Sequence[AllocationTrace], length: int) -> tuple[list[Growth
         raise ValueError("blocks run in another order for other rows")
     if len({len(one.events) for one in passes}) == 1:
         sizes = zip(*(one.events for one in passes), strict=True)
-        return list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth())), first.marks
-    sampled = zip(*(one.at_marks() for one in passes), strict=True)
-    marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
-    return [_fitted(*size, length=length) for size in sampled], marks
+        held = list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth()))
+        marks = first.marks
+    else:
+        held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in passes), strict=True)]
+        marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
+    for (what, _, start), (_, _, end) in pairwise(marks):
+        for place in range(start + 1, end + 1) if what == PIECE else ():
+            held[place] = held[start] + _of_piece(held[place] - held[start])
+    return held, marks
+
+
+def _of_piece(moment: Growth) -> Growth:
+    """Convert memory per token of a piece as long as the micro-batch to memory per token of any piece."""
+    if replace(moment, fixed=0.0, token=0.0) != Growth():
+        raise ValueError("what a piece holds does not grow with its tokens")
+    return Growth(fixed=moment.fixed, piece=moment.token)
 
 
 def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -85,60 +84,19 @@ def _attention(
     view: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
-        key, value, view = repeat_kv(key, groups), repeat_kv(value, groups), GroupedView(module, 1)
+        key, value, view = repeat_kv(key, groups), repeat_kv(value, groups), _seen_as(module, groups=1)
     return sdpa_attention_forward(view, query, key, value, attention_mask, dropout=dropout, **more)
 
 
-class GroupedView:
-    """A view of an attention module with another number of groups: query heads for each key head.
+def _seen_as(module: nn.Module, *, groups: int) -> SimpleNamespace:
+    """Return what transformers' function reads of a module, with `groups` query heads for each key head.
 
     With one group the attribute is absent, because older versions of transformers pass `enable_gqa` whenever it exists.
     """
-
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module = module
-        if groups > 1:
-            vars(self)[_GROUPS] = groups
-
-    def __getattr__(self, name: str) -> Any:
-        if name == _GROUPS:
-            raise AttributeError(name)
-        return getattr(self._module, name)
+    return SimpleNamespace(is_causal=getattr(module, "is_causal", True), **({_GROUPS: groups} if groups > 1 else {}))
 
 
 # -- rows that ranks share ---------------------------------------------------------------------------------------------
-
-
-class SharedRows:
-    """The exchange between `count` ranks that each have a piece of the same rows."""
-
-    def __init__(self, send: Send, *, count: int) -> None:
-        self.count, self._send = count, send
-
-    def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
-        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
-        return sent.movedim(0, 2).flatten(2, 3)
-
-    # Heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
-    piece = whole
-
-
-class StackedRows:
-    """A stand-in for probes: the `pieces` of a row are stacked in one batch, and nothing is sent."""
-
-    count = 1
-
-    def __init__(self, pieces: int) -> None:
-        self._pieces = pieces
-
-    def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """Join pieces: [pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
-        return states.unflatten(0, (self._pieces, -1)).movedim(0, 2).flatten(2, 3)
-
-    def piece(self, result: torch.Tensor) -> torch.Tensor:
-        """Cut into pieces: [rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
-        return result.unflatten(1, (self._pieces, -1)).movedim(1, 0).flatten(0, 1)
 
 
 class _Sent(torch.autograd.Function):
@@ -157,18 +115,14 @@ class _Sent(torch.autograd.Function):
 class DividedAttention:
     """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
 
-    The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
+    `count` ranks have a piece of the same rows each, and exchange them by `send`. The only mask that it supports is a
+    sliding window, which a module passes as `sliding_window`.
     """
 
-    def __init__(self, rows: SharedRows | StackedRows) -> None:
-        self._rows = rows
-        self._apart = False
+    def __init__(self, send: Send, *, count: int) -> None:
+        self._send, self._count = send, count
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
         self._mask: torch.Tensor | None = None
-
-    def whole_rows(self) -> AbstractContextManager[object]:
-        """Compute attention without exchange inside the context: each rank has whole rows."""
-        return patch.object(self, "_apart", True)
 
     def __call__(
         self,
@@ -183,18 +137,23 @@ class DividedAttention:
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
-        if self._apart:
-            seen = self._seen(query, more)
-            return attend(module, query, key, value, seen, **more)
-        heads, of_keys, count = query.shape[1], key.shape[1], self._rows.count
+        heads, of_keys, count = query.shape[1], key.shape[1], self._count
         if heads % count:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
         sent = math.lcm(of_keys, count)
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
-        view: Any = module if sent == of_keys else GroupedView(module, heads // sent)
-        query, key, value = map(self._rows.whole, (query, key, value))
+        view: Any = module if sent == of_keys else _seen_as(module, groups=heads // sent)
+        query, key, value = map(self._exchanged, (query, key, value))
         result, _ = attend(view, query, key, value, self._seen(query, more), **more)
-        return self._rows.piece(result), None
+        return self._exchanged(result), None
+
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size].
+
+        Or heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
+        """
+        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self._count, -1)).movedim(1, 0).contiguous(), self._send)
+        return sent.movedim(0, 2).flatten(2, 3)
 
     def _seen(self, query: torch.Tensor, more: dict[str, Any]) -> torch.Tensor | None:
         """Return the window's mask, bool [1, 1, tokens, tokens], or None without a window; the last mask is cached."""
@@ -209,14 +168,12 @@ class DividedAttention:
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, rows: SharedRows | StackedRows, *, name: str = "sequence") -> DividedAttention:
-    """Make `model` compute on pieces of rows, with an attention function of this name, and return that.
+def share_rows(model: PreTrainedModel, send: Send, *, count: int, name: str = "sequence") -> None:
+    """Make `model` compute on pieces of rows that `count` ranks share, with an attention function of this name.
 
     Raises ValueError if the model does not use transformers' attention interface.
     """
-    attention = DividedAttention(rows)
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(name, DividedAttention(send, count=count))
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError("its attention is its own, and not transformers' interface")
-    return attention

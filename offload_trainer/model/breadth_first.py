@@ -167,14 +167,6 @@ class _Abandoned(BaseException):
     """Raised in a paused thread to end it."""
 
 
-@dataclass
-class _Ended:
-    """The end of a micro-batch's body: its output, or an error."""
-
-    output: Any = None
-    error: BaseException | None = None
-
-
 @dataclass(eq=False)
 class _MicroBatch:
     """The forward of one micro-batch, in a thread that pauses inside each block, and the cuts of its graph."""
@@ -185,7 +177,8 @@ class _MicroBatch:
     module: nn.Module | None = None  # the block that it has passed through last
     answer: Any = None  # output of `module`, which the thread waits for
     ended: bool = False
-    _output: Any = None
+    _output: Any = None  # what the body has returned
+    _error: BaseException | None = None  # what it has raised
     _thread: Thread | None = None
     _asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     _answered: SimpleQueue[Any] = field(default_factory=SimpleQueue)
@@ -195,11 +188,12 @@ class _MicroBatch:
 
     def _run(self) -> None:
         try:
-            self._asked.put(_Ended(self.body()))
+            self._output = self.body()
         except _Abandoned:
-            pass
+            return
         except BaseException as error:
-            self._asked.put(_Ended(error=error))
+            self._error = error
+        self._asked.put(None)
 
     def ask(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         """Pause until the calling thread has computed the block and resumes this micro-batch; return its output."""
@@ -222,23 +216,23 @@ class _MicroBatch:
             answer, self.answer = self.answer, None
             self._answered.put(answer)
             del answer
-        asked = self._asked.get()
-        if not isinstance(asked, _Ended):
-            call: Callable[[], Any] = asked
-            return call
-        self.ended = True
-        if asked.error is not None:
-            raise asked.error
-        self._output = asked.output
-        return None
+        call: Callable[[], Any] | None = self._asked.get()
+        self.ended = call is None
+        error, self._error = self._error, None  # its frames hold tensors
+        if error is not None:
+            raise error
+        return call
 
     @contextmanager
     def random(self) -> Iterator[None]:
         """Give torch's generators the state in which this micro-batch left them, and keep their state afterwards."""
         if self._generators is not None:
-            set_generators(self._generators)
+            torch.set_rng_state(self._generators[0])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(self._generators[1])
         yield
-        self._generators = generators()
+        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._generators = torch.get_rng_state(), on_gpu
 
     def cut(self, output: Any, *, block: int) -> Any:
         """Return a block's output, cut off its graph."""
@@ -285,14 +279,3 @@ def _last_cut(tensor: torch.Tensor) -> int:
             found = max(found, cut.block)
         left += [before for before, _ in node.next_functions]
     return found
-
-
-def generators() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the state of torch's generators on the CPU and on the current GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-
-def set_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

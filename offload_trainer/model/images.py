@@ -38,11 +38,9 @@ def class_names(config: Any) -> tuple[str | None, str | None]:
     """
     if not type(config).__module__.startswith("transformers."):
         return None, None
-    image, text = (
-        mapping.get(type(config), None)
-        for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
-    )
-    first = [found[0] if isinstance(found, list | tuple) else found for found in (image, text)]
+    mappings = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    found = (mapping.get(type(config), None) for mapping in mappings)
+    first = (kinds[0] if isinstance(kinds, list | tuple) else kinds for kinds in found)
     image, text = (None if kind is None else str(kind.__name__) for kind in first)
     return image, text
 
@@ -126,7 +124,7 @@ def image_parts(
         why=why,
         hidden=sizes.most_common(1)[0][0] if sizes else widest,  # input or output of most matrices
         eager_heads=max(map(_eager_heads, blocks.values()), default=0),
-        masked=not any("cu_seqlens" in _arguments(block) for block in blocks.values()),  # else one image at a time
+        masked=not any("cu_seqlens" in inspect.signature(type(block).forward).parameters for block in blocks.values()),
         layers=tuple(name for name, block in blocks.items() if isinstance(block, GradientCheckpointingLayer)),
     )
 
@@ -169,10 +167,6 @@ def _eager_heads(block: nn.Module) -> int:
         if known or hasattr(module, "num_heads"):
             found.append(heads)
     return max(found)
-
-
-def _arguments(block: nn.Module) -> Sequence[str]:
-    return list(inspect.signature(type(block).forward).parameters)
 
 
 # -- the patches of a row ---------------------------------------------------------------------------------------------

@@ -93,21 +93,17 @@ def read_as_called(model: Any, names: Container[str], read: Callable[[str], torc
     """
     ties = model.all_tied_weights_keys
     for path, module in model.named_modules():
-        held = {key: f"{path}.{key}".lstrip(".") for key, value in module._parameters.items() if value is not None}
+        empty = {key: value for key, value in module._parameters.items() if value is not None}
+        held = {key: f"{path}.{key}".lstrip(".") for key in empty}
         wanted = {key: name if name in names else ties.get(name, name) for key, name in held.items()}
+
+        def fetch(module: nn.Module, _: Any, wanted: dict[str, str] = wanted) -> None:
+            for key, name in wanted.items():
+                module._parameters[key] = nn.Parameter(read(name).float(), requires_grad=False)
+
+        def let_go(module: nn.Module, *_: Any, empty: dict[str, Any] = empty) -> None:
+            module._parameters |= empty
+
         if wanted:
-            _watch(module, wanted, read)
-
-
-def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torch.Tensor]) -> None:
-    empty = {key: module.get_parameter(key) for key in wanted}
-
-    def fetch(*_: Any) -> None:
-        for key, name in wanted.items():
-            module._parameters[key] = nn.Parameter(read(name).float(), requires_grad=False)
-
-    def let_go(*_: Any) -> None:
-        module._parameters |= empty
-
-    module.register_forward_pre_hook(fetch)
-    module.register_forward_hook(let_go, always_call=True)
+            module.register_forward_pre_hook(fetch)
+            module.register_forward_hook(let_go, always_call=True)

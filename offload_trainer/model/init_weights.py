@@ -158,9 +158,11 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
     def out(modules: dict[str, nn.Module], initialise: Callable[[], None]) -> Iterator[Unit]:
         without = {module: dict(module._parameters) for module in modules.values()}
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, module in modules.items():
-            tensors.update(_give_memory(module, prefix=f"{name}." if name else ""))
+            _give_memory(module)
+            own = module.named_parameters(name, recurse=False, remove_duplicate=False)
+            tensors |= {key: parameter.detach() for key, parameter in own}
         yield tensors, initialise
         for module, parameters in without.items():
             module._parameters.update(parameters)
@@ -168,23 +170,16 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
     yield from walk(model, prefix, model)
 
 
-def _give_memory(module: nn.Module, *, prefix: str) -> dict[str, torch.Tensor]:
+def _give_memory(module: nn.Module) -> None:
     """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers.
 
     torch's norms start with the ones and zeros of their constructors, which some models do not overwrite.
     """
-    given: dict[str, torch.Tensor] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            filled = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
-            module._parameters[name] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
-            given[prefix + name] = filled
+    module.to_empty(device="cpu", recurse=False)
+    for parameter in module.parameters(recurse=False):
+        parameter.detach().fill_(torch.nan)
     if isinstance(module, _NORMS):
         module.reset_parameters()
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    return given
 
 
 def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:

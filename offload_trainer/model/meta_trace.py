@@ -2,16 +2,14 @@
 
 Meta tensors have no memory and no values. Two things depend on values, so they are modelled: the attention kernel
 (fused kernels keep their output and one logarithm per row; a CPU has no fused kernel with dropout), and whether rows
-are packed, which the caller says. The number of pieces of a tiled module depends on the row length, so a pass that ran
-them would not show how memory grows: a stub keeps input and output, and marks where pieces run.
+are packed, which the caller says.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -21,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload_trainer.model.tiled_mlp import rounded, zeros
+from offload_trainer.model.tiled_mlp import Tiled, zeros
 from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.plan.shape import Order, unit_of
 
 Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
 _MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
-FORWARD, BACKWARD = "pieces", "pieces' backward"  # names of marks
+PIECE = "piece"  # name of the mark where a piece begins; the next mark is where it ends
 
 
 class _Attention(torch.autograd.Function):
@@ -144,19 +142,28 @@ class AllocationTrace(TorchDispatchMode):
     """Record every allocation (+ bytes) and release (- bytes) in order, with marks in between."""
 
     def __init__(
-        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, reader: Callable[[Any], None]
+        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, units: Mapping[int, str]
     ) -> None:
-        """Start with the tensors `given`. `packed`: rows hold several documents. `reader` receives operation inputs."""
+        """Start with the tensors `given`. `packed`: rows hold several documents. `units`: the unit of each storage."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it
         self.called: list[int] = []  # indices of the blocks that ran, in order
+        self.forward: list[str] = []  # units of the weights that modules use when they begin, in order
+        self.backward: list[str] = []  # units of the weights that operations of the backward get, in order
         self._operations = operations
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
-        self._any, self._packed, self._reader = False, packed, reader
+        self._any, self._packed, self._units = False, packed, units
 
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """Mark memory that is in use inside the context as that of a piece of the micro-batch."""
+        self.mark(PIECE)
+        yield
+        self.mark("end of the piece")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
@@ -166,7 +173,10 @@ class AllocationTrace(TorchDispatchMode):
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
         self._operations.take()
-        self._reader((args, kwargs))
+        if in_backward():
+            given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
+            storages = (tensor.untyped_storage()._cdata for tensor in given)
+            self.backward += [self._units[storage] for storage in storages if storage in self._units]
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
@@ -192,52 +202,25 @@ class AllocationTrace(TorchDispatchMode):
         self.events.append(-size)
 
 
-class AccessTrace:
-    """A recorder of the order in which weights are used, by a pass of the model's body and then one of its head.
+class UnitsOfWeights:
+    """The units whose weights a pass uses, to find their order in a pass of the model's body and then one of its head.
 
         forward    a module uses its own weights when it begins, a block all weights inside it, as the engine fetches
         backward   an autograd operation uses a weight that was saved for it; embeddings are not saved, nor are frozen
                    weights with nothing trained before them
 
-    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration. The last
-    passes count.
+    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Find the units; afterwards the parameters' storages must stay the same."""
         self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
-        self._unit_of = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
-        self._wanted = {
-            module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
-            for module in model.modules()
-        }
-        self._passes: list[list[str]] = []  # forward and backward of the body, then of the head
-        self._storages: dict[int, str] = {}
+        unit = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
+        used = {m: [unit[parameter] for parameter in m.parameters(recurse=m in inside)] for m in model.modules()}
+        self.of_module = {module: units for module, units in used.items() if units}
+        self.of_storage = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
 
-    @contextmanager
-    def noting(self, *, first: bool) -> Iterator[None]:
-        """Record one forward and its backward; `first` marks the body's. Passes after the head's are ignored."""
-        self._passes = [*([] if first else self._passes), [], []]
-        self._storages = {weight.untyped_storage()._cdata: unit for weight, unit in self._unit_of.items()}
-        handles = [module.register_forward_pre_hook(self._begin) for module, units in self._wanted.items() if units]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        self._passes[-2] += self._wanted[module]
-
-    def given(self, arguments: Any) -> None:
-        """Record the weights among an operation's arguments, if it belongs to a backward."""
-        if not in_backward():
-            return
-        for value in tree_iter(arguments):
-            unit = self._storages.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
-            if unit is not None:
-                self._passes[-1].append(unit)
-
-    def order(self, ran: Sequence[int]) -> Order | None:
+    def order(self, body: AllocationTrace, head: AllocationTrace, *, ran: Sequence[int]) -> Order | None:
         """Return the recorded order, or None if no blocks are known.
 
         `ran` lists the blocks that ran; every other block is used like the next one that did.
@@ -249,9 +232,8 @@ class AccessTrace:
             for number, block in enumerate(self._blocks)
             if number not in ran
         }
-        body, body_back, head, head_back = self._passes[:4]
-        backward = _filled([*head_back, *body_back][::-1], others)
-        return Order(_filled([*body, *head], others), backward[::-1])
+        backward = _filled([*head.backward, *body.backward][::-1], others)
+        return Order(_filled([*body.forward, *head.forward], others), backward[::-1])
 
 
 def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
@@ -264,51 +246,32 @@ def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-class TileStub:
-    """Replaces the forwards of tiled modules while a model runs, as tiled_mlp.py does but without running pieces.
+class TileStub(Tiled):
+    """A tile (tiled_mlp.py) with one piece as long as the micro-batch, whose memory is marked as that of a piece.
 
-    `model/activations.py` counts the memory of one piece separately.
+    The number of pieces depends on the row length, so a pass with real ones would not show how memory grows.
     """
 
-    def __init__(self, tiles: Sequence[nn.Module]) -> None:
-        self._tiles = tiles
-        self.called: list[tuple[nn.Module, torch.Size]] = []  # module and input shape, by the number of the mark
+    def __init__(self, module: nn.Module, held: AllocationTrace) -> None:
+        super().__init__(module, 0)
+        self._held = held
 
-    @contextmanager
-    def marking(self, held: AllocationTrace) -> Iterator[None]:
-        self.called = []
-        for module in self._tiles:
-            module.forward = partial(self._run, held, module)
-        try:
-            yield
-        finally:
-            for module in self._tiles:
-                del module.forward
-
-    def _run(
-        self, held: AllocationTrace, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor
-    ) -> torch.Tensor:
-        (x,) = (*given, *named.values())
-        weights = [weight for weight in module.parameters() if weight.requires_grad]
-        self.called.append((module, x.shape))
-        return _Part.apply(held, len(self.called) - 1, x, *weights)
-
-
-class _Part(torch.autograd.Function):
-    """Like `tiled_mlp._Pieces`, without running the pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, held: AllocationTrace, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.held, ctx.number, ctx.weights = held, number, weights
-        ctx.save_for_backward(x)
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        held.mark(FORWARD, number)
+        with self._held.piece():
+            self._whole(_flat(x))
         return output
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
-        sums: list[torch.Tensor | None] = [zeros(weight) for weight in ctx.weights]
-        ctx.held.mark(BACKWARD, ctx.number)
-        return None, None, back, *rounded(sums, ctx.weights)
+    def gradients(
+        self, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor | None, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        sums: list[torch.Tensor | None] = [zeros(weight) for weight in weights]
+        with self._held.piece(), torch.enable_grad():
+            piece = _flat(x).requires_grad_()
+            torch.autograd.grad(self._whole(piece), [piece, *weights], _flat(gradient), allow_unused=True)
+        return sums
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    """Return [rows, tokens, width] or [tokens, width] as one row, which requires no gradient."""
+    return values.detach().reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])

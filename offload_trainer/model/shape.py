@@ -10,8 +10,8 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -89,16 +89,12 @@ def model_shape(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 
-    def counted_with(*, whole_logits: bool) -> ModelMemory | None:
-        with suppress(Exception):  # an architecture's code may raise anything on meta tensors
-            dtype, chunk = DTYPES[section.dtype], section.loss_chunk
-            return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed, chunk=chunk)
-        return None  # the plan estimates activations
-
-    counted = counted_with(whole_logits=False)
+    dtype, chunk = DTYPES[section.dtype], section.loss_chunk
+    count = partial(count_activations, model, blocks, dtype=dtype, packed=packed, chunk=chunk)
+    counted = count()  # if it is None, the plan estimates activations
     whole = counted is None and not head_needs_only_hidden_states(model)
     if whole:
-        counted = counted_with(whole_logits=True)
+        counted = count(whole_logits=True)
     order = counted.order if counted else None
     images = image_parts(model, weights, order, patches=image_patches) if image_patches else None
     text = model.config.get_text_config()

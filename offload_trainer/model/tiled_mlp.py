@@ -65,6 +65,24 @@ class Tiled:
         assert every is not None
         return every
 
+    def gradients(
+        self, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor | None, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the sums of the weights' gradients, and write the input's into `back` if it needs one."""
+        sums: list[torch.Tensor | None] = [None] * len(weights)
+        into = self.pieces(back) if back is not None else ()
+        for number, (piece, of_piece) in enumerate(zip(self.pieces(x.detach()), self.pieces(gradient), strict=True)):
+            piece = piece.detach().requires_grad_(back is not None)
+            with torch.enable_grad():
+                output = self.module(piece)
+            wanted = [*([piece] if back is not None else []), *weights]
+            found: list[Any] = list(torch.autograd.grad(output, wanted, of_piece, allow_unused=True))
+            del output
+            if back is not None:
+                into[number].copy_(found.pop(0))
+            _add(sums, found)
+        return sums
+
 
 class _Input(torch.autograd.Function):
     """Save a tensor under the saved-tensor hooks that are active now; read it as this node's `saved_tensors`."""
@@ -92,25 +110,13 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,), needed, weights = ctx.kept.saved_tensors, ctx.needs_input_grad[2], ctx.weights
         ctx.kept = None  # otherwise the input would stay in memory as long as the graph
-        sums: list[torch.Tensor | None] = [None] * len(weights)
         back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-        into = ctx.tiled.pieces(back) if back is not None else ()
-        both = zip(ctx.tiled.pieces(x.detach()), ctx.tiled.pieces(gradients[0]), strict=True)
         with _drawn_again(ctx.chance, x):
-            for number, (piece, gradient) in enumerate(both):
-                piece = piece.detach().requires_grad_(needed)
-                with torch.enable_grad():
-                    output = ctx.tiled.module(piece)
-                wanted = [*([piece] if needed else []), *weights]
-                found: list[Any] = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-                del output
-                if needed:
-                    into[number].copy_(found.pop(0))
-                _add(sums, found)
-        return None, None, back, *rounded(sums, weights)
+            sums = ctx.tiled.gradients(x, gradients[0], back, weights)
+        return None, None, back, *_rounded(sums, weights)
 
 
-def rounded(sums: list[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _rounded(sums: list[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the sums in their weights' dtypes, and empty the list to free each one early."""
     return [None if (one := sums.pop(0)) is None else one.to(weight.dtype) for weight in weights]
 

@@ -95,12 +95,13 @@ def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shu
         return take(rows.train_batches(state, micro_batch=3, rank=world - 1, world=world), count)
 
     whole = batches(DataState(), 12)
+    assert len({batch.seed for batch in whole}) == 12
     for done in range(1, 12):
         state = whole[done - 1].state
         for resumed, expected in zip(batches(state, 12 - done), whole[done:], strict=True):
             assert torch.equal(resumed.inputs, expected.inputs)
             assert torch.equal(resumed.targets, expected.targets)
-            assert resumed.state == expected.state
+            assert (resumed.state, resumed.seed) == (expected.state, expected.seed)
 
 
 def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:

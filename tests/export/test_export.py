@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dead_run_files import died
-from engine_bench import batches, engine, masters, model_directory, train
+from engine_bench import assert_same, batches, engine, masters, model_directory, train
 from published_models import write
 from safetensors.torch import load_file, save_file
 from small_architectures import _COMMON, ARCHITECTURES, reference
@@ -40,13 +40,6 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     for path in sorted(directory.glob("*.safetensors")):
         found |= load_file(path)
     return found
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype is tensor.dtype
-        assert torch.equal(ours[name], tensor), name
 
 
 # A router's correction is a buffer that is saved with the weights; the first block has no experts.
@@ -82,12 +75,12 @@ def test_round_trip(name: str, tmp_path: Path, drive: Path) -> None:
         run = checkpoint_of(made, tmp_path / "given", tmp_path / "run")
     done = export(run, tmp_path / "out", dtype="fp32", shard_bytes=30_000, check=True)
     assert done.compared > 0
-    assert_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "given"))  # experts are separate, as on the hub
+    assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "given"))  # experts are separate, as on the hub
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_equal(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
     ids = torch.arange(20)[None]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
@@ -96,7 +89,7 @@ def test_weights_in_16_bit_come_in_exactly(tmp_path: Path) -> None:
     model = reference(ARCHITECTURES["llama, untied"]).half()
     model.save_pretrained(tmp_path)
     with engine(tmp_path, "model.random_init=false", "--dtype", "fp32", "model.attention=eager") as made:
-        assert_equal(masters(made), {name: value.float() for name, value in model.state_dict().items()})
+        assert_same(masters(made), {name: value.float() for name, value in model.state_dict().items()})
 
 
 DAMAGE = {
@@ -139,7 +132,7 @@ def test_shards_an_index_and_the_dtype(name: str, dtype: torch.dtype, trained: P
     done = export(trained, tmp_path / "out", dtype=name, shard_bytes=100_000, check=True)
     assert done.compared >= 30
     held = load_file(trained / "checkpoints/step-00000003/master.safetensors")
-    assert_equal(tensors_in(tmp_path / "out"), {name: value.to(dtype) for name, value in held.items()})
+    assert_same(tensors_in(tmp_path / "out"), {name: value.to(dtype) for name, value in held.items()})
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 2
     assert all(path.stat().st_size < 100_000 or len(load_file(path)) == 1 for path in files)
@@ -251,7 +244,7 @@ def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_pa
     manifest.write_text(json.dumps(told))
     moved = manifest.parent.rename(tmp_path / "elsewhere")  # a checkpoint is exported without its run
     export(moved, tmp_path / "out", dtype="fp32", check=True)
-    assert_equal(tensors_in(tmp_path / "out"), load_file(moved / "master.safetensors"))
+    assert_same(tensors_in(tmp_path / "out"), load_file(moved / "master.safetensors"))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.model.attention import SharedRows, share_rows
+from offload_trainer.model.attention import share_rows
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -75,7 +75,7 @@ def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) 
         module.summed = partial(module.summed, gpu=True)
         length, positions = config.data.seq_len, list[torch.Tensor]()
         if (count := config.parallel.sequence) > 1:
-            share_rows(module.model, SharedRows(torch.empty_like, count=count))
+            share_rows(module.model, torch.empty_like, count=count)
             length //= count
             positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
         tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)

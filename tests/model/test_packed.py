@@ -5,7 +5,6 @@ which architectures can split rows among ranks.
 from __future__ import annotations
 
 import copy
-import random
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,6 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from offload_trainer.data.loss_mask import Encoded
-from offload_trainer.data.packing import RowMaker
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
@@ -38,7 +35,7 @@ from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
-LENGTH, END = 24, 7
+LENGTHS, END = (7, 11, 6, 16, 8), 7  # tokens of documents that fill two rows, and the separator
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -55,66 +52,41 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
-def talks() -> list[Encoded]:
-    draw = random.Random(4)
-    made = []
-    for size in (7, 16, 3, 11, 9, 24, 30, 2):
-        ids = [draw.randrange(9, 99) for _ in range(size)]
-        made.append(Encoded(ids, [draw.random() < 0.5 or n == 1 for n in range(size)]))
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the inputs and targets of documents, of whose targets about half are learned."""
+    random, made = torch.Generator().manual_seed(4), []
+    for length in LENGTHS:
+        ids = torch.randint(9, 99, (length,), generator=random)
+        targets = ids.roll(-1).where(torch.rand(length, generator=random) < 0.5, IGNORED)
+        targets[0], targets[-1] = ids[1], IGNORED
+        made.append((ids, targets))
     return made
-
-
-def rows_of(given: list[Encoded], folder: Path) -> Batch:
-    maker = RowMaker(LENGTH, pad=0, packed=True)
-    with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
-        for row in [*map(maker.add, given), *maker.rest()]:
-            if row is not None:
-                writer.write(row)
-        count = writer.tokens // LENGTH
-        writer.write([1 << 31])
-    assert count < len(given)
-    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=LENGTH, rows=range(count), vocabulary=99)
-    return reader.rows_at(range(count))
-
-
-def alone(model: PreTrainedModel, given: list[Encoded]) -> tuple[torch.Tensor, int]:
-    """Run each document separately without padding; return the summed loss over learned tokens, and their number."""
-    sums, count = torch.zeros(()), 0
-    for ids, learned in given:
-        ids, learned = ids[:LENGTH], learned[:LENGTH]
-        logits = model(torch.tensor([ids])).logits[0, :-1].float()
-        places = torch.tensor(learned[1:])
-        sums = sums + functional.cross_entropy(logits[places], torch.tensor(ids[1:])[places], reduction="sum")
-        count += int(places.sum())
-    return sums, count
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
-    name: str, attention: str, tmp_path: Path
-) -> None:
+def test_packed_documents_have_the_loss_and_gradients_of_each_by_itself(name: str, attention: str) -> None:
     model = model_of(name)
     refuse_crossing(model)
-    sums, count = alone(model, talks())
-    (sums / count).backward()
-    expected = {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    model.zero_grad()
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("eager only")
+    each = [
+        functional.cross_entropy(model(ids[None]).logits[0].float(), targets, reduction="sum", ignore_index=IGNORED)
+        for ids, targets in documents()
+    ]
+    inputs, targets = (torch.cat(tensors).view(2, -1) for tensors in zip(*documents(), strict=True))
+    expected = sum(each) / (targets != IGNORED).sum()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
     model.set_attn_implementation(attention)
-    rows = rows_of(talks(), tmp_path)
-    inputs, targets, positions = rows.inputs, rows.targets, rows.positions
-    assert int((targets != -100).sum()) == count
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, -1)
     loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)
-    assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     loss.backward()
-    for key, gradient in expected.items():
+    for key, gradient in gradients.items():
         torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-3, atol=1e-5, msg=key)
-    crossed = CausalLoss(model, chunk=8)(inputs, targets)
-    assert abs(crossed.item() - (sums / count).item()) > 1e-3
+    assert abs(CausalLoss(model, chunk=8)(inputs, targets).item() - expected.item()) > 1e-3
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -139,9 +111,10 @@ def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pyt
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
         refuse_crossing(model)
     del model.extra
-    monkeypatch.setattr(rows, "_compare_documents", lambda tiny: (float("nan"), 1.0))
-    with pytest.raises(UserError, match="computes something else"):
-        refuse_crossing(model)
+    for found in ((float("nan"), 1.0), (0.0, 0.0)):  # the second could not fail, as it did not exercise attention
+        monkeypatch.setattr(rows, "_compare_documents", lambda tiny, found=found: found)
+        with pytest.raises(UserError, match="computes something else"):
+            refuse_crossing(model)
 
 
 def test_the_probe_does_not_change_torchs_generator() -> None:
@@ -243,13 +216,6 @@ def test_the_routers_loss_is_refused() -> None:
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="set it to false"):
         refuse_pieces(model)
-
-
-def test_a_probe_that_could_not_fail_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If separate pieces match whole rows, the trial did not exercise attention."""
-    monkeypatch.setattr("offload_trainer.model.probes.rows._compare_pieces", lambda tiny: (0.0, 0.0))
-    with pytest.raises(UserError, match="computes something else"):
-        refuse_pieces(on_meta(ARCHITECTURES["gpt2"]))
 
 
 def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:

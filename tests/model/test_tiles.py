@@ -33,6 +33,8 @@ TILED = {  # the module of each block that is found
     "mixtral, experts": "mlp",
     "qwen2moe, shared expert": "mlp",
 }
+# Whether a recomputation runs them again: it stops at the input of an MLP that ends its block.
+AGAIN = {"gpt2": False, "llama, untied": False, "gemma2, soft-capped": True}
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -46,8 +48,10 @@ def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> No
     divide the rows.
     """
     model = model_of(name)
-    found = tileable(model)[0]
+    found, again = tileable(model)
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
+    if name in AGAIN:
+        assert again == (found if AGAIN[name] else [])
     tokens = torch.randint(99, (2, 31))
     expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     expected.backward()
@@ -128,25 +132,6 @@ def test_the_backward_draws_the_dropout_of_the_forward() -> None:
     assert torch.allclose(x.grad, wanted, atol=1e-6)
     for one, other in zip(part.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
-
-
-def test_a_checkpointed_block_that_ends_with_its_mlp_runs_it_as_often_as_without_pieces() -> None:
-    """The recomputation stops at the MLP's input, so each piece runs forward twice. Gemma 2's following norm needs a
-    third.
-    """
-    runs = {}
-    for name in ("llama, untied", "gemma2, soft-capped"):
-        model = model_of(name)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        seen: list[torch.Size] = []
-        for block in block_names(model):
-            part = model.get_submodule(block).mlp
-            tile(part, chunk=20)
-            part.up_proj.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].shape))
-        tokens = torch.randint(99, (1, 60))
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        runs[name] = len(seen) / 2 / 3  # runs of each piece in each block
-    assert runs == {"llama, untied": 2, "gemma2, soft-capped": 3}
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish, with_products
@@ -126,8 +127,7 @@ def test_numbers_that_a_model_or_an_engine_does_not_have_are_refused() -> None:
 def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path) -> None:
     """On a CPU the bits do not depend on it, so the plan chooses again."""
     config = wish(*BATCH, "model.mlp_chunk=off", "tiered.fetch_granularity=block", "--output", str(tmp_path))
-    models = MemoryFallbacks(lambda: None, preset=SHAPE)
-    models.source = models._preset
+    models = MemoryFallbacks(lambda: SimpleNamespace(shape=SHAPE))
 
     def resumed(before: int | str, *, on_gpu: bool, more: str = "false") -> int | str:
         settings = {"model": {"activation_checkpointing": before}}

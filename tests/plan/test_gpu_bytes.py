@@ -136,11 +136,8 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
 
 
 def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise NotImplementedError
-
     counted = resolve_model(ModelSection(name="gpt2"), seed=0).shape
-    monkeypatch.setattr(model_shape, "count_activations", fail)
+    monkeypatch.setattr(model_shape, "count_activations", lambda *_, **__: None)
     shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
     assert shape.on_gpu is None
     for words in ([], ["model.activation_checkpointing=off"]):

@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
@@ -46,12 +48,12 @@ from offload_trainer.plan.tiered.layout import divided
 from offload_trainer.storage.tensorfile import DTYPES
 
 _EQUAL = 1e-4  # limit for equality in fp32, relative to the largest element
-_TILED, _ALIKE = 2 * 23, 2 * 160  # tokens of the tiled row with different tokens, and of the row that repeats one
-_ROW = 24  # tokens of a row of the other probes
+_ROW, _ODD = 24, 23  # tokens of a row, and of one that pieces do not divide
 _MICRO, _CHUNK = 3, 16  # micro-batches, and tokens of a piece of the loss
-_Named = tuple[Kind, str]  # kind and name of a module
 _BlockKind = tuple[str, type, frozenset[str]]
 _Order = tuple[tuple[str, ...], tuple[str, ...]]  # names of weights in the order of use by forward and backward
+_Event = nn.Module | nn.Parameter  # a module begins, or a weight is used
+_Saved = tuple[nn.Parameter, torch.Tensor]  # a weight that autograd has saved for the backward, and its values
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -66,20 +68,19 @@ def with_tiles(source: ModelSource) -> ModelSource:
     trained = {weight.name for weight in shape.weights if weight.trainable}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    on_gpu = on_cpu = None
-    if shape.on_gpu is not None:
-        with suppress(Exception):  # an architecture's code may raise anything
-            counted = count_activations(
-                model,
-                block_names(model),
-                dtype=DTYPES[source.section.dtype],
-                whole_logits=shape.whole_logits,
-                packed=shape.packed,
-                tiles=names,
-                chunk=source.section.loss_chunk,
-            )
-            on_gpu, on_cpu = counted.on_gpu, counted.on_cpu
-    found = replace(shape, tiles=tuple(names), tiles_again=tuple(again), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu)
+    found = replace(shape, tiles=tuple(names), tiles_again=tuple(again))
+    if shape.on_gpu and (
+        counted := count_activations(
+            model,
+            block_names(model),
+            dtype=DTYPES[source.section.dtype],
+            whole_logits=shape.whole_logits,
+            packed=shape.packed,
+            tiles=names,
+            chunk=source.section.loss_chunk,
+        )
+    ):
+        found = replace(found, tiled_on_gpu=counted.on_gpu, tiled_on_cpu=counted.on_cpu)
     return replace(source, shape=found)
 
 
@@ -88,132 +89,82 @@ def tileable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
     Both are empty if a tiny model of the kind does not run.
     """
-
-    def trial(tiny: PreTrainedModel) -> tuple[list[_Named], list[_Named]]:
-        tiny.train()
-        for module in tiny.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        passed = _positionwise(tiny)
-        return passed, _recomputed(tiny, passed)
-
     try:
-        passed = try_on_tiny_model(model, trial, all_classes=False)
+        runs = try_on_tiny_model(model, _positionwise, all_classes=False)
     except TrialFailed:
         return [], []
-    proven, again = ({kind for kind, _ in found} for found in passed)
-    inside = [(kind, name) for kind, name, _ in modules_in_blocks(model)]
-    return [name for kind, name in inside if kind in proven], [name for kind, name in inside if kind in again]
+    inside = [(name, runs[kind]) for kind, name, _ in modules_in_blocks(model) if kind in runs]
+    return [name for name, _ in inside], [name for name, count in inside if count > 2]
 
 
-def _positionwise(tiny: PreTrainedModel) -> list[_Named]:
-    """Return the position-wise modules in blocks that pass alone, in all blocks of a kind, and together.
+def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
+    """Return the kinds of position-wise modules, and how often a step with checkpointed blocks runs each: 2 or 3 times.
 
-    Candidates have at least two matrices and map one tensor to one of the same shape. If those that pass are nested,
-    the outermost is returned.
+    Loss, including the routers', and gradients must be the same with the modules of a kind in pieces, and with all that
+    passed. Candidates have at least two matrices. If those that pass are nested, the outermost is returned. The
+    recomputation of a block stops before a module whose output nothing in the block saves.
     """
-    ids = random_ids(tiny, 2, _TILED // 2)
-    every = [(kind, name, module) for kind, name, module in modules_in_blocks(tiny) if kind[1]]
-    with torch.no_grad(), _noted_calls(tiny, [name for _, name, _ in every]) as called:
-        tiny(input_ids=ids, use_cache=False)
-    failed, passed = set[Kind](), list[_Named]()
-    for kind, name, module in every:
-        calls = called[name]
-        within = any(name.startswith(f"{outer}.") for _, outer in passed)
-        if within or not calls or sum(weight.dim() > 1 for weight in module.parameters()) < 2:
-            continue
-        if len(calls) == 1 and calls[0] and _alone(module, calls[0]):
-            passed.append((kind, name))
-        else:
-            failed.add(kind)
-    passed = [(kind, name) for kind, name in passed if kind not in failed]
-    return passed if passed and _together(tiny, [name for _, name in passed], ids) else []
+    tiny.train()
+    for module in tiny.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if tiny.supports_gradient_checkpointing:
+        checkpoint_blocks(tiny, reentrant=False)
+    # Rows that repeat one token send everything to the same experts, which may have a capacity.
+    different, alike = random_ids(tiny, 2, _ODD), random_ids(tiny, 1, 1).repeat(14, _ODD)
+    trials = [(ids, chunk, _gradients(tiny, ids)) for ids, chunk in ((different, 7), (different, 1), (alike, 64))]
+    inside = list(modules_in_blocks(tiny))
+
+    def runs(kinds: Sequence[Kind]) -> dict[Kind, int]:
+        """Return how often the modules of each kind run, or {} if the results are not those of whole rows."""
+        parts = {module: kind for kind, _, module in inside if kind in kinds}
+        counts = dict[nn.Module, float]()
+        for ids, chunk, whole in trials:
+            try:
+                with _in_pieces(list(parts), chunk) as tokens:
+                    same = _same(whole, _gradients(tiny, ids))
+            except Exception:  # the module has several inputs, or requires a certain row length
+                return {}
+            counts = {module: count / ids.numel() for module, count in tokens.items()}
+            if not (same and counts and {2, 3}.issuperset(counts.values())):  # others are called several times
+                return {}
+        called = {parts[module] for module in counts}
+        return {kind: max(int(counts[module]) for module in counts if parts[module] == kind) for kind in called}
+
+    passed: list[Kind] = []
+    for kind, module in {kind: module for kind, _, module in inside if kind[1]}.items():
+        nested = any(kind[0] is outer[0] and kind[1].startswith(f"{outer[1]}.") for outer in passed)
+        if not nested and sum(weight.dim() > 1 for weight in module.parameters()) > 1 and runs([kind]):
+            passed.append(kind)
+    return runs(passed)
 
 
 @contextmanager
-def _noted_calls(tiny: PreTrainedModel, names: Sequence[str]) -> Iterator[dict[str, list[torch.Size | None]]]:
-    """Record the calls of these modules: the shape that the single input and the output share, or None."""
-    calls: dict[str, list[torch.Size | None]] = {name: [] for name in names}
+def _in_pieces(modules: Sequence[nn.Module], chunk: int) -> Iterator[Counter[nn.Module]]:
+    """Run the modules on pieces inside the context, and count the tokens of all pieces that each of them runs on."""
+    tokens = Counter[nn.Module]()
 
-    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = (*args, *kwargs.values())
-        tensors = len(given) == 1 and isinstance(given[0], torch.Tensor) and isinstance(output, torch.Tensor)
-        same = tensors and given[0].is_floating_point() and given[0].shape == output.shape
-        calls[name].append(output.shape if same and output.dim() in (2, 3) else None)
+    def note(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        if (count := output.shape[:-1].numel()) <= chunk:
+            tokens[module] += count
 
-    hooks = [tiny.get_submodule(name).register_forward_hook(partial(note, name), with_kwargs=True) for name in names]
-    yield calls
-    for hook in hooks:
-        hook.remove()
-
-
-def _alone(module: nn.Module, shape: torch.Size) -> bool:
-    """Return whether pieces of rows give the results of whole rows, forward and backward; `shape` is the input's.
-
-    Pieces go down to single tokens. A row that repeats one token sends everything to the same experts, which may have a
-    capacity.
-    """
-    different = torch.randn(2, _TILED // 2, shape[-1])
-    alike = torch.randn(shape[-1]).expand(2, _ALIKE // 2, -1).contiguous()
-    with suppress(Exception):  # the module may require a certain row length
-        for x, chunk in ((different, 1), (different, 7), (alike, 64)):
-            x = (x.flatten(0, 1) if len(shape) == 2 else x).requires_grad_()
-            weight, weights = torch.randn_like(x), [x, *_trained(module)]
-            whole = _gradients((module(x) * weight).sum(), weights)
-            with _in_pieces([module], chunk):
-                if not _same(whole, _gradients((module(x) * weight).sum(), weights)):
-                    return False
-        return True
-    return False
-
-
-def _together(tiny: PreTrainedModel, names: Sequence[str], ids: torch.Tensor) -> bool:
-    """Return whether the model's loss, including the routers', and all gradients are the same with all in pieces."""
-    weights = _trained(tiny)
-
-    def found() -> list[torch.Tensor]:
-        return _gradients(tiny(input_ids=ids, labels=ids, use_cache=False).loss, weights)
-
-    whole = found()
-    with _in_pieces([tiny.get_submodule(name) for name in names], 7):
-        return _same(whole, found())
-
-
-def _recomputed(tiny: PreTrainedModel, parts: Sequence[_Named]) -> list[_Named]:
-    """Return the modules that run again in the recomputation of a checkpointed block.
-
-    The recomputation stops before a module whose output nothing in the block saves. Such modules run once in the
-    forward and once in the backward.
-    """
-    if not parts or not tiny.supports_gradient_checkpointing:
-        return []
-    checkpoint_blocks(tiny, reentrant=False)
-    ids, names = random_ids(tiny, 1, _TILED), [name for _, name in parts]
-    with _noted_calls(tiny, names) as calls, _in_pieces([tiny.get_submodule(name) for name in names], 7):
-        tiny(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    sizes = {name: [shape[:-1].numel() for shape in calls[name] if shape is not None] for name in names}
-    return [part for part in parts if sum(size for size in sizes[part[1]] if size < _TILED) > 2 * _TILED]
-
-
-@contextmanager
-def _in_pieces(modules: Sequence[nn.Module], chunk: int) -> Iterator[None]:
+    hooks = [module.register_forward_hook(note) for module in modules]
     for module in modules:
         tile(module, chunk=chunk)
     try:
-        yield
+        yield tokens
     finally:
-        for module in modules:
+        for module, hook in zip(modules, hooks, strict=True):
             del module.forward
+            hook.remove()
 
 
-def _trained(module: nn.Module) -> list[torch.Tensor]:
-    return [weight for weight in module.parameters() if weight.requires_grad]
-
-
-def _gradients(value: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the value and its gradients; zeros for weights that it does not depend on."""
-    found = torch.autograd.grad(value, weights, allow_unused=True)
-    return [value.detach(), *(torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))]
+def _gradients(tiny: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return the loss and its gradients; zeros for weights that it does not depend on."""
+    weights = [weight for weight in tiny.parameters() if weight.requires_grad]
+    loss = tiny(input_ids=ids, labels=ids, use_cache=False).loss
+    found = torch.autograd.grad(loss, weights, allow_unused=True)
+    return [loss.detach(), *(torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))]
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -237,13 +188,8 @@ def divisible_modules(model: PreTrainedModel) -> tuple[list[str], list[Needs]]:
 
     The result is empty if a tiny model of the same kind does not run.
     """
-
-    def trial(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
-        proven = _separable(tiny)
-        return proven, _orders(tiny, proven) if proven else {}
-
     try:
-        proven, orders = try_on_tiny_model(model, trial)
+        proven, orders = try_on_tiny_model(model, _divided)
     except TrialFailed:
         return [], []
     needs = []
@@ -252,6 +198,82 @@ def divisible_modules(model: PreTrainedModel) -> tuple[list[str], list[Needs]]:
         if shown is not None:  # the order is empty for a tower that text does not pass through
             needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
     return [name for kind, name, _ in _with_children(model) if kind in proven], needs
+
+
+def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
+    """Return the kinds of modules whose children can be present one at a time, and each kind of block's order of use.
+
+    The backward includes the recomputation of blocks that are checkpointed. The plan counts fetches by this order.
+    """
+    tiny.train()
+    trace = _Trace(tiny)
+    if tiny.supports_gradient_checkpointing:
+        checkpoint_blocks(tiny, reentrant=False)
+        keep_weights(tiny, trace)
+    ids = random_ids(tiny, 2, _ROW)
+    with saved_tensors_hooks(trace.pack, trace.unpack), trace:
+        loss = tiny(input_ids=ids, use_cache=False).logits.sum()
+    passed, trace.events = trace.events, []
+    proven = _separable(tiny, passed)
+    if not proven:
+        return proven, {}
+    loss.backward()
+    whole = {module for _, _, module in modules_in_blocks(tiny)}
+    whole -= {module for kind, _, module in _with_children(tiny) if kind in proven}
+    names = {weight: name for name, weight in tiny.named_parameters()}
+
+    def used(events: Sequence[_Event], block: str) -> tuple[str, ...]:
+        """Return names of the block's weights: a module needs its own when it begins, or all below if it is whole."""
+        weights = (
+            weight
+            for event in events
+            for weight in (event.parameters(event in whole) if isinstance(event, nn.Module) else (event,))
+        )
+        inside = (names[weight] for weight in weights)
+        return tuple(name.removeprefix(f"{block}.") for name in inside if name.startswith(f"{block}."))
+
+    begun = [event for event in passed if isinstance(event, nn.Module)]
+    return proven, {
+        _block_kind(tiny, block): (used(begun, block), used(trace.events, block)) for block in block_names(tiny)
+    }
+
+
+class _Trace(TorchDispatchMode):
+    """Record when modules inside blocks begin and weights inside blocks are used, in order.
+
+    While it is a dispatch mode, these are the weights that operations get; in the backward those that autograd saved.
+    """
+
+    def __init__(self, tiny: PreTrainedModel) -> None:
+        super().__init__()
+        below = tuple(f"{block}." for block in block_names(tiny))
+        inside = [weight for name, weight in tiny.named_parameters() if name.startswith(below)]
+        self._weights = {weight.data_ptr(): weight for weight in inside}
+        self.events: list[_Event] = []
+        for module in {module: None for _, _, module in modules_in_blocks(tiny)}:
+            module.register_forward_pre_hook(lambda begins, _: self.events.append(begins))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
+        self.events += [weight for value in given if (weight := self._weight(value)) is not None]
+        return func(*args, **(kwargs or {}))
+
+    def _weight(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        return self._weights.get(tensor.untyped_storage().data_ptr())
+
+    def reference_of(self, tensor: torch.Tensor) -> _Saved | None:
+        weight = self._weight(tensor)
+        return None if weight is None else (weight, tensor.detach())
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        return self.reference_of(tensor) or tensor.detach()
+
+    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        weight, values = saved
+        self.events.append(weight)
+        return values
 
 
 def _with_children(model: PreTrainedModel) -> list[tuple[Kind, str, nn.Module]]:
@@ -263,28 +285,11 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if next(child.parameters(), None) is not None]
 
 
-@torch.no_grad()
-def _separable(tiny: PreTrainedModel) -> set[Kind]:
-    """Return the kinds of modules whose children can be present one at a time, alone and together.
-
-    Absent weights are NaN; the logits must equal those of the whole model to the last bit.
-    """
-    ids = random_ids(tiny, 2, _ROW)
-
-    def logits() -> Any:
-        return tiny(input_ids=ids, use_cache=False).logits
-
-    whole, every = logits(), _with_children(tiny)
-    if not bool(whole.isfinite().all()):
-        return set()
-
-    def passes(parts: Sequence[nn.Module]) -> bool:
-        with _one_at_a_time(parts):
-            return torch.equal(logits(), whole)
-
-    proven = set[Kind]()
+def _separable(tiny: PreTrainedModel, events: Sequence[_Event]) -> set[Kind]:
+    """Return the kinds of modules whose children can be present one at a time, alone and together, in this forward."""
+    every, proven = _with_children(tiny), set[Kind]()
     for kind in dict.fromkeys(kind for kind, _, _ in every):
-        if passes([child for its, _, module in every if its == kind for child in _children(module)]):
+        if _one_at_a_time(events, [child for its, _, module in every if its == kind for child in _children(module)]):
             proven.add(kind)
     divisible = {module for kind, _, module in every if kind in proven}
 
@@ -294,69 +299,20 @@ def _separable(tiny: PreTrainedModel) -> set[Kind]:
         return [part for child in _children(module) for part in finest(child)]
 
     together = [part for name in block_names(tiny) for part in finest(tiny.get_submodule(name))]
-    return proven if passes(together) else set()
+    return proven if _one_at_a_time(events, together) else set()
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A weight that autograd has saved for the backward."""
-
-    name: str
-    values: torch.Tensor
-
-
-class _Needed:
-    """Record the names of weights inside blocks in the order in which they are used."""
-
-    def __init__(self, tiny: PreTrainedModel, divisible: set[nn.Module]) -> None:
-        below = tuple(f"{block}." for block in block_names(tiny))
-        self._names = {weight.data_ptr(): name for name, weight in tiny.named_parameters() if name.startswith(below)}
-        self._divisible = divisible
-        self.names: list[str] = []
-        for module in {module: None for _, _, module in modules_in_blocks(tiny)}:
-            module.register_forward_pre_hook(self.run)
-
-    def run(self, module: nn.Module, _: Any) -> None:
-        """Record a module's own weights, and all weights below it if it cannot be divided."""
-        found = (self._names.get(weight.data_ptr()) for weight in module.parameters(module not in self._divisible))
-        self.names.extend(name for name in found if name)
-
-    def reference_of(self, tensor: torch.Tensor) -> _Saved | None:
-        name = self._names.get(tensor.untyped_storage().data_ptr())
-        return _Saved(name, tensor.detach()) if name else None
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        return self.reference_of(tensor) or tensor.detach()
-
-    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
-            return saved
-        self.names.append(saved.name)
-        return saved.values
-
-
-def _orders(tiny: PreTrainedModel, proven: set[Kind]) -> dict[_BlockKind, _Order]:
-    """Return, for each kind of block, the order in which its weights are used.
-
-    The backward includes the recomputation of blocks that are checkpointed. The plan counts fetches by this order.
-    """
-    tiny.train()
-    needed = _Needed(tiny, {module for kind, _, module in _with_children(tiny) if kind in proven})
-    if tiny.supports_gradient_checkpointing:
-        checkpoint_blocks(tiny, reentrant=False)
-        keep_weights(tiny, needed)
-    ids = random_ids(tiny, 2, _ROW)
-    with saved_tensors_hooks(needed.pack, needed.unpack):
-        loss = tiny(input_ids=ids, use_cache=False).logits.sum()
-    forward, needed.names = needed.names, []
-    loss.backward()
-    return {
-        _block_kind(tiny, block): (_inside(block, forward), _inside(block, needed.names)) for block in block_names(tiny)
-    }
-
-
-def _inside(block: str, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
+def _one_at_a_time(events: Sequence[_Event], parts: Sequence[nn.Module]) -> bool:
+    """Return whether each weight of `parts` is used while its part runs, or if no other has begun since."""
+    part_of = {module: part for part in parts for module in part.modules()}
+    weights = {part: set(part.parameters()) for part in parts}
+    absent = every = set[nn.Parameter]().union(*weights.values())
+    for event in events:
+        if isinstance(event, nn.Module):
+            absent = every - weights[part_of[event]] if event in part_of else absent
+        elif event in absent:
+            return False
+    return True
 
 
 def _block_kind(model: nn.Module, block: str) -> _BlockKind:
@@ -366,42 +322,6 @@ def _block_kind(model: nn.Module, block: str) -> _BlockKind:
     """
     module = model.get_submodule(block)
     return re.sub(r"\.\d+", "", block), type(module), frozenset(name for name, _ in module.named_parameters())
-
-
-@contextmanager
-def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep the weights of only one of `parts` at a time: of the one that runs, or ran last."""
-    held = {part: [(weight, weight.data) for weight in part.parameters()] for part in parts}
-    there: list[nn.Module] = []
-
-    def unload(part: nn.Module) -> None:
-        for weight, values in held[part]:
-            weight.data = values.new_full((1,), torch.nan).expand(values.shape)
-
-    def load(part: nn.Module) -> None:
-        if there == [part]:
-            return
-        for other in there:
-            unload(other)
-        there[:] = [part]
-        for weight, values in held[part]:
-            weight.data = values
-
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, part=part: load(part))
-        for part in parts
-        for module in part.modules()
-    ]
-    try:
-        for part in parts:
-            unload(part)
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for weights in held.values():
-            for weight, values in weights:
-                weight.data = values
 
 
 # -- a chain of blocks -------------------------------------------------------------------------------------------------

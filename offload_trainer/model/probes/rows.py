@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.attention import StackedRows, share_rows
+from offload_trainer.model.attention import share_rows
 from offload_trainer.model.loss import adds_router_loss
 from offload_trainer.model.probes.tiny_model import TrialFailed, random_ids, try_on_tiny_model
 
@@ -99,16 +99,19 @@ def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
 def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
     """Return the difference between pieces and whole rows, with attention over all pieces and without."""
     rows = random_ids(tiny, 2, _TOKENS)
-    whole = _logits(tiny, rows)
     pieces, places = (torch.cat(tokens.chunk(_PIECES, 1)) for tokens in (rows, torch.arange(_TOKENS).expand_as(rows)))
-    attention = share_rows(tiny, StackedRows(_PIECES), name="sequence, tried")
 
     def in_pieces() -> torch.Tensor:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)
 
-    with attention.whole_rows():
-        alone = in_pieces()
+    whole, alone = _logits(tiny, rows), in_pieces()
+    share_rows(tiny, _exchanged, count=_PIECES, name="sequence, tried")
     return _difference(in_pieces(), whole), _difference(alone, whole)
+
+
+def _exchanged(parts: torch.Tensor) -> torch.Tensor:
+    """Return what an all-to-all gives to each piece of a row: [pieces, pieces x rows, ...], stacked in one batch."""
+    return parts.unflatten(1, (_PIECES, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _logits(tiny: PreTrainedModel, ids: torch.Tensor, **more: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
 
-any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
+any text (.txt, .md)     one document                                text_blocks    -> blocks of text
 .jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
 .json                    the same, or an array of them
 .csv, .tsv               one a row; the first row has the names
@@ -19,7 +19,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain, islice
@@ -89,23 +89,6 @@ def opened(path: Path) -> Iterator[Any]:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def read_documents(source: Path, *, text_field: str) -> Iterator[Iterable[str]]:
-    """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
-
-    A text file is one document. Each record of any other file is one document: the string in its `text_field`. Blank
-    lines and a byte-order mark are skipped.
-
-    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
-    `LINE_BYTES`, a row of CSV without the header's number of fields, and a field that is missing or not a string.
-    """
-    if not holds_records(source):
-        with opened(source) as file:
-            yield _text_blocks(source, file)
-        return
-    for where, record in read_records(source, wanted=(text_field,)):
-        yield [text_in(record, text_field, where=where)]
-
-
 def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
@@ -118,7 +101,8 @@ def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
     return string_in(record, text_field, where=where)
 
 
-def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
+def text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield a text in blocks, without a byte-order mark. Raises UserError, with the line, if it is not UTF-8."""
     decoder, data, line = codecs.getincrementaldecoder("utf-8-sig")(), b"any", 1
     while data:
         data = file.read(_BLOCK)
@@ -140,7 +124,10 @@ def read_records(
 
     Fields of CSV are strings. Of a Parquet or Arrow table, the columns in `wanted` are read, and with `strings` those
     of strings; if there are none, all are read, so that an error can list what is present. Nulls inside a column's
-    values are left out. Raises UserError as `read_documents`.
+    values are left out.
+
+    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
+    `LINE_BYTES`, and a row of CSV without the header's number of fields.
     """
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings)
@@ -150,7 +137,7 @@ def read_records(
         if kind in (".csv", ".tsv"):
             yield from _csv_rows(source, file, delimiter="\t" if kind == ".tsv" else ",")
         elif kind == ".json" and file.peek(1).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
-            yield from _array_items(source, filter(None, _text_blocks(source, file)))
+            yield from _array_items(source, filter(None, text_blocks(source, file)))
         else:
             for number, line in enumerate(_lines(source, file), 1):
                 if not line.isspace():

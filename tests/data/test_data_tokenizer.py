@@ -26,6 +26,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.trainer import _evaluate
 
+SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
+
 
 def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
@@ -33,34 +35,18 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_the_builtin_tokenizer_matches_its_description() -> None:
+def test_the_builtin_tokenizer_encodes_any_text(seed: int) -> None:
+    draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")
     assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
     assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
-    assert (
-        tokenizer("Out, damned spot!")["input_ids"]
-        == tokenizer("Out, damned spot!", add_special_tokens=False).input_ids
-    )
-
-
-def test_the_builtin_text_round_trips() -> None:
-    tokenizer = load_tokenizer("builtin")
-    text = BUILTIN_CORPUS.read_text("utf-8")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert 150_000 <= len(text.encode()) <= 200_000
-    assert len(ids) < len(text) / 2.5
-    assert 0 not in ids
-
-
-def test_any_text_round_trips(seed: int) -> None:
-    draw = random.Random(seed)
-    tokenizer = load_tokenizer("builtin")
-    text = draw.randbytes(4000).decode("utf-8", errors="replace")
-    text += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert max(ids) < 2048
-    assert tokenizer.decode(ids) == text
+    drawn = draw.randbytes(4000).decode("utf-8", errors="replace")
+    drawn += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
+    for text in (SHIPPED, drawn):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer(text)["input_ids"] == ids
+        assert 0 < min(ids) <= max(ids) < 2048
+        assert tokenizer.decode(ids) == text
 
 
 def test_loading_needs_no_network_and_warns_of_nothing(
@@ -80,10 +66,7 @@ def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> N
     one(["a b a"], truncation=True, max_length=2)
     assert one.backend_tokenizer.truncation is not None
     assert tokenizer_fingerprint(one) == fingerprint
-
-
-def test_vocabulary_size_counts_holes() -> None:
-    assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10
+    assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -108,7 +91,6 @@ def test_an_unreachable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 # -- bits per byte -----------------------------------------------------------------------------------------------------
 
 
-SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
 FOREIGN = "四月は最も残酷な月だ 🌒 и всё же — naïve café\n\t x  =  1;\n"
 MIXED = SHIPPED[:60_000] + FOREIGN * 120  # the last rows differ in kind
 

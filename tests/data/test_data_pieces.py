@@ -17,7 +17,7 @@ from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import packing
 from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.packing import DocumentEncoder, TextSplitter
+from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
@@ -109,8 +109,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 37)
-    tokenizer = load_tokenizer("builtin")
-    cutter = TextSplitter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
+    cutter = DocumentEncoder(load_tokenizer("builtin"), text_field="text")
     for size in (1, 10, 37, 50, 1000):
         found = list(cutter.pieces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(piece.text for piece in found) == text
@@ -121,10 +120,10 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
 
 def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
-    cutter = TextSplitter(lambda text: list(text.encode()))
+    cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
-    assert cutter.inexact == 0
+    assert cutter.note == ""
 
 
 def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +204,10 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     expected = [id_ for text in texts for id_ in marked.expected(text)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]))
-    tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000)
+    said: list[str] = []
+    tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000, say=said.append)
     assert tokens.read(0, len(tokens)).tolist() == expected
+    assert any("no end-of-text: document boundaries are not marked" in line for line in said) == (not marked.eos)
     settings: dict[str, Any] = {"tokenizer": marked.tokenizer, "fingerprint": "f", "vocabulary": 4000, "seq_len": 8}
     stream = StreamedTokens(f"stream:{path}", DataSection(), **settings, say=print)
     assert stream.read(0, len(expected)).tolist() == expected

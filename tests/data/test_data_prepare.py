@@ -135,25 +135,11 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_reported(
-    tmp_path: Path, tokenizer: CountingTokenizer
-) -> None:
-    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
-    tokens = prepared(tmp_path / "a.txt", tokenizer=tokenizer, cache=tmp_path)
-    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids("one"), 0, *tokenizer.ids("two"), 0]
-    endless = load_tokenizer("builtin")
-    endless.eos_token = None
-    messages: list[str] = []
-    joined = prepared(tmp_path / "a.txt", tokenizer=endless, cache=tmp_path, say=messages.append)
-    assert len(joined) == len(tokens) - 1
-    assert any("no end-of-text" in line for line in messages)
-
-
 def test_an_unchanged_text_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
-    its checksum is damaged.
+    its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
     read: list[Path] = []
     real = preparing._sum
@@ -165,7 +151,7 @@ def test_an_unchanged_text_is_not_read_again(
         """Return how often the text was read."""
         read.clear()
         tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-        assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(TEXT), 0]
+        assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(source.read_text()), 0]
         return len(read)
 
     assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
@@ -178,24 +164,14 @@ def test_an_unchanged_text_is_not_read_again(
     os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
     assert again() == 1
     assert tokenizer.calls == 1
-
-
-@pytest.mark.parametrize("way", ["written over", "another file of its name"])
-def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
-    way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
-    cache = tmp_path / "cache"
-    prepared(source, tokenizer=tokenizer, cache=cache)
-    before = source.stat()
-    other = TEXT.replace("rain", "hail")
-    place = source if way == "written over" else tmp_path / "new"
-    place.write_text(other)
-    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
-    place.rename(source)
-    assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    tokens = prepared(source, tokenizer=tokenizer, cache=cache)
-    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(other), 0]
+    for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
+        before = source.stat()
+        place.write_text(TEXT.replace("rain", word))
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        place.rename(source)
+        assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert again() == 1
+    assert tokenizer.calls == 3
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
@@ -295,22 +271,6 @@ def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
         TokenFile.open(path)
 
 
-def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
-    tmp_path: Path, tokenizer: CountingTokenizer
-) -> None:
-    path = tmp_path / "train.bin"
-    np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
-    messages: list[str] = []
-    tokens = prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50257, say=messages.append)
-    assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
-    assert tokens.assumed is not None
-    assert "uint16" in tokens.assumed
-    assert any(tokens.assumed in line for line in messages)
-    assert tokenizer.calls == 0
-    with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
-        prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
-
-
 @pytest.mark.parametrize("way", ["text", "ids", "stream"])
 @pytest.mark.parametrize("field", ["text", "prompt"])
 def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: str, tmp_path: Path) -> None:
@@ -338,11 +298,11 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
 def test_a_text_that_grows_meanwhile_is_refused(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def growing(path: Path, **settings: Any) -> Any:
+    def growing(path: Path, file: Any) -> Any:
         path.write_text(TEXT + "more")
-        yield from documents.read_documents(path, **settings)
+        yield from documents.text_blocks(path, file)
 
-    monkeypatch.setattr(packing, "read_documents", growing)
+    monkeypatch.setattr(packing, "text_blocks", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
@@ -382,13 +342,19 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_real_files_of_uint16_pass(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
-    """Real uint16 files pass, also with a vocabulary of a few ids, and with an even or odd number of ids."""
+def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
+    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
+    path, said = tmp_path / "t.bin", list[str]()
     ids = draw(4001, below=vocabulary)
     ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
-        ids[:count].astype("<u2").tofile(tmp_path / "t.bin")
-        assert from_file(tmp_path / "t.bin", tokenizer=tokenizer).read(0, count).tolist() == ids[:count].tolist()
+        ids[:count].astype("<u2").tofile(path)
+        tokens = from_file(path, tokenizer=tokenizer, say=said.append)
+        assert tokens.read(0, count).tolist() == ids[:count].tolist()
+    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
+    assert tokenizer.calls == 0
+    with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
+        from_file(path, tokenizer=tokenizer, vocabulary=int(ids.max()))
 
 
 @pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])

@@ -190,6 +190,11 @@ def test_an_array_gives_what_it_holds(
         ("a.jsonl", '["text"]', "line 1: a list, where an object"),
         ("a.jsonl", '{"text": "\udcff"}', "line 1: not UTF-8"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: .*surrogate"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "line 1: message 1 holds half a surrogate",
+        ),
         ("a.jsonl", '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: .*nested too deeply"),
         ("a.jsonl", '{"text": "a", "x": ' + "7" * 5000 + "}", r"line 1: .*cannot be read \(Exceeds the limit"),
         ("a.jsonl", '{"a\\u001b[31mred": 1, "x": 2}', r"line 1: .*there are: a\\x1b\[31mred, x\."),

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
+from offload_trainer.data.packing import RowEncoder
 from offload_trainer.data.run_data import prepare_tokens
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
@@ -61,6 +62,12 @@ def prepared(
         seq_len=seq_len,
         say=say,
     )
+
+
+def row_encoder(length: int, *, packed: bool = False) -> RowEncoder:
+    """Return an encoder of conversations into rows, with `chat_tokenizer`."""
+    section = DataSection(packing="on" if packed else "off")
+    return RowEncoder(section, "chat", tokenizer=chat_tokenizer(), length=length, say=print)
 
 
 def chats() -> Dataset:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sample_chats import row_encoder
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import (
@@ -26,7 +27,6 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from offload_trainer.data.loss_mask import Encoded
-from offload_trainer.data.packing import RowMaker
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
@@ -65,9 +65,9 @@ def talks() -> list[Encoded]:
 
 
 def rows_of(given: list[Encoded], folder: Path) -> Batch:
-    maker = RowMaker(LENGTH, pad=0, packed=True)
+    encoder = row_encoder(LENGTH, packed=True)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
-        for row in [*map(maker.add, given), *maker.rest()]:
+        for row in [*map(encoder.add, given), *encoder.rest()]:
             if row is not None:
                 writer.write(row)
         count = writer.tokens // LENGTH

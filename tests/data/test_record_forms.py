@@ -193,6 +193,24 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
         "message 3 has no content; if it is empty",
     ),
+    "no messages": ({"messages": []}, "'messages' holds an empty list"),
+    "a string for messages": ({"messages": "hello"}, "'messages' holds a string"),
+    "strings for messages": ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
+    "an image in a message": (
+        {
+            "messages": [
+                {"role": U, "content": [{"type": "text", "text": "a"}]},
+                {"role": A, "content": [{"type": "b"}]},
+            ]
+        },
+        "message 2 holds something other than text",
+    ),
+    "tools that are no JSON": ({"messages": turns("a", "A"), "tools": "x"}, "'tools' holds no JSON"),
+    "an unknown role": (
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "1 is from 'narrator'; known are human",
+    ),
+    "a completion of another kind": ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
 }
 
 

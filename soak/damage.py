@@ -42,7 +42,7 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.export.sources import finite_weights, opened
@@ -427,8 +427,8 @@ def checkpoint(folder: Path) -> Files:
 
 
 def _write_tokens(path: Path, tokens: int, *, vocabulary: int) -> None:
-    with TokenWriter(path, tokenizer="0123456789abcdef", vocabulary=vocabulary, end_of_text=1) as writer:
-        writer.write([number % (vocabulary - 12) for number in range(tokens)])
+    ids = [number % (vocabulary - 12) for number in range(tokens)]
+    write_tokens(path, [ids], tokenizer="0123456789abcdef", vocabulary=vocabulary, end_of_text=1)
 
 
 def tokens(folder: Path) -> Files:

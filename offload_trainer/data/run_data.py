@@ -1,7 +1,7 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
     DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
-    find_sources ── DocumentEncoder or RowEncoder ── TokenWriter ──> cache/NAME-KEY.bin
+    find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
 
 Text is tokenised once into the cache, and a ``.bin`` file is used unchanged. Documents are plain text; conversations
 are divided into rows as they are tokenised. The key is a hash of everything that the ids depend on, including the
@@ -42,10 +42,9 @@ from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.data.tokenfile import (
     NOT_LEARNED,
     TokenFile,
-    TokenWriter,
-    is_complete,
-    refuse_not_owned,
+    cached,
     stated_tokenizer,
+    write_tokens,
 )
 from offload_trainer.data.tokenizer import (
     document_marks,
@@ -148,50 +147,52 @@ def _tokenised(
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     content = [FORMAT, sums, fingerprint, separator, [source.suffix.lower() for source in sources], *encoder.key]
     target = cache / f"{name}-{_digest(content)}.bin"
-    refuse_not_owned(target)
-    if is_complete(target):
-        found = TokenFile.open(target, owned=True)
+    found = cached(target)
+    if found is not None:
         say(f"tokens: {target}, already there")
         return found
     total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
-    begin = reported = time.monotonic()
-    before = _bytes_read()
-    records: Any = (record for source in sources for record in encoder.read(source))
-    with TokenWriter(
+
+    def encoded() -> Iterator[np.ndarray]:
+        records: Any = (record for source in sources for record in encoder.read(source))
+        yield from encoder.encode(records)
+        yield from encoder.rest()
+
+    def arrays() -> Iterator[Any]:
+        begin = reported = time.monotonic()
+        before, tokens = _bytes_read(), 0
+        for ids in map(known, encoded()):
+            yield ids
+            tokens, now = tokens + len(ids), time.monotonic()
+            if now - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported, speed = now, format_count(tokens / (now - begin))
+                share = min(1.0, (_bytes_read() - before) / max(1, total))
+                read = f", {share:.0%} of the text read" if share else ""
+                say(f"{format_count(tokens)} tokens{read}, {speed} a second")
+        say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+        if encoder.note:
+            say(encoder.note)
+        again = source_sums(sources, memory=memory, say=lambda _: None)
+        if changed := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
+            raise TrainerError(
+                f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
+            )
+        if not tokens:
+            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+        if encoder.row_length is not None:
+            yield [NOT_LEARNED]  # the last target of the last row
+
+    write_tokens(
         target,
+        arrays(),
         tokenizer=fingerprint,
         vocabulary=vocabulary_size(tokenizer),
         end_of_text=separator,
         row_length=encoder.row_length,
         packed=encoder.packed,
-    ) as writer:
-        for ids in map(known, encoder.encode(records)):
-            writer.write(ids)
-            now = time.monotonic()
-            if now - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported, speed = now, format_count(writer.tokens / (now - begin))
-                share = min(1.0, (_bytes_read() - before) / max(1, total))
-                read = f", {share:.0%} of the text read" if share else ""
-                say(f"{format_count(writer.tokens)} tokens{read}, {speed} a second")
-        for ids in encoder.rest():
-            writer.write(ids)
-        say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
-        if encoder.note:
-            say(encoder.note)
-        for source, then, now_is in zip(
-            sources, sums, source_sums(sources, memory=memory, say=lambda _: None), strict=True
-        ):
-            if then != now_is:
-                raise TrainerError(
-                    f"{source}: the text changed while it was tokenised: start again when it is complete"
-                )
-        if not writer.tokens:
-            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
-        if encoder.row_length is not None:
-            # The last row needs one token after it as its last target.
-            writer.write([NOT_LEARNED])
-            writer.summary = encoder.summary
+        summary=lambda: encoder.summary,
+    )
     return TokenFile.open(target, owned=True)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import time
 import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenfile import IDS, TokenFile, TokenWriter, is_complete, sidecar_path
+from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
 
@@ -180,7 +182,7 @@ def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
     first = prepared(source, tokenizer=tokenizer, cache=tmp_path)
     sidecar_path(first.path).unlink()
     first.path.write_bytes(b"\1\0")
-    assert not is_complete(first.path)
+    assert cached(first.path) is None
     again = prepared(source, tokenizer=tokenizer, cache=tmp_path)
     assert tokenizer.calls == 2
     assert again.read(0, len(again)).tolist() == [*tokenizer.ids(TEXT), 0]
@@ -199,19 +201,22 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
 
     monkeypatch.setattr(tokenfile.os, "replace", watched)
     for count in (3, 4):
-        with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
-            writer.write([1] * count)
+        write_tokens(path, [[1] * count], vocabulary=9)
         assert len(TokenFile.open(path)) == count
     assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer="f", vocabulary=9) as slow:
-        slow.write([1, 2])
-        with TokenWriter(path, tokenizer="f", vocabulary=9) as fast:
-            fast.write([1, 2])
-        mapped = TokenFile.open(path)
+
+    def slow() -> Iterator[list[int]]:
+        yield [1, 2]
+        write_tokens(path, [[1, 2]], tokenizer="f", vocabulary=9)
+        held.append(TokenFile.open(path))
+
+    held: list[TokenFile] = []
+    write_tokens(path, slow(), tokenizer="f", vocabulary=9)
+    mapped = held[0]
     assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
@@ -220,18 +225,20 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
     cache = tmp_path / "cache"
-    with TokenWriter(cache / "alive.bin", tokenizer=None, vocabulary=9) as alive:
-        alive.write([1, 2, 3])
-        with TokenWriter(cache / "dead.bin", tokenizer=None, vocabulary=9) as dead:
-            dead.write([1])
-            dead._scratch.leave()
-            (cache / ".offload-trainer-tokens-mine").mkdir()
-            (cache / ".offload-trainer-tokens-mine/precious").touch()
-            before = set(leftovers(cache)) - {dead._scratch.path.name}
-            prepared(source, tokenizer=tokenizer, cache=cache)
-            assert before <= set(leftovers(cache))
-            assert not dead._scratch.path.exists()
-            dead._commit = lambda: None  # type: ignore[method-assign]
+
+    def alive() -> Iterator[list[int]]:
+        yield [1, 2, 3]
+        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what="unfinished tokens")
+        (dead.path / "ids").write_bytes(b"a")
+        dead.leave()
+        (cache / ".offload-trainer-tokens-mine").mkdir()
+        (cache / ".offload-trainer-tokens-mine/precious").touch()
+        before = set(leftovers(cache)) - {dead.path.name}
+        prepared(source, tokenizer=tokenizer, cache=cache)
+        assert before <= set(leftovers(cache))
+        assert not dead.path.exists()
+
+    write_tokens(cache / "alive.bin", alive(), vocabulary=9)
     assert TokenFile.open(cache / "alive.bin").read(0, 3).tolist() == [1, 2, 3]
     assert (cache / ".offload-trainer-tokens-mine/precious").exists()
 
@@ -242,9 +249,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
 ) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer=None, vocabulary=vocabulary) as writer:
-        writer.write([0, vocabulary - 1])
-        writer.write(np.array([5]))
+    write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
     tokens = TokenFile.open(path)
     assert tokens.dtype == dtype
     assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
@@ -254,8 +259,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
 
 def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
-        writer.write([1, 2, 3])
+    write_tokens(path, [[1, 2, 3]], vocabulary=9)
     whole = path.read_bytes()
     path.write_bytes(whole[:-2])
     with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
@@ -308,15 +312,12 @@ def test_a_text_that_grows_meanwhile_is_refused(
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
 
 
-@pytest.mark.parametrize("buffering", [0, -1], ids=["write", "flush"])
 def test_a_full_drive_is_reported_and_left_clean(
-    buffering: int, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing the ids fails at once, or at the end."""
-
     def full(path: Path, *_: Any, **__: Any) -> Any:
         path.touch()
-        return open("/dev/full", "wb", buffering=buffering)
+        return open("/dev/full", "wb", buffering=0)
 
     monkeypatch.setattr(tokenfile, "open", full, raising=False)
     cache = tmp_path / "cache"
@@ -452,8 +453,7 @@ def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
 def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
     for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
-        with TokenWriter(tmp_path / f"{name}.bin", tokenizer=fingerprint, vocabulary=vocabulary) as writer:
-            writer.write([1, 2, 3])
+        write_tokens(tmp_path / f"{name}.bin", [[1, 2, 3]], tokenizer=fingerprint, vocabulary=vocabulary)
     a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
     both = from_file(a, b, tokenizer=tokenizer)
     assert (both.tokenizer, len(both)) == (fingerprint, 6)

@@ -19,7 +19,7 @@ from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import Shares, mixed, order, split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.run_data import RunData, check_data, prepare_data
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import resolve_model
 
@@ -30,8 +30,7 @@ ROWS = 13  # none of the micro-batch sizes below divides it
 @pytest.fixture
 def tokens(tmp_path: Path) -> TokenFile:
     """Return a file whose token i is i + 7, so that each token identifies its position."""
-    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=1000) as writer:
-        writer.write(np.arange(ROWS * SEQ_LEN + 1 + 3) + 7)
+    write_tokens(tmp_path / "t.bin", [np.arange(ROWS * SEQ_LEN + 1 + 3) + 7], vocabulary=1000)
     return TokenFile.open(tmp_path / "t.bin")
 
 
@@ -173,9 +172,8 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
 @pytest.fixture
 def long(tmp_path: Path) -> TokenFile:
     """Return a token file with three checksum blocks: 2.5 MiB of uint16."""
-    with TokenWriter(tmp_path / "long.bin", tokenizer=None, vocabulary=1000) as writer:
-        for part in range(5):
-            writer.write(np.arange(part, part + (1 << 18)) % 1000)
+    parts = (np.arange(part, part + (1 << 18)) % 1000 for part in range(5))
+    write_tokens(tmp_path / "long.bin", parts, vocabulary=1000)
     return TokenFile.open(tmp_path / "long.bin")
 
 
@@ -244,8 +242,7 @@ def test_each_epoch_has_the_shares_to_the_row() -> None:
 
 
 def written(folder: Path, name: str, *, first: int, tokens: int, **about: Any) -> TokenFile:
-    with TokenWriter(folder / f"{name}.bin", tokenizer=None, vocabulary=30000, **about) as writer:
-        writer.write(list(range(first, first + tokens)))
+    write_tokens(folder / f"{name}.bin", [list(range(first, first + tokens))], vocabulary=30000, **about)
     return TokenFile.open(folder / f"{name}.bin")
 
 

@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 
 from offload_trainer.data.loss_mask import Encoded
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import DividedAttention
 from offload_trainer.model.loader import resolve_model
@@ -66,15 +66,11 @@ def talks() -> list[Encoded]:
 
 def rows_of(given: list[Encoded], folder: Path) -> Batch:
     encoder = row_encoder(LENGTH, packed=True)
-    with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
-        for row in [*map(encoder.add, given), *encoder.rest()]:
-            if row is not None:
-                writer.write(row)
-        count = writer.tokens // LENGTH
-        writer.write([1 << 31])
-    assert count < len(given)
-    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=LENGTH, rows=range(count), vocabulary=99)
-    return reader.rows_at(range(count))
+    rows = [row for row in [*map(encoder.add, given), *encoder.rest()] if row is not None]
+    write_tokens(folder / "t.bin", [*rows, [1 << 31]], vocabulary=99, row_length=LENGTH, packed=True)
+    assert len(rows) < len(given)
+    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=LENGTH, rows=range(len(rows)), vocabulary=99)
+    return reader.rows_at(range(len(rows)))
 
 
 def alone(model: PreTrainedModel, given: list[Encoded]) -> tuple[torch.Tensor, int]:
@@ -155,8 +151,7 @@ def test_the_probe_does_not_change_torchs_generator() -> None:
 
 def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
-    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=99) as writer:
-        writer.write(ids)
+    write_tokens(tmp_path / "t.bin", [ids], vocabulary=99)
     tokens = TokenFile.open(tmp_path / "t.bin")
     reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
     first = next(reader.validation_batches(micro_batch=2, limit=2))

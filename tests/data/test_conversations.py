@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from published_templates import CONVERSATIONS, DEEPSEEK_ASSISTANT, FOLDER, NAMES, template, tokenizer_of
-from sample_chats import TEMPLATE, chat_tokenizer, prepared, row_encoder
+from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row_encoder
 
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import loss_mask
@@ -46,10 +46,6 @@ LINES_ALONE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
-
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 TALK = [
@@ -509,7 +505,7 @@ def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
     """Targets of every row are transformers' answer tokens, also when rows are read again from the cache."""
     talks = [TALK, TALK[1:3], TALK[:3]]
     file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    file.write_text(lines({"messages": talk} for talk in talks))
     for _ in range(2):
         tokens = prepared(file, seq_len=80)
         split = split_rows(len(tokens), seq_len=80, validation=0)
@@ -524,7 +520,7 @@ def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
 
 def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
+    file.write_text(lines({"messages": talk} for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
     settings: tuple[dict[str, Any], ...] = (
         {},
         {"packing": "on"},

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import TEMPLATE, prepared
+from sample_chats import TEMPLATE, lines, prepared, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -203,7 +203,7 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     texts += [*(begin + text for text in texts), *(text + end for text in texts), f"one{end}{begin}two", f"one{end}\n"]
     expected = [id_ for text in texts for id_ in marked.expected(text)]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]))
+    path.write_text(lines({"text": text} for text in ["", *texts, ""]))
     said: list[str] = []
     tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000, say=said.append)
     assert tokens.read(0, len(tokens)).tolist() == expected
@@ -236,7 +236,7 @@ def test_pairs_and_chats_begin_and_end_as_the_tokenizer_marks_them(name: str, tm
         given = marked.expected(prompt)[: -len(behind or eos) or None]
         assert found.ids == marked.expected(prompt + completion)
         assert found.counted == [False] * len(given) + [True] * (len(found.ids) - len(given))
-    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    talk = turns("Why?", "So.")
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk}) + "\n")
     for template in (None, "{{ bos_token }}" + TEMPLATE.replace("<end>", "{{ eos_token }}")):
@@ -256,7 +256,7 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
     """Positions restart at each BOS behind an EOS. A tokenizer with one token for both cannot tell them apart."""
     tokenizer, before, _, (end,) = Marked.of("Llama 3")
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two lines", "three")))
+    path.write_text(lines({"text": text} for text in ("one", "two lines", "three")))
     tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
     reader = RowReader(tokens, seq_len=len(tokens) - 1, rows=range(1), vocabulary=4000, apart=end)
     batch = reader.rows_at([0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_chats import CHATS
+from sample_chats import CHATS, lines, turns
 
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import Shares, mixed, order, split_rows
@@ -320,8 +319,8 @@ def test_a_run_of_two_texts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_packed_conversations_are_mixed_as_well(tmp_path: Path) -> None:
     for name, chats in (("a", CHATS * 5), ("b", CHATS[:3] * 5)):
-        talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": r[:8]}] for q, r in chats]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        talks = [turns(asked, told[:8]) for asked, told in chats]
+        (tmp_path / f"{name}.jsonl").write_text(lines({"messages": talk} for talk in talks))
     paths = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     source = resolve_model(ModelSection(overrides={"n_layer": 1}), seed=0)
     wish = DataSection(cache=str(tmp_path / "cache"), path=paths, mixture=(1, 2), packing="on")

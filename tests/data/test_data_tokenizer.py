@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_chats import CHATS, chat_tokenizer, prepared
+from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -144,7 +144,7 @@ def test_bytes_of_unknown_text_are_not_guessed() -> None:
 def test_special_tokens_are_no_text() -> None:
     """Marks of turns count no bytes. Other added tokens count those of their text, not those of their spelling."""
     tokenizer = chat_tokenizer()
-    talk = [{"role": "user", "content": "Why é?"}, {"role": "assistant", "content": "So."}]
+    talk = turns("Why é?", "So.")
     ids = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
     assert text_bytes(tokenizer, torch.tensor(ids)) == len("Why é?So.".encode())
     gemma = sentence_piece("llama")
@@ -205,8 +205,8 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
 
 def test_bits_of_conversations_are_of_the_text_of_their_answers(tmp_path: Path) -> None:
     """The nats of all learned tokens, ends of turns among them, are shared by the bytes of the answers."""
-    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 4]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    talks = [turns(*talk) for talk in CHATS * 4]
+    (tmp_path / "a.jsonl").write_text(lines({"messages": talk} for talk in talks))
     record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1, loss=3.0)
     answer = talks[held_out[0]][-1]["content"]
     expected = 3.0 * (len(answer) + 1) / math.log(2) / len(answer)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sample_chats
 from datasets import Dataset
-from sample_chats import TEMPLATE, chat_tokenizer
+from sample_chats import TEMPLATE, chat_tokenizer, turns
 
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
@@ -38,11 +38,6 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 AS_JSON = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
 U, A, S = "user", "assistant", "system"
-
-
-def turns(*texts: str) -> list[dict[str, Any]]:
-    """Return messages that alternate between user and assistant."""
-    return [{"role": (U, A)[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def shares(*texts: str) -> list[dict[str, Any]]:

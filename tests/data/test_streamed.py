@@ -21,7 +21,7 @@ import torch
 from commands import KILL, TINY, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
-from sample_chats import chat_tokenizer
+from sample_chats import chat_tokenizer, lines, message, turns
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -37,10 +37,6 @@ LENGTH = 48
 # Documents of different lengths, of which one is longer than a piece, one is empty, and the others fill many batches.
 DOCUMENTS = [f"document {number} " * (1 + 7 * (number % 5)) for number in range(90)]
 DOCUMENTS[3], DOCUMENTS[40] = "", "a long one, with many words. " * 3000
-
-
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -66,10 +62,6 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "weights": [weighted(number) for number in range(240)],
     "pairs": [{"prompt": f"{n} + 1 = ", "completion": str(n + 1) * (1 + n % 9)} for n in range(240)],
 }
-
-
-def lines(records: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def written(path: Path, kind: str) -> Path:
@@ -411,8 +403,7 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--mi
 def text(tmp_path: Path) -> Path:
     """Return a jsonl file that a run of 6 steps reads more than once."""
     path = tmp_path / "text.jsonl"
-    lines = [{"text": f"It was the best of times, number {number}, and the worst."} for number in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text(lines({"text": f"It was the best of times, number {n}, and the worst."} for n in range(40)))
     return path
 
 
@@ -431,9 +422,7 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
 def talks(tmp_path: Path) -> Path:
     """Return a file of 22 short conversations, which a run of 6 steps reads more than once."""
     path = tmp_path / "talks.jsonl"
-    path.write_text(
-        lines([{"messages": [message("user", f"{n}?"), message("assistant", f"{n}" * (n % 4 + 1))]} for n in range(22)])
-    )
+    path.write_text(lines({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22)))
     return path
 
 

@@ -17,7 +17,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
-from sample_chats import CHATS, chat_tokenizer, prepared
+from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
 
 from offload_trainer.data import documents
 from offload_trainer.data.packing import DocumentEncoder
@@ -35,11 +35,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".zst": zstd,
 }
 TEXTS = [f"Line {n} é, of many.\nAnd more" * (n % 5 + 1) for n in range(700)]
-TALKS = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 60]
-
-
-def lines(records: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
+TALKS = [turns(*talk) for talk in CHATS * 60]
 
 
 def texts() -> list[dict[str, Any]]:
@@ -53,7 +49,7 @@ def read(source: Path) -> list[str]:
 
 def forms_of(records: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Write the same records in each form that is read; return the paths. Compressed files have two members."""
-    content, table = lines(records), pyarrow.Table.from_pylist(records)
+    content, table = lines(records).encode(), pyarrow.Table.from_pylist(records)
     for name in ("lines.json", "a.ndjson"):
         (folder / name).write_bytes(content)
     (folder / "array.json").write_text(json.dumps(records))
@@ -84,7 +80,7 @@ def test_every_form_gives_what_its_lines_give(kind: str, tmp_path: Path, monkeyp
     records = texts() if kind == "text" else records
     (tmp_path / "forms").mkdir()
     paths = forms_of(records, tmp_path / "forms")
-    (tmp_path / "a.jsonl").write_bytes(lines(records))
+    (tmp_path / "a.jsonl").write_text(lines(records))
     expected = prepared(tmp_path / "a.jsonl")
     assert len(expected) > 10_000
     assert [path.name for path in paths if prepared(path, cache=tmp_path / "cache").sums != expected.sums] == []
@@ -96,7 +92,7 @@ def test_every_form_gives_what_its_lines_give(kind: str, tmp_path: Path, monkeyp
 def test_a_packed_text_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one document, unlike the lines of the same content."""
     monkeypatch.setattr(documents, "_BLOCK", 1000)
-    content = lines(texts())
+    content = lines(texts()).encode()
     for kind, pack in PACKERS.items():
         (tmp_path / f"b.txt{kind}").write_bytes(pack(content[:5000]) + pack(content[5000:]))
         assert read(tmp_path / f"b.txt{kind}") == [content.decode()]
@@ -105,7 +101,7 @@ def test_a_packed_text_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("packing", PACKERS)
 def test_a_packed_file_that_is_cut_short_is_refused(packing: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.jsonl{packing}"
-    file.write_bytes(PACKERS[packing](lines(texts()))[:-40])
+    file.write_bytes(PACKERS[packing](lines(texts()).encode())[:-40])
     with pytest.raises(UserError, match=r"a\.jsonl\.\w+ cannot be decompressed: .*is it damaged or incomplete"):
         prepared(file)
     file.write_bytes(b"Once upon a time, and so on.")
@@ -266,7 +262,7 @@ def test_files_of_an_earlier_save_are_not_read(tmp_path: Path) -> None:
     """`save_to_disk` leaves the files of an earlier save with another number of them."""
     Dataset.from_list(texts()).save_to_disk(tmp_path / "saved", num_shards=3)
     Dataset.from_list(texts()[:4]).save_to_disk(tmp_path / "saved", num_shards=2)
-    (tmp_path / "a.jsonl").write_bytes(lines(texts()[:4]))
+    (tmp_path / "a.jsonl").write_text(lines(texts()[:4]))
     assert prepared(tmp_path / "saved").sums == prepared(tmp_path / "a.jsonl").sums
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,19 @@ TEMPLATE = (
 CHATS = [
     (f"What follows {word}?", f"{word} and {word[::-1]}.") for word in ("one", "two", "three", "four", "five", "six")
 ]
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    """Return messages that alternate between user and assistant."""
+    return [message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
+
+
+def lines(records: Iterable[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Sequence[str] = ()) -> Any:
@@ -71,21 +85,16 @@ def row_encoder(length: int, *, packed: bool = False) -> RowEncoder:
 
 
 def chats() -> Dataset:
-    return Dataset.from_list(
-        [
-            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]}
-            for asked, told in CHATS
-        ]
-    )
+    return Dataset.from_list([{"messages": turns(asked, told)} for asked, told in CHATS])
 
 
 def preferences() -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [{"role": "user", "content": asked}],
-                "chosen": [{"role": "assistant", "content": told}],
-                "rejected": [{"role": "assistant", "content": told[::-1]}],
+                "prompt": turns(asked),
+                "chosen": [message("assistant", told)],
+                "rejected": [message("assistant", told[::-1])],
             }
             for asked, told in CHATS
         ]
@@ -97,8 +106,8 @@ def labelled() -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [{"role": "user", "content": asked}],
-                "completion": [{"role": "assistant", "content": told if good else told[::-1]}],
+                "prompt": turns(asked),
+                "completion": [message("assistant", told if good else told[::-1])],
                 "label": good,
             }
             for asked, told in CHATS
@@ -108,4 +117,4 @@ def labelled() -> Dataset:
 
 
 def prompts() -> Dataset:
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": asked}]} for asked, _ in CHATS])
+    return Dataset.from_list([{"prompt": turns(asked)} for asked, _ in CHATS])

@@ -89,16 +89,16 @@ def opened(path: Path) -> Iterator[Any]:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
+def text_in(record: dict[str, Any], text_field: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
         near = filter(str.isprintable, get_close_matches(text_field, record, n=1))
         raise UserError(
-            f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field="
+            f"no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field="
             f"{next(near, 'NAME')} to train on one of them as text; questions and answers are read from 'instruction' "
             "and 'output', conversations from 'messages'"
         )
-    return string_in(record, text_field, where=where)
+    return string_in(record, text_field)
 
 
 def text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
@@ -290,12 +290,21 @@ def _not_utf8(source: Path, error: UnicodeDecodeError, *, line: int) -> UserErro
 # -- fields of a record ------------------------------------------------------------------------------------------------
 
 
-def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Put the place of a record, its file and line, in front of UserErrors that are raised in this context."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def string_in(record: dict[str, Any], name: str) -> str:
     """Return the string in a field that exists. Raises UserError for any other type."""
     text = record[name]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {name!r} holds {json_kind(text)}, where a string is needed")
-    return encodable(text, f"field {name!r}", where=where)
+        raise UserError(f"field {name!r} holds {json_kind(text)}, where a string is needed")
+    return encodable(text, f"field {name!r}")
 
 
 def named_fields(record: dict[str, Any]) -> str:
@@ -320,10 +329,10 @@ def json_kind(value: object) -> str:
     return kinds.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def encodable(text: str, what: str, *, where: str) -> str:
+def encodable(text: str, what: str) -> str:
     """Return the text. Raises UserError if it contains half a surrogate pair, which JSON escapes can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {what} holds half a surrogate pair at character {error.start}") from error
+        raise UserError(f"{what} holds half a surrogate pair at character {error.start}") from error
     return text

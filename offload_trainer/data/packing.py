@@ -34,7 +34,7 @@ from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
-from offload_trainer.data.documents import holds_records, opened, read_records, text_blocks, text_in
+from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
 from offload_trainer.data.tokenizer import document_marks
@@ -90,7 +90,8 @@ class DocumentEncoder:
 
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""
-        return [text_in(record, self._field, where=where)]
+        with at(where):
+            return [text_in(record, self._field)]
 
     def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch."""

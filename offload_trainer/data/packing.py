@@ -36,8 +36,9 @@ from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
 from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
-from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
-from offload_trainer.data.tokenizer import document_marks
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
+from offload_trainer.data.tokenizer import document_marks, vocabulary_size
+from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
 PIECE = 1 << 16  # characters
@@ -66,6 +67,7 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.key: list[Any] = [text_field]
+        self.identity = "" if text_field == "text" else f", field {text_field}"  # behind a stream's name
         self._tokenizer, self._field = tokenizer, text_field
         self._inexact = 0  # cuts for which no exact place was found
 
@@ -202,26 +204,19 @@ class RowEncoder:
 
     note = ""
 
-    def __init__(
-        self,
-        section: DataSection,
-        form: str,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        say: Callable[[str], None],
-    ) -> None:
-        """Set up the encoder of records of `form` (conversations.py) into rows of `length` tokens.
+    def __init__(self, given: Tokenization, form: str) -> None:
+        """Set up the encoder of records of `form` (conversations.py).
 
         A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
         UserError as `AnswerEncoder`.
         """
+        section, tokenizer, say = given.section, given.tokenizer, given.say
         if not tokenizer.chat_template:
             begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
             tokenizer.chat_template = "".join(begin) + _PLAIN_TEMPLATE.read_text()
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
-        self.row_length, self.packed, self._form = length, section.packing == "on", form
+        self.row_length, self.packed, self._form = given.seq_len, section.packing == "on", form
         day = date.today().isoformat() if section.template_date == "auto" else section.template_date
         self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
         if self._answers.uses_variant:
@@ -229,12 +224,13 @@ class RowEncoder:
         templates = repr(self._answers.templates)
         tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if name in templates}
         # This text differs whenever the templates, or what they read, do.
-        self.template = hashlib.blake2b((templates + repr(tokens)).encode(), digest_size=8).hexdigest()
+        template = hashlib.blake2b((templates + repr(tokens)).encode(), digest_size=8).hexdigest()
         if "strftime_now" in templates:
-            self.template += f" on {day}"
+            template += f" on {day}"
             say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
         # All that the rows depend on except the records and the tokenizer's ids
-        self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
+        self.key: list[Any] = [_VERSION, form, everything, given.seq_len, self.packed, template]
+        self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
         self.counts, self._complete = Counts(), 0  # statistics, and the number of rows that have been returned
@@ -326,17 +322,6 @@ class RowEncoder:
 Encoder = DocumentEncoder | RowEncoder
 
 
-def encoder_of(
-    section: DataSection, form: str, *, tokenizer: PreTrainedTokenizerBase, length: int, say: Callable[[str], None]
-) -> Encoder:
-    """Return the encoder of records of `form`, for a token file or a stream that is read in rows of `length` tokens."""
-    if form == TEXT:
-        if tokenizer.eos_token_id is None:
-            say("note: the tokenizer has no end-of-text: document boundaries are not marked")
-        return DocumentEncoder(tokenizer, text_field=section.text_field)
-    return RowEncoder(section, form, tokenizer=tokenizer, length=length, say=say)
-
-
 @dataclass
 class Counts:
     """Statistics on the conversations of a file."""
@@ -374,3 +359,35 @@ class Counts:
             f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
             "'train': false); give answers, a larger --seq-len, or data.train_on=all"
         )
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """What turns text or conversations into ids: the data section, the tokenizer, and the rows of the model."""
+
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str  # of the tokenizer
+    vocabulary: int  # the model's number of ids
+    seq_len: int
+    say: Callable[[str], None]
+
+    def encoder(self, form: str) -> Encoder:
+        """Return the encoder of records of `form`, for a token file or a stream."""
+        if form != TEXT:
+            return RowEncoder(self, form)
+        if self.tokenizer.eos_token_id is None:
+            self.say("note: the tokenizer has no end-of-text: document boundaries are not marked")
+        return DocumentEncoder(self.tokenizer, text_field=self.section.text_field)
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        """Return `ids`, which may be marked. Raises UserError if the model does not have all of them."""
+        largest = int((ids & IDS).max(initial=0))
+        if largest >= self.vocabulary:
+            raise UserError(
+                f"{', '.join(self.section.path)} has {self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}, "
+                f"but the model only has ids below {self.vocabulary}: leave that token out, set data.tokenizer to the "
+                "model's own, or, with random weights, "
+                f"model.overrides.vocab_size={vocabulary_size(self.tokenizer)}"
+            )
+        return ids

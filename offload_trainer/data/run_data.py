@@ -22,20 +22,19 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.mixture import Split, Tokens, joined, mixed, split_rows
-from offload_trainer.data.packing import Encoder, encoder_of
+from offload_trainer.data.packing import Encoder, Tokenization
 from offload_trainer.data.rows import IGNORED, RowReader
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens, check_stream
@@ -48,7 +47,6 @@ from offload_trainer.data.tokenfile import (
 )
 from offload_trainer.data.tokenizer import (
     document_marks,
-    known_ids,
     load_tokenizer,
     read_template,
     tokenizer_fingerprint,
@@ -68,28 +66,19 @@ _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(
-    section: DataSection,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: int,
-    seq_len: int,
-    say: Callable[[str], None],
-    fingerprint: str | None = None,
-    validation: bool = False,
-) -> Tokens:
-    """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
+def prepare_tokens(given: Tokenization, *, validation: bool = False) -> Tokens:
+    """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
     between its `document_marks`. Several runs that prepare the same text at once each do the work, and the last file
-    replaces equal ones. `fingerprint` is the tokenizer's. `validation` is as for `find_sources`.
+    replaces equal ones. `validation` is as for `find_sources`.
 
-    Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, for ids that the model does
-    not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the text
-    changed meanwhile.
+    Raises UserError for the errors of `find_sources` and of the encoders' `read`, for empty text, for ids that the
+    model does not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the
+    text changed meanwhile.
     """
-    sources = find_sources(section.path, say=say, validation=validation)
-    fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
+    section, seq_len, fingerprint, vocabulary = given.section, given.seq_len, given.fingerprint, given.vocabulary
+    sources = find_sources(section.path, say=given.say, validation=validation)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
@@ -110,7 +99,7 @@ def prepare_tokens(
                     "set data.tokenizer to the one it was made with, or give the text instead"
                 )
             if file.assumed:
-                say(f"{file.path}: {file.assumed}")
+                given.say(f"{file.path}: {file.assumed}")
             # A matching sidecar that states a vocabulary within the model's saves reading the ids.
             stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
             if not stated and (largest := file.largest_id()) >= vocabulary:
@@ -120,32 +109,23 @@ def prepare_tokens(
                 )
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-    known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=", ".join(section.path))
-    found = _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, known=known, say=say)
-    if vocabulary_size(tokenizer) > vocabulary:  # The file may have been made for another model.
-        known(np.array(found.largest_id()))
+    found = _tokenised(given, sources, given.encoder(form))
+    if vocabulary_size(given.tokenizer) > vocabulary:  # The file may have been made for another model.
+        given.known(np.array(found.largest_id()))
     return found
 
 
-def _tokenised(
-    section: DataSection,
-    sources: Sequence[Path],
-    encoder: Encoder,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    fingerprint: str,
-    known: Callable[[np.ndarray], np.ndarray],
-    say: Callable[[str], None],
-) -> TokenFile:
+def _tokenised(given: Tokenization, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed."""
-    separator, cache = tokenizer.eos_token_id, cache_directory() if section.cache == "auto" else Path(section.cache)
+    section, say, separator = given.section, given.say, given.tokenizer.eos_token_id
+    cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
-    content = [FORMAT, sums, fingerprint, separator, [source.suffix.lower() for source in sources], *encoder.key]
+    suffixes = [source.suffix.lower() for source in sources]
+    content = [FORMAT, sums, given.fingerprint, separator, suffixes, *encoder.key]
     target = cache / f"{name}-{_digest(content)}.bin"
     found = cached(target)
     if found is not None:
@@ -162,7 +142,7 @@ def _tokenised(
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
         before, tokens = _bytes_read(), 0
-        for ids in map(known, encoded()):
+        for ids in map(given.known, encoded()):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:
@@ -186,8 +166,8 @@ def _tokenised(
     write_tokens(
         target,
         arrays(),
-        tokenizer=fingerprint,
-        vocabulary=vocabulary_size(tokenizer),
+        tokenizer=given.fingerprint,
+        vocabulary=vocabulary_size(given.tokenizer),
         end_of_text=separator,
         row_length=encoder.row_length,
         packed=encoder.packed,
@@ -328,20 +308,14 @@ def prepare_data(
     """
     _refuse_unsuitable(section, source)
     tokenizer = _tokenizer(section, source, say=say)
-    given: Any = {
-        "tokenizer": tokenizer,
-        "fingerprint": tokenizer_fingerprint(tokenizer),
-        "vocabulary": source.shape.vocabulary,
-        "seq_len": seq_len,
-        "say": say,
-    }
+    whole = Tokenization(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
 
     def text(*paths: str, validation: bool = False) -> Any:
-        wish = section.model_copy(update={"path": paths})
-        if not wish.streamed:
-            return prepare_tokens(wish, validation=validation, **given)
+        given = replace(whole, section=section.model_copy(update={"path": paths}))
+        if not given.section.streamed:
+            return prepare_tokens(given, validation=validation)
         try:
-            stream = StreamedTokens(paths[0], wish, validation=validation, **given)
+            stream = StreamedTokens(given, validation=validation)
             if validation:
                 return stream.first(eval_rows)
             stream.read(0, 1)

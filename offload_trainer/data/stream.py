@@ -25,22 +25,19 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.config import STREAM, DataSection
+from offload_trainer.config import STREAM
 from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
 from offload_trainer.data.documents import holds_records, without_nulls
-from offload_trainer.data.packing import RowEncoder, encoder_of
+from offload_trainer.data.packing import Tokenization
 from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
-from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
@@ -71,28 +68,15 @@ class StreamedTokens:
     sums: tuple[Any, ...] = ()
     paths = ()
 
-    def __init__(
-        self,
-        wish: str,
-        section: DataSection,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        fingerprint: str,
-        vocabulary: int,
-        seq_len: int,
-        say: Callable[[str], None],
-        validation: bool = False,
-    ) -> None:
-        """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
-
-        `section` says how it is read, `fingerprint` is the tokenizer's, and `vocabulary` the model's number of ids.
-        `validation`: read the split of a directory that is for validation.
+    def __init__(self, given: Tokenization, *, validation: bool = False) -> None:
+        """Open the stream that `data.path` names. `validation`: read the split of a directory that is for validation.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
-        self._files = check_stream(wish, say=say, validation=validation)
-        self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
+        section, self.name = given.section, given.section.path[0]
+        self._files = check_stream(self.name, say=given.say, validation=validation)
+        self.tokenizer, self._seq_len, self._known = given.fingerprint, given.seq_len, given.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
@@ -102,14 +86,10 @@ class StreamedTokens:
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
         form = self._form(section.format, section.text_field)
-        self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-        self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
+        self._encoder = given.encoder(form)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, wish, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
-        self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
-        if isinstance(self._encoder, RowEncoder):
-            settings = f"train_on={section.train_on}, packing={section.packing}"
-            self.identity = f"{wish}, as {form}, {settings}, template {self._encoder.template}"
+        content = [_FORMAT, self.name, given.fingerprint, given.tokenizer.eos_token_id, *self._encoder.key]
+        self.identity = self.name + self._encoder.identity
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import TEMPLATE, lines, prepared, turns
+from sample_chats import TEMPLATE, lines, prepared, tokenization, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -208,8 +208,7 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000, say=said.append)
     assert tokens.read(0, len(tokens)).tolist() == expected
     assert any("no end-of-text: document boundaries are not marked" in line for line in said) == (not marked.eos)
-    settings: dict[str, Any] = {"tokenizer": marked.tokenizer, "fingerprint": "f", "vocabulary": 4000, "seq_len": 8}
-    stream = StreamedTokens(f"stream:{path}", DataSection(), **settings, say=print)
+    stream = StreamedTokens(tokenization(f"stream:{path}", tokenizer=marked.tokenizer, vocabulary=4000))
     assert stream.read(0, len(expected)).tolist() == expected
 
 

@@ -287,7 +287,7 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
         path.write_text(json.dumps({field: f"one {word} two " * 4, "completion": "so"}) + "\n")
         settings: dict[str, Any] = {"tokenizer": tokenizer, "vocabulary": vocabulary, "seq_len": 32}
         if way == "stream":
-            StreamedTokens(f"stream:{path}", DataSection(), fingerprint="f", say=print, **settings).read(0, 33)
+            StreamedTokens(sample_chats.tokenization(f"stream:{path}", **settings)).read(0, 33)
             return
         tokens = prepared(path, **settings | ({"vocabulary": 2049} if way == "ids" else {}))
         prepared(tokens.path if way == "ids" else path, **settings)

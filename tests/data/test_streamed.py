@@ -21,11 +21,10 @@ import torch
 from commands import KILL, TINY, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
-from sample_chats import chat_tokenizer, lines, message, turns
+from sample_chats import chat_tokenizer, lines, message, tokenization, turns
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import stream
 from offload_trainer.data.rows import DataState, RowReader
 from offload_trainer.data.stream import StreamedTokens
@@ -119,10 +118,8 @@ def ids_of(path: Path, **section: Any) -> np.ndarray:
     return ids if file.row_length is None else ids[:-1]
 
 
-def tokens(path: object, *, tokenizer: Any = None, **section: Any) -> StreamedTokens:
-    words = {"tokenizer": tokenizer or chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
-    words["vocabulary"] = 300
-    return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
+def tokens(path: object, **given: Any) -> StreamedTokens:
+    return StreamedTokens(tokenization(f"stream:{path}", seq_len=LENGTH, **given))
 
 
 def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.packing import RowEncoder
+from offload_trainer.data.packing import Tokenization
 from offload_trainer.data.run_data import prepare_tokens
+from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
 
@@ -59,29 +60,27 @@ def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Seq
     return tokenizer
 
 
-def prepared(
-    *paths: Path,
+def tokenization(
+    *paths: object,
     tokenizer: Any = None,
     vocabulary: int = 300,
     seq_len: int = 64,
-    cache: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     **section: Any,
-) -> Any:
+) -> Tokenization:
+    tokenizer = tokenizer or chat_tokenizer()
+    read = DataSection(path=tuple(map(str, paths)), **section)
+    return Tokenization(read, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
+
+
+def prepared(*paths: Path, cache: Path | None = None, **given: Any) -> Any:
     """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
-    return prepare_tokens(
-        DataSection(path=tuple(map(str, paths)), cache=str(cache or Path(paths[0]).parent / "cache"), **section),
-        tokenizer=tokenizer or chat_tokenizer(),
-        vocabulary=vocabulary,
-        seq_len=seq_len,
-        say=say,
-    )
+    return prepare_tokens(tokenization(*paths, cache=str(cache or Path(paths[0]).parent / "cache"), **given))
 
 
-def row_encoder(length: int, *, packed: bool = False) -> RowEncoder:
+def row_encoder(length: int, *, packed: bool = False) -> Any:
     """Return an encoder of conversations into rows, with `chat_tokenizer`."""
-    section = DataSection(packing="on" if packed else "off")
-    return RowEncoder(section, "chat", tokenizer=chat_tokenizer(), length=length, say=print)
+    return tokenization(seq_len=length, packing="on" if packed else "off").encoder("chat")
 
 
 def chats() -> Dataset:

@@ -241,22 +241,27 @@ _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and character
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenizer, tokens and rows of a run.
+    """Tokens and rows of a run.
 
     `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
     """
 
-    tokenizer: Any
+    given: Tokenization
     tokens: Any  # Tokens
     held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
-    split: Any
-    end_of_text: int | None
+    split: Split
     ends_of_answers: tuple[int, ...]  # ids that end answers of conversations, at which generation has to stop
-    vocabulary: int  # size of the model's vocabulary
-    apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
-    mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
-    shuffle: bool = True  # training rows are read in a random order
-    streamed: bool = False  # tokenized while the run reads it, so that its length is not known
+
+    @property
+    def apart(self) -> int | None:
+        """The token that ends a document, if packed documents must not attend to each other."""
+        return self.given.tokenizer.eos_token_id if self.given.section.packing == "on" else None
+
+    @property
+    def shuffle(self) -> bool:
+        """True if training rows are read in a random order."""
+        section = self.given.section
+        return bool(section.shuffled_block if section.streamed else section.shuffle)
 
     @property
     def paths(self) -> list[Path]:
@@ -266,7 +271,7 @@ class RunData:
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
-        if self.streamed:
+        if self.given.section.streamed:
             known["stream"] = self.tokens.identity
         else:
             known |= {
@@ -274,8 +279,8 @@ class RunData:
                 "training rows": len(self.split.train),
                 "text": zlib.crc32(repr(self.tokens.sums).encode()),
             }
-        if self.mixture:
-            known["mixture"] = list(self.mixture)
+        if self.given.section.mixture:
+            known["mixture"] = list(self.given.section.mixture)
         if self.apart is not None:
             known["documents apart"] = self.apart
         if self.held_out is not self.tokens:
@@ -335,32 +340,21 @@ def prepare_data(
         held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
         if held_out.sums == tokens.sums or section.validation_path == section.path:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
-    split = _rows(section, tokens, held_out, seq_len=seq_len)
-    for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
-        say(line)
     end = tokenizer.eos_token_id
     unmarked = end is None or end in document_marks(tokenizer)[0]
     if section.packing == "on" and unmarked and (tokens.row_length is None or held_out.row_length is None):
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
-    return RunData(
-        tokenizer,
-        tokens,
-        held_out,
-        split,
-        end,
-        tuple(ends),
-        source.shape.vocabulary,
-        apart=end if section.packing == "on" else None,
-        mixture=section.mixture,
-        shuffle=bool(section.shuffled_block if section.streamed else section.shuffle),
-        streamed=section.streamed,
-    )
+    data = RunData(whole, tokens, held_out, _rows(section, tokens, held_out, seq_len=seq_len), tuple(ends))
+    for line in _describe(data):
+        say(line)
+    return data
 
 
-def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
+def _describe(data: RunData) -> Iterator[str]:
     """Yield lines for the user on the amount of data and its division."""
+    section, tokens, held_out, split = data.given.section, data.tokens, data.held_out, data.split
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
@@ -375,19 +369,20 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
         return
     if tokens.summary:
         yield f"conversations: {tokens.summary}"
-    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
+    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.given.seq_len - 1
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
 
 
-def first_row(data: RunData, *, seq_len: int) -> list[str]:
+def first_row(data: RunData) -> list[str]:
     """Return the first row as text, one line per span with or without loss.
 
     In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
-    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.vocabulary)
+    seq_len, tokenizer = data.given.seq_len, data.given.tokenizer
+    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.given.vocabulary)
     row = reader.rows_at([0])
     inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
     # The first token has no loss in any row; where it is the only one, the row is shown as learned.
@@ -399,19 +394,19 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
         printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
-            text = data.tokenizer.decode([inputs[place] for place in places])
+            text = tokenizer.decode([inputs[place] for place in places])
             shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
             printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
     hidden = len(printed) - _STRETCHES
     lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
     if row.padding:
-        lines.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
+        lines.append(f"{'padding':<8} {row.padding} x {tokenizer.decode(inputs[-1:])!r}")
     return ["the first row:", *(f"  {line}" for line in lines)]
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     """Return a line with the number of steps per epoch and the number of epochs of the run."""
-    if data.streamed:
+    if data.given.section.streamed:
         return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
     epochs = steps * rows_per_step / rows

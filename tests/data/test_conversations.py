@@ -319,11 +319,11 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     source: Any = SimpleNamespace(directory=tmp_path / "model", shape=shape, section=ModelSection())
     said: list[str] = []
     data = prepare_data(section, source, seq_len=96, say=said.append)
-    ends = data.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
+    ends = data.given.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
-    assert data.tokenizer.chat_template == template("glm4moe")
+    assert data.given.tokenizer.chat_template == template("glm4moe")
     assert said.count("conversations are rendered with trl's training variant of the chat template") == 1
-    shown = [line.strip() for line in first_row(data, seq_len=96)]
+    shown = [line.strip() for line in first_row(data)]
     assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown
 
 

@@ -488,7 +488,7 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     assert alone.held_out is alone.tokens
     assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
     assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
-    text = apart.tokenizer.decode(apart.held_out.read(0, 12).tolist())
+    text = apart.given.tokenizer.decode(apart.held_out.read(0, 12).tolist())
     assert text.startswith("Creeps in this petty pace")
     assert "for validation of" in said[-1]
     left = (len(apart.tokens) - 1) % 8

@@ -7,22 +7,20 @@ import random
 import re
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from published_templates import CONVERSATIONS, DEEPSEEK_ASSISTANT, FOLDER, NAMES, template, tokenizer_of
-from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row_encoder
+from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row_encoder, run_data
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.packing import Counts, RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, padding_of
-from offload_trainer.data.run_data import first_row, prepare_data
+from offload_trainer.data.run_data import first_row
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -314,11 +312,8 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     tokenizer_of("glm4moe").save_pretrained(tmp_path / "model")
     file = tmp_path / "chat.jsonl"
     file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
-    section = DataSection(path=(str(file),), cache=str(tmp_path / "cache"), validation=0.0)
-    shape = SimpleNamespace(vocabulary=400)
-    source: Any = SimpleNamespace(directory=tmp_path / "model", shape=shape, section=ModelSection())
     said: list[str] = []
-    data = prepare_data(section, source, seq_len=96, say=said.append)
+    data = run_data(file, vocabulary=400, seq_len=96, directory=tmp_path / "model", say=said.append, validation=0.0)
     ends = data.given.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert data.given.tokenizer.chat_template == template("glm4moe")

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import TEMPLATE, lines, prepared, tokenization, turns
+from sample_chats import TEMPLATE, lines, prepared, run_data, tokenization, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import packing
 from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.data.rows import RowReader
-from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -263,10 +260,8 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
     assert ((batch.positions == 0) == (batch.inputs == before[0])).all()
     assert int((batch.positions == 0).sum()) == 3
     Marked.of("OPT").tokenizer.save_pretrained(tmp_path / "opt")
-    section = DataSection(path=(str(path),), packing="on", tokenizer=str(tmp_path / "opt"), cache=str(tmp_path))
-    source = SimpleNamespace(shape=SimpleNamespace(vocabulary=4000), section=ModelSection())
     with pytest.raises(UserError, match="a token that ends documents and does not begin them"):
-        prepare_data(section, source, seq_len=4, say=print)
+        run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))
 
 
 def test_a_cache_of_other_marks_is_not_read(tmp_path: Path) -> None:

@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 import sample_chats
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
 from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.rows import RowReader
-from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -470,21 +468,15 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
 # -- a separate validation file --------------------------------------------------------------------------------------
 
 
-def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
-    wish = DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section)
-    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048), section=ModelSection())
-    return prepare_data(wish, source, seq_len=seq_len, say=(said if said is not None else []).append)
-
-
 def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
     """The validation text belongs to the identity, must have a row, and is compared with the training text."""
     train, validation = tmp_path / "train.txt", tmp_path / "val.txt"
     train.write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
     validation.write_text("Creeps in this petty pace from day to day. " * 20)
-    given = {"path": (str(train),), "validation_path": (str(validation),)}
-    alone = run_data(tmp_path, path=(str(train),))
     said: list[str] = []
-    apart = run_data(tmp_path, **given, said=said)
+    made = partial(sample_chats.run_data, train, tokenizer="builtin", say=said.append)
+    given = {"validation_path": (str(validation),)}
+    alone, apart = made(), made(**given)
     assert alone.held_out is alone.tokens
     assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
     assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
@@ -495,12 +487,12 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     assert f"the last {left} tokens do not fill a row" in said[-1]
     assert "validation text" not in alone.identity()
     validation.write_text("To the last syllable. " * 20)
-    one, other = apart.identity(), run_data(tmp_path, **given, said=said).identity()
+    one, other = apart.identity(), made(**given).identity()
     assert [key for key in one if one[key] != other[key]] == ["validation text"]
     assert not [line for line in said if "is the text of --data" in line]
     validation.write_text(train.read_text())
-    run_data(tmp_path, **given, said=said)
+    made(**given)
     assert [line for line in said if "is the text of --data" in line]
     validation.write_text("Out")
     with pytest.raises(UserError, match=r"--validation-data has \d tokens, and one row of 8 needs 9"):
-        run_data(tmp_path, **given)
+        made(**given)

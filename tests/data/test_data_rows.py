@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_chats import CHATS, lines, turns
+from sample_chats import CHATS, lines, run_data, turns
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import Shares, mixed, order, split_rows
 from offload_trainer.data.rows import Batch, DataState, RowReader
-from offload_trainer.data.run_data import RunData, check_data, prepare_data
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.loader import resolve_model
 
 SEQ_LEN = 5
 ROWS = 13  # none of the micro-batch sizes below divides it
@@ -285,46 +283,35 @@ def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
         mixed([text, short], (1000, 1), names=("a", "c"), seq_len=SEQ_LEN, validation=0)
 
 
-def prepared(folder: Path, *, said: list[str], **section: Any) -> RunData:
-    source = resolve_model(ModelSection(overrides={"n_layer": 1}), seed=0)
-    wish = DataSection(cache=str(folder / "cache"), **section)
-    check_data(wish, source, say=said.append)
-    return prepare_data(wish, source, seq_len=16, say=said.append)
-
-
-@pytest.mark.slow
 def test_a_run_of_two_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Of one thing, and of another. " * 200)
     (tmp_path / "b.txt").write_text("But rarely this. " * 60)
-    paths, said = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), []
-    data = prepared(tmp_path, said=said, path=paths, mixture=(1, 1))
+    paths, said = (tmp_path / "a.txt", tmp_path / "b.txt"), list[str]()
+    made = partial(run_data, *paths, seq_len=16, say=said.append)
+    data = made(mixture=(1, 1))
     assert any(line.startswith("mixture, in an epoch of ") and "50.0% of the rows" in line for line in said)
     assert data.identity()["mixture"] == [1, 1]
     assert len(data.split.train) == sum(data.tokens.shares.rows)
     assert data.split.validation == range(len(data.split.train), (len(data.tokens) - 1) // 16)
-    other = prepared(tmp_path, said=said, path=paths, mixture=(2, 1))
+    other = made(mixture=(2, 1))
     assert other.identity() != data.identity()
-    apart = prepared(tmp_path, said=said, path=paths, mixture=(1, 1), validation_path=paths[:1])
+    apart = made(mixture=(1, 1), validation_path=(str(paths[0]),))
     assert sum(apart.tokens.shares.rows) == sum(data.tokens.shares.rows) + len(data.split.validation)
     assert len(apart.split.validation) > 100
-    assert "mixture" not in prepared(tmp_path, said=said, path=paths).identity()
+    assert "mixture" not in made().identity()
     for wrong, told in (
         ({"mixture": (1.0,)}, "data.mixture has 1 weights, and data.path 2 texts: give one for each"),
         ({"mixture": (1.0, 1.0), "shuffle": False}, "leave data.shuffle=false out"),
     ):
         with pytest.raises(UserError, match=told):
-            prepared(tmp_path, said=said, path=paths, **wrong)
+            made(**wrong)
 
 
-@pytest.mark.slow
 def test_packed_conversations_are_mixed_as_well(tmp_path: Path) -> None:
     for name, chats in (("a", CHATS * 5), ("b", CHATS[:3] * 5)):
         talks = [turns(asked, told[:8]) for asked, told in chats]
         (tmp_path / f"{name}.jsonl").write_text(lines({"messages": talk} for talk in talks))
-    paths = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
-    source = resolve_model(ModelSection(overrides={"n_layer": 1}), seed=0)
-    wish = DataSection(cache=str(tmp_path / "cache"), path=paths, mixture=(1, 2), packing="on")
-    data = prepare_data(wish, source, seq_len=64, say=lambda line: None)
+    data = run_data(tmp_path / "a.jsonl", tmp_path / "b.jsonl", seq_len=64, mixture=(1, 2), packing="on")
     reader = RowReader(data.tokens, seq_len=64, rows=data.split.train, vocabulary=2048, shuffle=True)
     batch = next(reader.train_batches(DataState(0), micro_batch=len(data.split.train)))
     assert batch.counted > 0

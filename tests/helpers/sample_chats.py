@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from commands import start  # noqa: F401 - sets what forks need
@@ -12,9 +13,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.config import DataSection
+from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.packing import Tokenization
-from offload_trainer.data.run_data import prepare_tokens
+from offload_trainer.data.run_data import prepare_data, prepare_tokens
 from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
@@ -75,7 +76,16 @@ def tokenization(
 
 def prepared(*paths: Path, cache: Path | None = None, **given: Any) -> Any:
     """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
-    return prepare_tokens(tokenization(*paths, cache=str(cache or Path(paths[0]).parent / "cache"), **given))
+    return prepare_tokens(tokenization(*paths, cache=str(cache or paths[0].parent / "cache"), **given))
+
+
+def run_data(
+    *paths: Path, vocabulary: int = 2048, seq_len: int = 8, directory: Any = None, say: Any = print, **section: Any
+) -> Any:
+    """Return the data of a run of a model with this vocabulary and directory, of these paths as in `prepared`."""
+    source = SimpleNamespace(directory=directory, shape=SimpleNamespace(vocabulary=vocabulary), section=ModelSection())
+    read = DataSection(path=tuple(map(str, paths)), cache=str(paths[0].parent / "cache"), **section)
+    return prepare_data(read, source, seq_len=seq_len, say=say)
 
 
 def row_encoder(length: int, *, packed: bool = False) -> Any:

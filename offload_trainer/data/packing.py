@@ -196,6 +196,20 @@ _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
+@dataclass
+class Counts:
+    """Statistics on the conversations of a file."""
+
+    conversations: int = 0
+    tokens: int = 0
+    longest: int = 0
+    learned: int = 0  # learned tokens in rows
+    cut: int = 0  # number of conversations cut to the row length
+    cut_off: int = 0  # their tokens that are in no row
+    left_out: int = 0  # conversations whose answers are all cut off
+    unanswered: int = 0  # conversations that have no answer to learn
+
+
 class RowEncoder:
     """Encodes conversations as uint32 rows, marked as described above, for a token file and for a stream.
 
@@ -239,8 +253,21 @@ class RowEncoder:
     @property
     def summary(self) -> str:
         """Statistics of the conversations so far, of which one at least must have a row."""
-        told = self.counts.told(rows=self._complete + len(self.open_rows), length=self.row_length)
-        return "; ".join([told, *self._answers.unsaid.told()])
+        counts, length, rows = self.counts, self.row_length, self._complete + len(self.open_rows)
+        kept = counts.tokens - counts.cut_off
+        parts = [
+            f"{counts.conversations} conversations, {format_count(counts.tokens)} tokens, {counts.learned / kept:.0%} "
+            f"of them trained on; the longest has {counts.longest}"
+        ]
+        if counts.cut:
+            share = f"{counts.cut_off / counts.tokens:.1%} of the tokens"
+            parts.append(f"{counts.cut} longer than a row of {length} are cut ({share})")
+        if number := counts.left_out:
+            parts.append(f"{number} are left out, because their first {length} tokens have nothing to train on")
+        if number := counts.unanswered:
+            parts.append(f"{number} are left out, because they have no answer to train on")
+        parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
+        return "; ".join([*parts, *self._answers.unsaid.told()])
 
     def read(self, source: Path) -> Iterator[Example]:
         """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
@@ -261,7 +288,12 @@ class RowEncoder:
             yield from (row for encoded in rendered if (row := self.add(encoded)) is not None)
 
     def why_none(self) -> str:
-        return self.counts.why_none(length=self.row_length)
+        """Return why no conversation has produced a row, and what to do."""
+        return (
+            f"no conversation has tokens to train on within its first {self.row_length}: {self.counts.left_out} are "
+            f"longer, and {self.counts.unanswered} have no answer to train on (a message from the assistant, without "
+            "'weight': 0 or 'train': false); give answers, a larger --seq-len, or data.train_on=all"
+        )
 
     def add(self, encoded: Encoded) -> np.ndarray | None:
         """Add a conversation's first ids, as many as a row has, unless nothing is learned in them.
@@ -320,45 +352,6 @@ class RowEncoder:
 
 
 Encoder = DocumentEncoder | RowEncoder
-
-
-@dataclass
-class Counts:
-    """Statistics on the conversations of a file."""
-
-    conversations: int = 0
-    tokens: int = 0
-    longest: int = 0
-    learned: int = 0  # learned tokens in rows
-    cut: int = 0  # number of conversations cut to the row length
-    cut_off: int = 0  # their tokens that are in no row
-    left_out: int = 0  # conversations whose answers are all cut off
-    unanswered: int = 0  # conversations that have no answer to learn
-
-    def told(self, *, rows: int, length: int) -> str:
-        """Return a one-line summary for a file of `rows` rows of `length` tokens."""
-        kept = self.tokens - self.cut_off
-        parts = [
-            f"{self.conversations} conversations, {format_count(self.tokens)} tokens, {self.learned / kept:.0%} of "
-            f"them trained on; the longest has {self.longest}"
-        ]
-        if self.cut:
-            share = f"{self.cut_off / self.tokens:.1%} of the tokens"
-            parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
-        if self.left_out:
-            parts.append(f"{self.left_out} are left out, because their first {length} tokens have nothing to train on")
-        if self.unanswered:
-            parts.append(f"{self.unanswered} are left out, because they have no answer to train on")
-        parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
-        return "; ".join(parts)
-
-    def why_none(self, *, length: int) -> str:
-        """Return why no conversation has produced a row, and what to do."""
-        return (
-            f"no conversation has tokens to train on within its first {length}: {self.left_out} are longer, and "
-            f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
-            "'train': false); give answers, a larger --seq-len, or data.train_on=all"
-        )
 
 
 @dataclass(frozen=True)

@@ -126,24 +126,6 @@ def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:
     return [found.read(number * LENGTH, LENGTH + 1).tolist() for number in numbers]
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("packing", ["off", "on"])
-def test_batches_of_conversations_are_the_prepared_ones(packing: str, tmp_path: Path) -> None:
-    """Their targets, positions and padding are equal too, in the stream and in its first rows."""
-    path = written(tmp_path / "data.jsonl", "chat")
-    sources = prepared(path, packing=packing), tokens(path, packing=packing), tokens(path, packing=packing).first(9)
-    expected, *found = (
-        RowReader(each, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9)) for each in sources
-    )
-    assert (expected.positions is None) == (packing == "off")
-    for batch in found:
-        assert batch.padding == expected.padding
-        assert torch.equal(batch.inputs, expected.inputs)
-        assert torch.equal(batch.targets, expected.targets)
-        assert (batch.positions is None) == (expected.positions is None)
-        assert batch.positions is None or torch.equal(batch.positions, expected.positions)
-
-
 CASES = [
     *(("text", suffix, {}) for suffix in (".jsonl", ".jsonl.gz", ".parquet", "")),
     *((kind, ".jsonl", {}) for kind in ("chat", "weights", "pairs")),
@@ -217,30 +199,47 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("kind", "packing"), [("text", "off"), ("chat", "off"), ("chat", "on")])
 def test_the_first_rows_are_the_prepared_ones(kind: str, packing: str, tmp_path: Path) -> None:
-    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for."""
+    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for.
+
+    Their targets, positions and padding are equal too, in the stream as well.
+    """
     path = written(tmp_path / "data.jsonl", kind)
-    ids = ids_of(path, packing=packing)
+    ids, made = ids_of(path, packing=packing), partial(tokens, path, packing=packing)
+    expected, *batches = (
+        RowReader(each, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
+        for each in (prepared(path, packing=packing), made(), made().first(9))
+    )
+    assert (expected.positions is None) == (packing == "off")
+    for batch in batches:
+        assert batch.padding == expected.padding
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.targets, expected.targets)
+        assert (batch.positions is None) == (expected.positions is None)
+        assert batch.positions is None or torch.equal(batch.positions, expected.positions)
     most = (len(ids) - (kind == "text")) // LENGTH
     for count in (1, 9, most, most + 4):
-        found, there = tokens(path, packing=packing).first(count), min(count, most) * LENGTH
+        found, there = made().first(count), min(count, most) * LENGTH
         assert (len(found) - 1) // LENGTH * LENGTH == there
         assert np.array_equal(found.read(0, there), ids[:there])
         assert kind == "chat" or np.array_equal(found.read(0, len(found)), ids[: count * LENGTH + 1])
-        assert found.sums == tokens(path, packing=packing).first(2).sums
+        assert found.sums == made().first(2).sums
     if packing == "off":  # of packed rows, the first one that is complete may be the same
         path.write_text(lines([RECORDS[kind][5], *RECORDS[kind]]))
-        assert tokens(path, packing=packing).first(2).sums != found.sums
+        assert made().first(2).sums != found.sums
 
 
-def test_the_summary_and_the_settings(tmp_path: Path) -> None:
-    """The summary is that of the prepared file, and each setting makes another stream."""
+def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
+    """So does another token that the template prints. The summary is that of the prepared file."""
     path = written(tmp_path / "data.jsonl", "chat")
-    found = tokens(path)
+    tokenizer, other = (chat_tokenizer("{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
+    other.bos_token = "<user>"
+    file, found = (made(path, tokenizer=tokenizer) for made in (prepared, tokens))
     found.read(0, 1)
-    assert found.summary == prepared(path).summary
-    others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}]
-    assert len({found.identity, *(tokens(path, **other).identity for other in others)}) == 4
-    assert len({found._key, *(tokens(path, **other)._key for other in others)}) == 4
+    assert found.summary == file.summary
+    assert prepared(path, tokenizer=other).sums != file.sums
+    others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}, {"tokenizer": other}]
+    streams = [found, *(tokens(path, **{"tokenizer": tokenizer} | more) for more in others)]
+    assert len({one.identity for one in streams}) == len({one._key for one in streams}) == 5
 
 
 def dated(date: str) -> PreTrainedTokenizerFast:
@@ -269,16 +268,6 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
     assert not {other.identity, other._key} & {found.identity, found._key}
     assert found.identity.endswith(" on 2026-01-31")
     assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
-
-
-def test_another_token_in_the_template_makes_other_rows(tmp_path: Path) -> None:
-    """Prepared rows are made anew and a stream has another identity when the token that a template prints changes."""
-    path = written(tmp_path / "data.jsonl", "chat")
-    one, other = (chat_tokenizer(template="{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
-    other.bos_token = "<user>"
-    files, streams = ([made(path, tokenizer=each) for each in (one, other)] for made in (prepared, tokens))
-    assert files[0].sums != files[1].sums
-    assert len({(found.identity, found._key) for found in streams}) == 2
 
 
 @pytest.mark.slow

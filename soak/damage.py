@@ -40,8 +40,7 @@ from hypothesis import strategies as st
 from offload_trainer import checkpoint as saved
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import TrainConfig
-from offload_trainer.data.mixture import split_rows
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError

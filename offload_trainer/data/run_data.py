@@ -33,9 +33,8 @@ import numpy as np
 from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.mixture import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.packing import Encoder, Tokenization
-from offload_trainer.data.rows import IGNORED, RowReader
+from offload_trainer.data.rows import IGNORED, RowReader, Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.data.tokenfile import (

@@ -17,9 +17,8 @@ from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row
 from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
-from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.packing import Counts, RowEncoder
-from offload_trainer.data.rows import IGNORED, RowReader, padding_of
+from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
 from offload_trainer.data.run_data import first_row
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer

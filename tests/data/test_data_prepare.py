@@ -19,8 +19,7 @@ import sample_chats
 
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
-from offload_trainer.data.mixture import TokenShards
-from offload_trainer.data.rows import RowReader
+from offload_trainer.data.rows import RowReader, TokenShards
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint

@@ -15,8 +15,7 @@ import pytest
 import torch
 from sample_chats import CHATS, lines, run_data, turns
 
-from offload_trainer.data.mixture import Shares, mixed, order, split_rows
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import Batch, DataState, RowReader, Shares, mixed, order, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
 

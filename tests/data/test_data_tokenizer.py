@@ -17,8 +17,7 @@ from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.mixture import split_rows
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer, text_bytes, tokenizer_fingerprint, vocabulary_size

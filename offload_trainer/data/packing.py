@@ -218,19 +218,19 @@ class RowEncoder:
 
     note = ""
 
-    def __init__(self, given: Tokenization, form: str) -> None:
+    def __init__(self, spec: TokenSpec, form: str) -> None:
         """Set up the encoder of records of `form` (conversations.py).
 
         A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
         UserError as `AnswerEncoder`.
         """
-        section, tokenizer, say = given.section, given.tokenizer, given.say
+        section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:
             begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
             tokenizer.chat_template = "".join(begin) + _PLAIN_TEMPLATE.read_text()
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
-        self.row_length, self.packed, self._form = given.seq_len, section.packing == "on", form
+        self.row_length, self.packed, self._form = spec.seq_len, section.packing == "on", form
         day = date.today().isoformat() if section.template_date == "auto" else section.template_date
         self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
         if self._answers.uses_variant:
@@ -243,7 +243,7 @@ class RowEncoder:
             template += f" on {day}"
             say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
         # All that the rows depend on except the records and the tokenizer's ids
-        self.key: list[Any] = [_VERSION, form, everything, given.seq_len, self.packed, template]
+        self.key: list[Any] = [_VERSION, form, everything, spec.seq_len, self.packed, template]
         self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
@@ -355,7 +355,7 @@ Encoder = DocumentEncoder | RowEncoder
 
 
 @dataclass(frozen=True)
-class Tokenization:
+class TokenSpec:
     """What turns text or conversations into ids: the data section, the tokenizer, and the rows of the model."""
 
     section: DataSection

@@ -33,7 +33,7 @@ import numpy as np
 from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.packing import Encoder, Tokenization
+from offload_trainer.data.packing import Encoder, TokenSpec
 from offload_trainer.data.rows import IGNORED, RowReader, Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens, check_stream
@@ -65,7 +65,7 @@ _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(given: Tokenization, *, validation: bool = False) -> Tokens:
+def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
@@ -76,8 +76,8 @@ def prepare_tokens(given: Tokenization, *, validation: bool = False) -> Tokens:
     model does not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the
     text changed meanwhile.
     """
-    section, seq_len, fingerprint, vocabulary = given.section, given.seq_len, given.fingerprint, given.vocabulary
-    sources = find_sources(section.path, say=given.say, validation=validation)
+    section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
+    sources = find_sources(section.path, say=spec.say, validation=validation)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
@@ -98,7 +98,7 @@ def prepare_tokens(given: Tokenization, *, validation: bool = False) -> Tokens:
                     "set data.tokenizer to the one it was made with, or give the text instead"
                 )
             if file.assumed:
-                given.say(f"{file.path}: {file.assumed}")
+                spec.say(f"{file.path}: {file.assumed}")
             # A matching sidecar that states a vocabulary within the model's saves reading the ids.
             stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
             if not stated and (largest := file.largest_id()) >= vocabulary:
@@ -108,15 +108,15 @@ def prepare_tokens(given: Tokenization, *, validation: bool = False) -> Tokens:
                 )
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    found = _tokenised(given, sources, given.encoder(form))
-    if vocabulary_size(given.tokenizer) > vocabulary:  # The file may have been made for another model.
-        given.known(np.array(found.largest_id()))
+    found = _tokenised(spec, sources, spec.encoder(form))
+    if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
+        spec.known(np.array(found.largest_id()))
     return found
 
 
-def _tokenised(given: Tokenization, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
+def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed."""
-    section, say, separator = given.section, given.say, given.tokenizer.eos_token_id
+    section, say, separator = spec.section, spec.say, spec.tokenizer.eos_token_id
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
@@ -124,7 +124,7 @@ def _tokenised(given: Tokenization, sources: Sequence[Path], encoder: Encoder) -
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     suffixes = [source.suffix.lower() for source in sources]
-    content = [FORMAT, sums, given.fingerprint, separator, suffixes, *encoder.key]
+    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, *encoder.key]
     target = cache / f"{name}-{_digest(content)}.bin"
     found = cached(target)
     if found is not None:
@@ -141,7 +141,7 @@ def _tokenised(given: Tokenization, sources: Sequence[Path], encoder: Encoder) -
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
         before, tokens = _bytes_read(), 0
-        for ids in map(given.known, encoded()):
+        for ids in map(spec.known, encoded()):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:
@@ -165,8 +165,8 @@ def _tokenised(given: Tokenization, sources: Sequence[Path], encoder: Encoder) -
     write_tokens(
         target,
         arrays(),
-        tokenizer=given.fingerprint,
-        vocabulary=vocabulary_size(given.tokenizer),
+        tokenizer=spec.fingerprint,
+        vocabulary=vocabulary_size(spec.tokenizer),
         end_of_text=separator,
         row_length=encoder.row_length,
         packed=encoder.packed,
@@ -245,7 +245,7 @@ class RunData:
     `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
     """
 
-    given: Tokenization
+    spec: TokenSpec
     tokens: Any  # Tokens
     held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
     split: Split
@@ -254,12 +254,12 @@ class RunData:
     @property
     def apart(self) -> int | None:
         """The token that ends a document, if packed documents must not attend to each other."""
-        return self.given.tokenizer.eos_token_id if self.given.section.packing == "on" else None
+        return self.spec.tokenizer.eos_token_id if self.spec.section.packing == "on" else None
 
     @property
     def shuffle(self) -> bool:
         """True if training rows are read in a random order."""
-        section = self.given.section
+        section = self.spec.section
         return bool(section.shuffled_block if section.streamed else section.shuffle)
 
     @property
@@ -270,7 +270,7 @@ class RunData:
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
-        if self.given.section.streamed:
+        if self.spec.section.streamed:
             known["stream"] = self.tokens.identity
         else:
             known |= {
@@ -278,8 +278,8 @@ class RunData:
                 "training rows": len(self.split.train),
                 "text": zlib.crc32(repr(self.tokens.sums).encode()),
             }
-        if self.given.section.mixture:
-            known["mixture"] = list(self.given.section.mixture)
+        if self.spec.section.mixture:
+            known["mixture"] = list(self.spec.section.mixture)
         if self.apart is not None:
             known["documents apart"] = self.apart
         if self.held_out is not self.tokens:
@@ -312,14 +312,14 @@ def prepare_data(
     """
     _refuse_unsuitable(section, source)
     tokenizer = _tokenizer(section, source, say=say)
-    whole = Tokenization(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
+    whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
 
     def text(*paths: str, validation: bool = False) -> Any:
-        given = replace(whole, section=section.model_copy(update={"path": paths}))
-        if not given.section.streamed:
-            return prepare_tokens(given, validation=validation)
+        spec = replace(whole, section=section.model_copy(update={"path": paths}))
+        if not spec.section.streamed:
+            return prepare_tokens(spec, validation=validation)
         try:
-            stream = StreamedTokens(given, validation=validation)
+            stream = StreamedTokens(spec, validation=validation)
             if validation:
                 return stream.first(eval_rows)
             stream.read(0, 1)
@@ -353,7 +353,7 @@ def prepare_data(
 
 def _describe(data: RunData) -> Iterator[str]:
     """Yield lines for the user on the amount of data and its division."""
-    section, tokens, held_out, split = data.given.section, data.tokens, data.held_out, data.split
+    section, tokens, held_out, split = data.spec.section, data.tokens, data.held_out, data.split
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
@@ -368,7 +368,7 @@ def _describe(data: RunData) -> Iterator[str]:
         return
     if tokens.summary:
         yield f"conversations: {tokens.summary}"
-    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.given.seq_len - 1
+    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.spec.seq_len - 1
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
@@ -380,8 +380,8 @@ def first_row(data: RunData) -> list[str]:
 
     In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
-    seq_len, tokenizer = data.given.seq_len, data.given.tokenizer
-    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.given.vocabulary)
+    seq_len, tokenizer = data.spec.seq_len, data.spec.tokenizer
+    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.spec.vocabulary)
     row = reader.rows_at([0])
     inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
     # The first token has no loss in any row; where it is the only one, the row is shown as learned.
@@ -405,7 +405,7 @@ def first_row(data: RunData) -> list[str]:
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     """Return a line with the number of steps per epoch and the number of epochs of the run."""
-    if data.given.section.streamed:
+    if data.spec.section.streamed:
         return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
     epochs = steps * rows_per_step / rows

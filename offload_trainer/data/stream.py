@@ -35,7 +35,7 @@ import numpy as np
 from offload_trainer.config import STREAM
 from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
 from offload_trainer.data.documents import holds_records, without_nulls
-from offload_trainer.data.packing import Tokenization
+from offload_trainer.data.packing import TokenSpec
 from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
@@ -68,15 +68,15 @@ class StreamedTokens:
     sums: tuple[Any, ...] = ()
     paths = ()
 
-    def __init__(self, given: Tokenization, *, validation: bool = False) -> None:
+    def __init__(self, spec: TokenSpec, *, validation: bool = False) -> None:
         """Open the stream that `data.path` names. `validation`: read the split of a directory that is for validation.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
-        section, self.name = given.section, given.section.path[0]
-        self._files = check_stream(self.name, say=given.say, validation=validation)
-        self.tokenizer, self._seq_len, self._known = given.fingerprint, given.seq_len, given.known
+        section, self.name = spec.section, spec.section.path[0]
+        self._files = check_stream(self.name, say=spec.say, validation=validation)
+        self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
@@ -86,9 +86,9 @@ class StreamedTokens:
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
         form = self._form(section.format, section.text_field)
-        self._encoder = given.encoder(form)
+        self._encoder = spec.encoder(form)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, self.name, given.fingerprint, given.tokenizer.eos_token_id, *self._encoder.key]
+        content = [_FORMAT, self.name, spec.fingerprint, spec.tokenizer.eos_token_id, *self._encoder.key]
         self.identity = self.name + self._encoder.identity
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.

@@ -313,9 +313,9 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
     said: list[str] = []
     data = run_data(file, vocabulary=400, seq_len=96, directory=tmp_path / "model", say=said.append, validation=0.0)
-    ends = data.given.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
+    ends = data.spec.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
-    assert data.given.tokenizer.chat_template == template("glm4moe")
+    assert data.spec.tokenizer.chat_template == template("glm4moe")
     assert said.count("conversations are rendered with trl's training variant of the chat template") == 1
     shown = [line.strip() for line in first_row(data)]
     assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown

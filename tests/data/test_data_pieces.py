@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import TEMPLATE, lines, prepared, run_data, tokenization, turns
+from sample_chats import TEMPLATE, lines, prepared, run_data, token_spec, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -205,7 +205,7 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000, say=said.append)
     assert tokens.read(0, len(tokens)).tolist() == expected
     assert any("no end-of-text: document boundaries are not marked" in line for line in said) == (not marked.eos)
-    stream = StreamedTokens(tokenization(f"stream:{path}", tokenizer=marked.tokenizer, vocabulary=4000))
+    stream = StreamedTokens(token_spec(f"stream:{path}", tokenizer=marked.tokenizer, vocabulary=4000))
     assert stream.read(0, len(expected)).tolist() == expected
 
 

@@ -284,7 +284,7 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
         path.write_text(json.dumps({field: f"one {word} two " * 4, "completion": "so"}) + "\n")
         settings: dict[str, Any] = {"tokenizer": tokenizer, "vocabulary": vocabulary, "seq_len": 32}
         if way == "stream":
-            StreamedTokens(sample_chats.tokenization(f"stream:{path}", **settings)).read(0, 33)
+            StreamedTokens(sample_chats.token_spec(f"stream:{path}", **settings)).read(0, 33)
             return
         tokens = prepared(path, **settings | ({"vocabulary": 2049} if way == "ids" else {}))
         prepared(tokens.path if way == "ids" else path, **settings)
@@ -479,7 +479,7 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     assert alone.held_out is alone.tokens
     assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
     assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
-    text = apart.given.tokenizer.decode(apart.held_out.read(0, 12).tolist())
+    text = apart.spec.tokenizer.decode(apart.held_out.read(0, 12).tolist())
     assert text.startswith("Creeps in this petty pace")
     assert "for validation of" in said[-1]
     left = (len(apart.tokens) - 1) % 8

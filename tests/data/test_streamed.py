@@ -21,7 +21,7 @@ import torch
 from commands import KILL, TINY, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
-from sample_chats import chat_tokenizer, lines, message, tokenization, turns
+from sample_chats import chat_tokenizer, lines, message, token_spec, turns
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -119,7 +119,7 @@ def ids_of(path: Path, **section: Any) -> np.ndarray:
 
 
 def tokens(path: object, **given: Any) -> StreamedTokens:
-    return StreamedTokens(tokenization(f"stream:{path}", seq_len=LENGTH, **given))
+    return StreamedTokens(token_spec(f"stream:{path}", seq_len=LENGTH, **given))
 
 
 def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data.packing import Tokenization
+from offload_trainer.data.packing import TokenSpec
 from offload_trainer.data.run_data import prepare_data, prepare_tokens
 from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
@@ -61,22 +61,22 @@ def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Seq
     return tokenizer
 
 
-def tokenization(
+def token_spec(
     *paths: object,
     tokenizer: Any = None,
     vocabulary: int = 300,
     seq_len: int = 64,
     say: Callable[[str], None] = lambda line: None,
     **section: Any,
-) -> Tokenization:
+) -> TokenSpec:
     tokenizer = tokenizer or chat_tokenizer()
     read = DataSection(path=tuple(map(str, paths)), **section)
-    return Tokenization(read, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
+    return TokenSpec(read, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
 
 
 def prepared(*paths: Path, cache: Path | None = None, **given: Any) -> Any:
     """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
-    return prepare_tokens(tokenization(*paths, cache=str(cache or paths[0].parent / "cache"), **given))
+    return prepare_tokens(token_spec(*paths, cache=str(cache or paths[0].parent / "cache"), **given))
 
 
 def run_data(
@@ -90,7 +90,7 @@ def run_data(
 
 def row_encoder(length: int, *, packed: bool = False) -> Any:
     """Return an encoder of conversations into rows, with `chat_tokenizer`."""
-    return tokenization(seq_len=length, packing="on" if packed else "off").encoder("chat")
+    return token_spec(seq_len=length, packing="on" if packed else "off").encoder("chat")
 
 
 def chats() -> Dataset:

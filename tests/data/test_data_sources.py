@@ -15,10 +15,10 @@ import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-from sample_chats import chats, prepared
+from sample_chats import chats, documents_of, prepared
 
 from offload_trainer.data import sources
-from offload_trainer.data.documents import read_documents, read_records
+from offload_trainer.data.documents import read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
 from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
@@ -191,10 +191,6 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
     return directory
 
 
-def read(files: Iterable[Path]) -> list[str]:
-    return [text for file in files for blocks in read_documents(file, text_field="text") for text in blocks if text]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> None:
     """Both the prepared data and a stream read it, as `datasets` does where it does not drop files."""
@@ -209,7 +205,7 @@ def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> No
         assert check_stream(f"stream:{directory}") == found
     if same:
         loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
-        assert sorted(row["text"] for row in loaded) == sorted(read(found))
+        assert sorted(row["text"] for row in loaded) == sorted(documents_of(*found))
 
 
 @pytest.mark.parametrize(

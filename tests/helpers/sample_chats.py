@@ -88,6 +88,11 @@ def run_data(
     return prepare_data(read, source, seq_len=seq_len, say=say)
 
 
+def documents_of(*files: Path) -> list[str]:
+    encoder = token_spec().encoder("text")
+    return ["".join(blocks) for file in files for blocks in encoder.read(file)]
+
+
 def row_encoder(length: int, *, packed: bool = False) -> Any:
     """Return an encoder of conversations into rows, with `chat_tokenizer`."""
     return token_spec(seq_len=length, packing="on" if packed else "off").encoder("chat")

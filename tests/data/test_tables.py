@@ -17,10 +17,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
-from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
+from sample_chats import CHATS, documents_of, lines, prepared, turns
 
 from offload_trainer.data import documents
-from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.errors import UserError
 
 
@@ -40,11 +39,6 @@ TALKS = [turns(*talk) for talk in CHATS * 60]
 
 def texts() -> list[dict[str, Any]]:
     return [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
-
-
-def read(source: Path) -> list[str]:
-    encoder = DocumentEncoder(chat_tokenizer(), text_field="text")
-    return ["".join(blocks) for blocks in encoder.read(source)]
 
 
 def forms_of(records: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -95,7 +89,7 @@ def test_a_packed_text_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     content = lines(texts()).encode()
     for kind, pack in PACKERS.items():
         (tmp_path / f"b.txt{kind}").write_bytes(pack(content[:5000]) + pack(content[5000:]))
-        assert read(tmp_path / f"b.txt{kind}") == [content.decode()]
+        assert documents_of(tmp_path / f"b.txt{kind}") == [content.decode()]
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -227,8 +221,7 @@ def test_a_table_is_read_once_where_no_hash_is_wanted(tmp_path: Path, monkeypatc
     parquet.write_table(pyarrow.Table.from_pylist(texts()), tmp_path / "a.parquet")
     read: list[Path] = []
     monkeypatch.setattr(documents, "open_given", lambda path: read.append(path) or path.open("rb"))
-    encoder = DocumentEncoder(chat_tokenizer(), text_field="text")
-    assert len(list(encoder.read(tmp_path / "a.parquet"))) == len(TEXTS)
+    assert documents_of(tmp_path / "a.parquet") == TEXTS
     assert len(read) == 1  # to refuse a pipe
 
 
@@ -273,7 +266,7 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
     texts = ["first\nwith a line end", "", "zweiter é"]
     lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
-    assert read(tmp_path / "a.jsonl") == texts
+    assert documents_of(tmp_path / "a.jsonl") == texts
 
 
 @pytest.mark.parametrize(("line", "mark"), [(1, b""), (1, b"\xef\xbb\xbf"), (3, b"\xef\xbb\xbf")])
@@ -287,7 +280,7 @@ def test_the_line_of_a_wrong_byte_is_named(
     for block in (1, 7, 1 << 18):
         monkeypatch.setattr(documents, "_BLOCK", block)
         with pytest.raises(UserError, match=rf"line {line}: not UTF-8: its byte 0xff"):
-            read(tmp_path / name)
+            documents_of(tmp_path / name)
 
 
 def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,4 +289,4 @@ def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     for size in (3, 4, 5, 7, 100):
         monkeypatch.setattr(documents, "_BLOCK", size)
-        assert read(tmp_path / "a.txt") == [text]
+        assert documents_of(tmp_path / "a.txt") == [text]

@@ -153,37 +153,34 @@ def test_special_tokens_are_no_text() -> None:
     assert text_bytes(gemma, torch.tensor(ids)) == len("a   \n\n")
 
 
-def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
-    """Return the record of a validation of `rows` rows of 64 with the given loss, and those rows."""
-    held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
-    messages: list[EvalRecord] = []
-    train = SimpleNamespace(micro_batch_size=3, eval_rows=rows)
+def validated(rows: Any, *, micro_batch: int, eval_rows: int, loss: Any, tokenizer: Any = None) -> EvalRecord:
+    """Return the record of a validation in which each batch has this loss."""
+    records: list[EvalRecord] = []
     job = SimpleNamespace(
-        train=train,
-        engine=SimpleNamespace(eval_loss=lambda batch: loss),
-        validation_rows=RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048),
-        telemetry=SimpleNamespace(evaluation=messages.append),
-        text_bytes=partial(text_bytes, tokenizer),
+        train=SimpleNamespace(micro_batch_size=micro_batch, eval_rows=eval_rows),
+        engine=SimpleNamespace(eval_loss=loss),
+        validation_rows=rows,
+        telemetry=SimpleNamespace(evaluation=records.append),
+        text_bytes=partial(text_bytes, tokenizer) if tokenizer else lambda _: None,
     )
     _evaluate(job, 1)  # type: ignore[arg-type]
-    return messages[0], held_out
+    return records[0]
+
+
+def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int) -> tuple[EvalRecord, range]:
+    """Return the record of a validation of `rows` rows of 64 with a loss of 3, and those rows."""
+    held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
+    reader = RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048)
+    return validated(reader, micro_batch=3, eval_rows=rows, loss=lambda _: 3.0, tokenizer=tokenizer), held_out
 
 
 def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
     """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
-    messages: list[EvalRecord] = []
-    counts = (5, 1, 3)
-    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in counts]
+    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
     made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one, DataState(0)) for one in targets]
-    job = SimpleNamespace(
-        train=SimpleNamespace(micro_batch_size=1, eval_rows=3),
-        engine=SimpleNamespace(eval_loss=lambda batch: float(batch.counted)),
-        validation_rows=SimpleNamespace(validation_batches=lambda **_: iter(made)),
-        telemetry=SimpleNamespace(evaluation=messages.append),
-        text_bytes=lambda _: None,
-    )
-    _evaluate(job, 1)  # type: ignore[arg-type]
-    assert messages[0].validation_loss == (25 + 1 + 9) / 9
+    rows = SimpleNamespace(validation_batches=lambda **_: iter(made))
+    record = validated(rows, micro_batch=1, eval_rows=3, loss=lambda batch: float(batch.counted))
+    assert record.validation_loss == (25 + 1 + 9) / 9
 
 
 @pytest.mark.parametrize(("text", "rows"), [(SHIPPED, 26), (SHIPPED, 7), (MIXED, 10)], ids=["all", "some", "mixed"])
@@ -191,7 +188,7 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
     tokenizer = load_tokenizer("builtin")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     np.array(ids, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows, loss=3.0)
+    record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows)
     first, last = held_out[0] * 64 + 1, (held_out[-1] + 1) * 64 + 1  # targets are one token later
     sizes = [len(token) for token in tokenizer.convert_ids_to_tokens(ids)]  # each letter stands for a byte
     assert sum(sizes) == len(text.encode())
@@ -206,7 +203,7 @@ def test_bits_of_conversations_are_of_the_text_of_their_answers(tmp_path: Path) 
     """The nats of all learned tokens, ends of turns among them, are shared by the bytes of the answers."""
     talks = [turns(*talk) for talk in CHATS * 4]
     (tmp_path / "a.jsonl").write_text(lines({"messages": talk} for talk in talks))
-    record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1, loss=3.0)
+    record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1)
     answer = talks[held_out[0]][-1]["content"]
     expected = 3.0 * (len(answer) + 1) / math.log(2) / len(answer)
     assert record.bits_per_byte == pytest.approx(expected, rel=1e-12)

@@ -9,5 +9,5 @@ stream.StreamedTokens          a streamed data set           -> ids or rows, tok
 run_data.prepare_tokens        all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
 run_data.prepare_data          the data section             -> the token files of a run, split into rows
 rows.joined, rows.mixed        token files                   -> one, one after the other or mixed by weights
-rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
+rows.RowReader                 token files and a position    -> Batch, each with the position after it
 """

@@ -233,16 +233,9 @@ def mixed(
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DataState:
-    """Position of a run: the number of rows consumed since its first step, by all ranks together."""
-
-    position: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of one micro-batch, with the state to resume from after it.
+    """Rows of one micro-batch, with the number of rows that all ranks together have read after it, from which to resume.
 
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
@@ -252,7 +245,7 @@ class Batch:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    state: DataState
+    data_position: int = 0
     seed: int = 0
     positions: torch.Tensor | None = None
     padding: int = 0
@@ -280,7 +273,7 @@ class Batch:
         return Batch(
             self.inputs[:, here],
             self.targets[:, here],
-            self.state,
+            self.data_position,
             seed=forward_seed(self.seed, first=number),
             positions=torch.arange(here.start, here.stop).expand(rows, -1),
         )
@@ -339,7 +332,7 @@ def positions_of(begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class RowReader:
-    """Reads batches from the rows `rows` of a token file or a stream. The caller's `DataState` holds the position.
+    """Reads batches from the rows `rows` of a token file or a stream. The caller holds the position.
 
     Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of text, if
     documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows of a mixture
@@ -354,31 +347,30 @@ class RowReader:
     shuffle: bool = False
     apart: int | None = None
 
-    def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield this rank's micro-batches from `state` on, epoch after epoch, without end.
+    def train_batches(self, position: int, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield this rank's micro-batches from row `position` of the run on, epoch after epoch, without end.
 
         Each step takes the next micro_batch * world rows of the order, and this rank takes its micro_batch of those.
         Two ranks therefore see in a step what one rank sees that accumulates twice, with the same dropout.
         """
         assert 0 <= rank < world
-        position = state.position
         while True:
             first = position + rank * micro_batch
             indices = [self._row(place) for place in range(first, first + micro_batch)]
             position += micro_batch * world
-            yield self.rows_at(indices, state=DataState(position), seed=forward_seed(self.seed, first=first))
+            yield self.rows_at(indices, data_position=position, seed=forward_seed(self.seed, first=first))
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
 
-        `state` counts the rows of this pass.
+        `data_position` counts the rows of this pass.
         """
         rows = self.rows[:limit]
         for start in range(0, len(rows), micro_batch):
             some = rows[start : start + micro_batch]
-            yield self.rows_at(some, state=DataState(start + len(some)))
+            yield self.rows_at(some, data_position=start + len(some))
 
-    def rows_at(self, indices: Sequence[int], *, state: DataState = DataState(), seed: int = 0) -> Batch:
+    def rows_at(self, indices: Sequence[int], *, data_position: int = 0, seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""
         length = self.seq_len
         block = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
@@ -403,7 +395,7 @@ class RowReader:
             begins[:, 1:] = block[:, :-2] == self.apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
         inputs = torch.from_numpy(block[:, :-1].copy())
-        return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
+        return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
         if self.shuffle and isinstance(self.tokens, TokenShards) and self.tokens.shares is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from sample_chats import CHATS, lines, run_data, turns
 
-from offload_trainer.data.rows import Batch, DataState, RowReader, Shares, mixed, order, split_rows
+from offload_trainer.data.rows import Batch, RowReader, Shares, mixed, order, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import TrainerError, UserError
 
@@ -65,9 +65,9 @@ def test_order_is_pinned() -> None:
 
 
 def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFile) -> None:
-    (unshuffled,) = take(reader(tokens, shuffle=False).train_batches(DataState(), micro_batch=ROWS + 2), 1)
+    (unshuffled,) = take(reader(tokens, shuffle=False).train_batches(0, micro_batch=ROWS + 2), 1)
     assert row_numbers(unshuffled) == [*range(ROWS), 0, 1]
-    (batch,) = take(reader(tokens).train_batches(DataState(4), micro_batch=3), 1)
+    (batch,) = take(reader(tokens).train_batches(4, micro_batch=3), 1)
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.shape == batch.targets.shape == (3, SEQ_LEN)
     assert batch.inputs.is_contiguous()
@@ -81,29 +81,29 @@ def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFil
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shuffle: bool, world: int) -> None:
-    def batches(state: DataState, count: int) -> list[Batch]:
+    def batches(position: int, count: int) -> list[Batch]:
         rows = reader(tokens, shuffle=shuffle)
-        return take(rows.train_batches(state, micro_batch=3, rank=world - 1, world=world), count)
+        return take(rows.train_batches(position, micro_batch=3, rank=world - 1, world=world), count)
 
-    whole = batches(DataState(), 12)
+    whole = batches(0, 12)
     for done in range(1, 12):
-        state = whole[done - 1].state
-        for resumed, expected in zip(batches(state, 12 - done), whole[done:], strict=True):
+        position = whole[done - 1].data_position
+        for resumed, expected in zip(batches(position, 12 - done), whole[done:], strict=True):
             assert torch.equal(resumed.inputs, expected.inputs)
             assert torch.equal(resumed.targets, expected.targets)
-            assert resumed.state == expected.state
+            assert resumed.data_position == expected.data_position
 
 
 def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:
     def step_rows(*, world: int, accumulate: int, steps: int) -> list[list[int]]:
         ranks = [
             take(
-                reader(tokens).train_batches(DataState(), micro_batch=2, rank=rank, world=world),
+                reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world),
                 accumulate * steps,
             )
             for rank in range(world)
         ]
-        assert len({tuple(batch.state.position for batch in rank) for rank in ranks}) == 1
+        assert len({tuple(batch.data_position for batch in rank) for rank in ranks}) == 1
         return [
             [
                 row
@@ -245,7 +245,7 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
     assert found.shares.rows == (16, 7)
     assert len(found) == (20 + 8) * SEQ_LEN + 1
     reader = RowReader(found, seq_len=SEQ_LEN, rows=range(23), vocabulary=30000, seed=1, shuffle=True)
-    batches = reader.train_batches(DataState(0), micro_batch=1)
+    batches = reader.train_batches(0, micro_batch=1)
     given = [next(batches) for _ in range(92)]
     firsts = [int(batch.inputs[0, 0]) for batch in given]
     for batch, first in zip(given, firsts, strict=True):
@@ -256,7 +256,7 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
     for epoch in range(4):
         of_b = sum(first >= 10000 for first in firsts[23 * epoch : 23 * epoch + 23])
         assert of_b == 17  # three quarters of 23 are 17.25
-    again = reader.train_batches(given[40].state, micro_batch=1)
+    again = reader.train_batches(given[40].data_position, micro_batch=1)
     assert [int(next(again).inputs[0, 0]) for _ in range(51)] == firsts[41:]
     held_out = RowReader(found, seq_len=SEQ_LEN, rows=range(23, 28), vocabulary=30000)
     rows = {int(row[0]) for batch in held_out.validation_batches(micro_batch=2, limit=9) for row in batch.inputs}
@@ -308,7 +308,7 @@ def test_packed_conversations_are_mixed_as_well(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(lines({"messages": talk} for talk in talks))
     data = run_data(tmp_path / "a.jsonl", tmp_path / "b.jsonl", seq_len=64, mixture=(1, 2), packing="on")
     reader = RowReader(data.tokens, seq_len=64, rows=data.split.train, vocabulary=2048, shuffle=True)
-    batch = next(reader.train_batches(DataState(0), micro_batch=len(data.split.train)))
+    batch = next(reader.train_batches(0, micro_batch=len(data.split.train)))
     assert batch.counted > 0
     assert int((batch.targets == -100).sum()) > 0
     assert batch.positions is not None

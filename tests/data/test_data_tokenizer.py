@@ -17,7 +17,7 @@ from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
+from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer, text_bytes, tokenizer_fingerprint, vocabulary_size
@@ -177,7 +177,7 @@ def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int) -> tuple[EvalReco
 def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
     """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
     targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
-    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one, DataState(0)) for one in targets]
+    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one) for one in targets]
     rows = SimpleNamespace(validation_batches=lambda **_: iter(made))
     record = validated(rows, micro_batch=1, eval_rows=3, loss=lambda batch: float(batch.counted))
     assert record.validation_loss == (25 + 1 + 9) / 9

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from offload_trainer.data import stream
-from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.process_setup import prepare_process
@@ -283,7 +283,7 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
         if points:
             found.remember(tmp_path / "points.jsonl", writes=not begin)
         reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
-        batches = reader.train_batches(DataState(begin), micro_batch=5)
+        batches = reader.train_batches(begin, micro_batch=5)
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
     shuffled = read(0, points=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_bench import ON_GPU, REENTRANT, assert_same, batches, engine, masters, model_directory, plain, train
 
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.data.tokenfile import TokenFile
 
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -76,7 +76,7 @@ def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
     )
 
     def taken(count: int, position: int = 0, **ranks: int) -> list[Batch]:
-        return list(islice(reader.train_batches(DataState(position), micro_batch=3, **ranks), count))
+        return list(islice(reader.train_batches(position, micro_batch=3, **ranks), count))
 
     alone = taken(12)
     assert len({batch.seed for batch in alone}) == 12
@@ -84,4 +84,4 @@ def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
         for batch, same in zip(taken(6, rank=rank, world=2), alone[rank::2], strict=True):
             assert batch.seed == same.seed
             assert torch.equal(batch.inputs, same.inputs)
-    assert [batch.seed for batch in taken(8, alone[3].state.position)] == [batch.seed for batch in alone[4:]]
+    assert [batch.seed for batch in taken(8, alone[3].data_position)] == [batch.seed for batch in alone[4:]]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.data.packing import _PLAIN_TEMPLATE
-from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.export.directory import export
 
@@ -81,7 +81,7 @@ def test_a_packed_run_trains_each_document_by_itself(kind: str, chat: Path, tmp_
     tokens = TokenFile.open(next((tmp_path / "cache").glob("*.bin")))
     count = (len(tokens) - 1) // 96
     reader = RowReader(tokens, seq_len=96, rows=range(count), vocabulary=len(tokenizer), shuffle=True)
-    batch = next(reader.train_batches(DataState(0), micro_batch=2))
+    batch = next(reader.train_batches(0, micro_batch=2))
     begins = batch.positions == 0 if batch.positions is not None else torch.zeros_like(batch.inputs, dtype=torch.bool)
     if kind == "text":
         begins[:, 1:] = batch.inputs[:, :-1] == tokenizer.eos_token_id

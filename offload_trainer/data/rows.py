@@ -235,7 +235,7 @@ def mixed(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of one micro-batch, with the number of rows that all ranks together have read after it, from which to resume.
+    """Rows of one micro-batch, with the number of rows that all ranks have read after it, from which to resume.
 
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of

@@ -34,10 +34,12 @@ from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec
-from offload_trainer.data.rows import IGNORED, RowReader, Split, Tokens, joined, mixed, split_rows
+from offload_trainer.data.rows import Split, Tokens, joined, mixed, padding_of, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.data.tokenfile import (
+    BEGINS,
+    IDS,
     NOT_LEARNED,
     TokenFile,
     cached,
@@ -381,25 +383,21 @@ def first_row(data: RunData) -> list[str]:
     In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
     seq_len, tokenizer = data.spec.seq_len, data.spec.tokenizer
-    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.spec.vocabulary)
-    row = reader.rows_at([0])
-    inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
-    # The first token has no loss in any row; where it is the only one, the row is shown as learned.
-    learned = [IGNORED not in targets, *(target != IGNORED for target in targets[:-1])]
-    positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
-    text_end = seq_len - row.padding
-    begins = [place for place in range(text_end) if positions[place] == 0]
+    row = data.tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
+    ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
+    text_end = seq_len - int(padding_of(row[None])[0])
+    begins = [place for place in range(text_end) if row[place] & BEGINS] or [0]
     printed = []
     for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
         printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
-            text = tokenizer.decode([inputs[place] for place in places])
+            text = tokenizer.decode([ids[place] for place in places])
             shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
             printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
     hidden = len(printed) - _STRETCHES
     lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
-    if row.padding:
-        lines.append(f"{'padding':<8} {row.padding} x {tokenizer.decode(inputs[-1:])!r}")
+    if text_end < seq_len:
+        lines.append(f"{'padding':<8} {seq_len - text_end} x {tokenizer.decode(ids[-1:])!r}")
     return ["the first row:", *(f"  {line}" for line in lines)]
 
 

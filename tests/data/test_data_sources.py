@@ -15,10 +15,9 @@ import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-from sample_chats import chats, documents_of, prepared
+from sample_chats import chats, documents_of, lines, prepared
 
 from offload_trainer.data import sources
-from offload_trainer.data.documents import read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
 from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
@@ -169,23 +168,20 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
     for name in files:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"id": number, "text": f"{name}, {number}"} for number in range(3)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        rows = [{"id": number, "text": f"{name} {number}"} for number in range(3)]
         kind = Path(name.removesuffix(".gz")).suffix
         if name == "dataset_infos.json":
             path.write_text("{}")
         elif kind == ".parquet":
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         elif kind in (".csv", ".tsv"):
-            comma = "," if kind == ".csv" else "\t"
-            path.write_text(
-                "".join(f'{row}{comma}"{text}"\n' for row, text in [("id", "text"), *map(dict.values, rows)])
-            )
+            cells = [("id", "text"), *((str(row["id"]), row["text"]) for row in rows)]
+            path.write_text("".join(("," if kind == ".csv" else "\t").join(row) + "\n" for row in cells))
         elif kind in (".json", ".jsonl", ".ndjson"):
-            content = json.dumps(rows, indent=1) if kind == ".json" else lines
+            content = json.dumps(rows, indent=1) if kind == ".json" else lines(rows)
             path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
         else:
-            path.write_text(f"{name}, 0")
+            path.write_text(f"{name} 0")
     if readme:
         (directory / "README.md").write_text(readme)
     return directory
@@ -304,8 +300,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "someone/corpus"
     folder.mkdir(parents=True)
     for split in ("train", "test"):
-        lines = [{"text": f"{split} {number}", "id": number} for number in range(3)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rows = [{"text": f"{split} {number}", "id": number} for number in range(3)]
+        (folder / f"{split}.jsonl").write_text(lines(rows))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     sources.hub_files.cache_clear()
@@ -316,13 +312,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("corpus")
 def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
     """A data set gives the same tokens as its rows in a jsonl file."""
-
-    def texts(*wishes: str) -> list[str]:
-        rows = [row for file in find_sources(wishes) for row in read_records(file, wanted=("text",))]
-        return [record["text"] for _, record in rows]
-
-    assert texts("hub:someone/corpus") == [f"train {number}" for number in range(3)]
-    both = texts("hub:someone/corpus:test", "hub:someone/corpus/default:train")
+    assert documents_of(*find_sources(["hub:someone/corpus"])) == [f"train {number}" for number in range(3)]
+    both = documents_of(*find_sources(["hub:someone/corpus:test", "hub:someone/corpus/default:train"]))
     assert both == [*(f"test {number}" for number in range(3)), *(f"train {number}" for number in range(3))]
     ours, expected = (
         prepared(Path(path), cache=tmp_path / path.replace("/", "-"), format="text").paths[0].read_bytes()

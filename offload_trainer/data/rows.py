@@ -373,28 +373,26 @@ class RowReader:
     def rows_at(self, indices: Sequence[int], *, data_position: int = 0, seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""
         length = self.seq_len
-        block = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
-        marks, padding = None, 0
-        if self.tokens.row_length is not None:
-            marks, block = block, block & IDS
-            padding = int(padding_of(marks[:, :-1]).sum())
-        if block.max() >= self.vocabulary:
-            row = indices[int(block.max(axis=1).argmax())]
+        ids = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
+        is_marked = self.tokens.row_length is not None
+        marks = ids & ~IDS if is_marked else np.zeros_like(ids)
+        ids ^= marks
+        if ids.max() >= self.vocabulary:
+            row = indices[int(ids.max(axis=1).argmax())]
             raise TrainerError(
-                f"{self.tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
+                f"{self.tokens.name}: row {row} holds id {ids.max()}, and the model's vocabulary is "
                 f"{self.vocabulary}: the file was changed or damaged; create it again"
             )
-        targets = block[:, 1:].copy()
-        if marks is not None:
-            targets[marks[:, 1:] & NOT_LEARNED != 0] = IGNORED
+        targets = np.where(marks[:, 1:] & NOT_LEARNED, IGNORED, ids[:, 1:])
+        padding = int(padding_of(marks[:, :-1]).sum())
         begins = None
-        if self.tokens.packed and marks is not None:
+        if is_marked and self.tokens.packed:
             begins = marks[:, :-1] & BEGINS != 0
-        elif self.apart is not None and marks is None:
+        elif self.apart is not None and not is_marked:
             begins = np.zeros_like(targets, dtype=bool)
-            begins[:, 1:] = block[:, :-2] == self.apart
+            begins[:, 1:] = ids[:, :-2] == self.apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        inputs = torch.from_numpy(block[:, :-1].copy())
+        inputs = torch.from_numpy(ids[:, :-1].copy())
         return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:

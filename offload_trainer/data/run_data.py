@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.config import STREAM, DataSection
+from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec
 from offload_trainer.data.rows import Split, Tokens, joined, mixed, padding_of, split_rows
 from offload_trainer.data.sources import find_sources
-from offload_trainer.data.stream import StreamedTokens, check_stream
+from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import (
     BEGINS,
     IDS,
@@ -298,9 +298,7 @@ UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     for paths, validation in ((section.path, False), (section.validation_path, True)):
-        if paths and paths[0].startswith(STREAM):
-            check_stream(paths[0], say=say, validation=validation)
-        elif paths:
+        if paths:
             find_sources(paths, say=say, validation=validation)
     _refuse_unsuitable(section, source)
 

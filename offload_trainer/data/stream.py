@@ -32,13 +32,12 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.config import STREAM
 from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
-from offload_trainer.data.documents import holds_records, without_nulls
+from offload_trainer.data.documents import without_nulls
 from offload_trainer.data.packing import TokenSpec
-from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
+from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
-from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.errors import RERUN_HINT, TrainerError
 from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
@@ -75,7 +74,7 @@ class StreamedTokens:
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
         section, self.name = spec.section, spec.section.path[0]
-        self._files = check_stream(self.name, say=spec.say, validation=validation)
+        self._files = find_sources(section.path, say=spec.say, validation=validation)
         self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
@@ -296,22 +295,3 @@ class LocalRecords:
                 self._count += 1
                 yield record
             self._file, self._count = self._file + 1, 0
-
-
-def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None, validation: bool = False) -> list[Path]:
-    """Return the files that a stream reads, none for a data set of the hub. Uses no network.
-
-    `say` and `validation` are as for `find_sources`. Raises UserError if the name is malformed, if the files do not
-    exist or hold other things than records, and if `datasets` is missing for a data set of the hub.
-    """
-    name = wish.removeprefix(STREAM)
-    path = Path(name).expanduser()
-    if path.exists():
-        files = find_sources([name], say=say, validation=validation)
-        if other := [str(file) for file in files if not holds_records(file)]:
-            raise UserError(f"{wish}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
-        return files
-    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
-        raise UserError(f"{wish}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    hub_name(wish)
-    return []

@@ -19,7 +19,6 @@ from sample_chats import chats, documents_of, lines, prepared
 
 from offload_trainer.data import sources
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
-from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
 
 
@@ -198,7 +197,7 @@ def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> No
     expects_line = not all(is_read for file, is_read in files.items() if not file.startswith(".")) or readme
     assert bool(left) == bool(expects_line)
     if all(path.suffix != ".txt" for path in found):
-        assert check_stream(f"stream:{directory}") == found
+        assert find_sources([f"stream:{directory}"]) == found
     if same:
         loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
         assert sorted(row["text"] for row in loaded) == sorted(documents_of(*found))
@@ -219,7 +218,7 @@ def test_validation_reads_no_training_files(readme: str, files: list[str], split
     expected = [path for path in sorted(directory.rglob("*")) if path.name.startswith(split)]
     found = find_sources([str(directory)], validation=True)
     assert found == expected
-    assert found == check_stream(f"stream:{directory}", validation=True)
+    assert found == find_sources([f"stream:{directory}"], validation=True)
     datasets.DatasetDict({name: chats() for name in ("test", "train")}).save_to_disk(tmp_path / "saved")
     assert {path.parent.name for path in find_sources([str(tmp_path / "saved")], validation=True)} == {"test"}
 
@@ -271,7 +270,7 @@ def test_files_that_are_left_are_named(tmp_path: Path) -> None:
     )
     said: list[str] = []
     find_sources([str(directory)], say=said.append)
-    check_stream(f"stream:{directory}", say=said.append)
+    find_sources([f"stream:{directory}"], say=said.append)
     assert said == [expected, expected]
 
 
@@ -286,7 +285,7 @@ def test_without_a_library_the_line_says_what_to_install(
         Path(name).write_bytes(b"")
     told = f"{name} needs {library}, which is not installed: pip install '{library}>="
     with pytest.raises(UserError, match=re.escape(told)):
-        check_stream(name) if name.startswith("stream:") else find_sources([name])
+        find_sources([name])
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     assert len(prepared(tmp_path / "b.jsonl.gz")) == 2  # the standard library suffices
 

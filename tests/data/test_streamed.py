@@ -94,7 +94,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every stream read the lines of `path` through `datasets`, as a data set of the hub."""
-    monkeypatch.setattr(stream, "check_stream", lambda wish, say, validation: [])
+    monkeypatch.setattr(stream, "find_sources", lambda paths, **_: [])
     dataset = partial(datasets.load_dataset, "json", data_files=str(path), split="train", streaming=True)
     monkeypatch.setattr(stream, "load_from_hub", lambda wish, streaming: dataset())
 

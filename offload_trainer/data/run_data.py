@@ -300,7 +300,7 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     for paths, validation in ((section.path, False), (section.validation_path, True)):
         if paths:
             find_sources(paths, say=say, validation=validation)
-    _refuse_unsuitable(section, source)
+    _refuse_unknown(section, source)
 
 
 def prepare_data(
@@ -310,7 +310,7 @@ def prepare_data(
 
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
-    _refuse_unsuitable(section, source)
+    _refuse_unknown(section, source)
     tokenizer = _tokenizer(section, source, say=say)
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
 
@@ -423,18 +423,11 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
     return tokenizer
 
 
-def _refuse_unsuitable(section: DataSection, source: Any) -> None:
-    """Raise UserError for a mixture that does not fit data.path, and for ids of an unknown tokenizer.
+def _refuse_unknown(section: DataSection, source: Any) -> None:
+    """Raise UserError for ids of an unknown tokenizer.
 
     Exports would include a wrong tokenizer beside a token file that does not name its own.
     """
-    if section.mixture and len(section.mixture) != len(section.path):
-        raise UserError(
-            f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
-            "each"
-        )
-    if section.mixture and not section.shuffle:
-        raise UserError("data.mixture needs shuffled rows: leave data.shuffle=false out")
     is_unknown = section.tokenizer == "auto" and source.directory is None
     for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
         if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:

@@ -364,9 +364,11 @@ def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, mo
         (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
         (["data.shuffle=9"], "data.shuffle=9 is for --data stream:NAME"),
+        (["--data", "a", "b", "data.mixture=[1]"], "has 1 weights, and data.path 2 texts: give one for each"),
+        (["--data", "a", "b", "data.mixture=[1,1]", "data.shuffle=false"], "leave data.shuffle=false out"),
     ],
 )
-def test_settings_that_a_stream_does_not_have(words: list[str], message: str) -> None:
+def test_settings_that_do_not_fit_the_data(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load_config(words)
 

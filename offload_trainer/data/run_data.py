@@ -207,23 +207,22 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-    found = {path: known[path][0] for path, state in about.items() if path in known and known[path][1] == state}
+    found = {path: known[path] for path, state in about.items() if path in known and known[path][1] == state}
     fresh = about.keys() - found.keys()
     total = sum(about[path][0] for path in fresh)
     if total >= _LONG:
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
-    settled = set(found)
     for path in sorted(fresh):
-        if time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path):  # JSON has no other names
-            settled.add(path)
-        found[path] = _sum(Path(path))
-    if settled & fresh:
+        settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
+        found[path] = _sum(Path(path)), about[path] if settled else []
+    if any(found[path][1] for path in fresh):
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_text(memory, json.dumps({path: (found[path], about[path]) for path in sorted(settled)}), mode=MODE)
+            kept = {path: known for path, known in sorted(found.items()) if known[1]}
+            write_text(memory, json.dumps(kept), mode=MODE)
         except OSError:
             pass  # without the cache the hashes are computed again next time
-    return [found[os.path.realpath(source)] for source in sources]
+    return [found[os.path.realpath(source)][0] for source in sources]
 
 
 def _sum(path: Path) -> str:

@@ -42,9 +42,7 @@ from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_by
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
-_place = attrgetter(
-    "tokens", "count"
-)  # The order of points. Of two at one place, the one with a checksum is the later.
+_place = attrgetter("tokens")  # the order of points; of two at the beginning, the one with a checksum is the later
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
@@ -138,7 +136,7 @@ class StreamedTokens:
         if self._kept is not None:
             return self._kept[start : start + count]
         begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
-        near = self._points[bisect_right(self._points, (begin, sys.maxsize), key=_place) - 1]
+        near = self._points[bisect_right(self._points, begin, key=_place) - 1]
         if begin < self._begin or near.tokens > self._end:
             self._open(near)
         parts = [self._ids]

@@ -356,7 +356,7 @@ Encoder = DocumentEncoder | RowEncoder
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """What turns text or conversations into ids: the data section, the tokenizer, and the rows of the model."""
+    """The data section, the tokenizer and the rows of the model: all that turns text or conversations into ids."""
 
     section: DataSection
     tokenizer: PreTrainedTokenizerBase

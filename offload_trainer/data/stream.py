@@ -23,7 +23,7 @@ import sys
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, islice
 from operator import attrgetter
@@ -180,10 +180,8 @@ class StreamedTokens:
             return form_of_files(self._files, form=form, text_field=text_field)
         if form != "auto":
             return form
-        try:
+        with self._reading():
             first = next(self._records, None)
-        except Exception as error:
-            raise self._failed(error) from error
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
@@ -191,15 +189,13 @@ class StreamedTokens:
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""
-        try:
+        with self._reading():
             if self._files:
                 self._dataset = LocalRecords(self._files, lambda file: self._encoder.read(file))
             else:
                 self._dataset = load_from_hub(self.name, streaming=True)
             if state is not None:
                 self._dataset.load_state_dict(state)
-        except Exception as error:  # the hub, the network and files fail in many ways
-            raise self._failed(error) from error
         self._records, self._state = iter(self._dataset), state
 
     def _next_ids(self) -> np.ndarray:
@@ -245,7 +241,7 @@ class StreamedTokens:
         """Return the next documents or conversations; fewer at the end of the data set, which is opened again there."""
         found: list[Any] = []
         size = 0
-        try:
+        with self._reading():
             while size < _CHARACTERS:
                 record = next(self._records, None)
                 if record is None:
@@ -257,18 +253,21 @@ class StreamedTokens:
                 found.append(record)
                 size += _characters(record)
             self._state = self._dataset.state_dict()
+        return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise TrainerError for any error of a library: the hub, the network and files fail in many ways."""
+        try:
+            yield
         except TrainerError:
             raise
         except Exception as error:
-            raise self._failed(error) from error
-        return found
-
-    def _failed(self, error: Exception) -> TrainerError:
-        rerun = f"; {RERUN_HINT}" if self._end else ""
-        return TrainerError(
-            f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
-            f"and the network{rerun}"
-        )
+            rerun = f"; {RERUN_HINT}" if self._end else ""
+            raise TrainerError(
+                f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
+                f"and the network{rerun}"
+            ) from error
 
 
 def _characters(record: list[str] | Example) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from offload_trainer.checkpoint import Checkpoints, TrainState
 from offload_trainer.config import OptimSection, TrainSection
-from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
+from offload_trainer.data.rows import IGNORED, Batch, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here, wait_for_all
@@ -129,7 +129,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             job.checkpoints.saved = state.step
             job.say(f"resumed from {checkpoint}, step {state.step}")
     batches = job.train_rows.train_batches(
-        DataState(state.data_position),
+        state.data_position,
         micro_batch=job.train.micro_batch_size,
         rank=job.engine.rank,
         world=job.engine.world,
@@ -264,7 +264,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         state,
         step=state.step + 1,
         tokens=state.tokens + tokens,
-        data_position=group[-1].state.position,
+        data_position=group[-1].data_position,
     )
     if job.telemetry:
         record = StepRecord(
@@ -376,7 +376,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     """
     train = job.train
     rank, world = job.engine.rank, job.engine.world
-    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size, rank=rank, world=world)
+    batches = job.train_rows.train_batches(0, micro_batch=train.micro_batch_size, rank=rank, world=world)
     counted = read_io()
     for number in range(steps):
         forget_peak_rss()

@@ -39,7 +39,7 @@ from tiny_models import VOCABULARY, kinds, tiny_config
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.data.rows import Batch
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.probes.rows import refuse_crossing
@@ -110,7 +110,7 @@ def batches() -> list[Batch]:
             columns.append((5 * columns[-1] + 3) % (VOCABULARY - 10) + 5)
         tokens = torch.stack(columns, 1)
         targets = functional.pad(tokens[:, 1:], (0, 1), value=-100)
-        made.append(Batch(inputs=tokens, targets=targets, state=DataState(0), seed=number))
+        made.append(Batch(inputs=tokens, targets=targets, seed=number))
     return made
 
 

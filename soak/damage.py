@@ -40,9 +40,8 @@ from hypothesis import strategies as st
 from offload_trainer import checkpoint as saved
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection, TrainConfig
-from offload_trainer.data.mixture import split_rows
-from offload_trainer.data.rows import Batch, DataState, RowReader
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.rows import Batch, RowReader, split_rows
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.export.sources import finite_weights, opened
@@ -344,7 +343,7 @@ def pages(folder: Path) -> Files:
         ours = engine(new=True)
         for step in range(1, 5):
             tokens = torch.full((2, 17), step) if run == "this" else torch.full((2, 17), 9)
-            batch = Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0), seed=step)
+            batch = Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], seed=step)
             ours.train_step([batch], lr=1e-2, clock=PhaseClock())
             ours.commit({"step": step, "tokens": 32 * step, "data_position": 2 * step})
             ours.synchronize()
@@ -413,7 +412,7 @@ def checkpoint(folder: Path) -> Files:
         state = saved.read_state(found)
         rows = split_rows(len(tokens), seq_len=16, validation=0.0).train
         reader = RowReader(tokens, rows=rows, seq_len=16, vocabulary=64, seed=0, shuffle=True)
-        next(iter(reader.train_batches(DataState(state.data_position), micro_batch=2)))
+        next(iter(reader.train_batches(state.data_position, micro_batch=2)))
         with opened(folder) as weights:
             weights.card("fp16")
             for _ in finite_weights(weights):
@@ -426,8 +425,8 @@ def checkpoint(folder: Path) -> Files:
 
 
 def _write_tokens(path: Path, tokens: int, *, vocabulary: int) -> None:
-    with TokenWriter(path, tokenizer="0123456789abcdef", vocabulary=vocabulary, end_of_text=1) as writer:
-        writer.write([number % (vocabulary - 12) for number in range(tokens)])
+    ids = [number % (vocabulary - 12) for number in range(tokens)]
+    write_tokens(path, [ids], tokenizer="0123456789abcdef", vocabulary=vocabulary, end_of_text=1)
 
 
 def tokens(folder: Path) -> Files:

@@ -7,7 +7,7 @@ packing                        documents                     -> ids
                                ids with a loss mask          -> rows, one or several conversations in each
 stream.StreamedTokens          a streamed data set           -> ids or rows, tokenised while the run reads them
 run_data.prepare_tokens        all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
-mixture                        token files                   -> one, one after the other or mixed by weights
 run_data.prepare_data          the data section             -> the token files of a run, split into rows
-rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
+rows.joined, rows.mixed        token files                   -> one, one after the other or mixed by weights
+rows.RowReader                 token files and a position    -> Batch, each with the position after it
 """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.data.documents import (
+    at,
     encodable,
     holds_records,
     json_in,
@@ -119,51 +120,44 @@ def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> st
     fitting = [name for name, keys in _KEYS.items() if all(key in record for key in keys)]
     if _asks_and_answers(record) and "pairs" not in fitting:
         fitting.append("alpaca")
-    if len(fitting) > 1:
-        raise UserError(f"{where}: it could be read as {' or as '.join(fitting)}: choose one with data.format=NAME")
-    if not fitting:
-        _refuse_other(record, where=where)
+    with at(where):
+        if len(fitting) > 1:
+            raise UserError(f"it could be read as {' or as '.join(fitting)}: choose one with data.format=NAME")
+        if not fitting:
+            _refuse_other(record)
     return fitting[0] if fitting else TEXT  # the text reader then reports what is missing
 
 
 def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
     """Parse one line. Raises UserError, with file and line, for a line of another form."""
-    if form == "alpaca" and not _asks_and_answers(record):
-        _refuse_other(record, where=where)
-        raise UserError(
-            f"{where}: no fields of a question ({', '.join(_QUESTIONS)} or input) and its answer "
-            f"({', '.join(_ANSWERS)}); there are: {named_fields(record)}"
-        )
-    for key in _KEYS.get(form, ()):
-        if key not in record:
-            _refuse_other(record, where=where)
-            raise UserError(f"{where}: no field {key!r}, which {form} has; there are: {named_fields(record)}")
-    _refuse_other(record, where=where, form=form)
-    first, pair = 0, None
-    if form == "alpaca":
-        messages = _alpaca(record, where=where)
-    elif form == "pairs":
-        pair = _pair(record, where=where)
-        messages = () if pair else _messages(record, "prompt", where=where)
-        first = len(messages)
-        messages = messages if pair else (*messages, *_messages(record, "completion", where=where))
-    else:
-        messages = _messages(record, _KEYS[form][0], where=where)
-    system = _only(record, _SYSTEM, where=where) if messages else None
-    if system is not None and record[system] not in (None, "") and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": string_in(record, system, where=where)}, *messages)
-        first += 1
-    return Example(
-        where,
-        messages,
-        first=first,
-        tools=_tools(record, where=where) if messages else None,
-        pair=pair,
-        texts=tuple(texts_in(record)),
-    )
+    with at(where):
+        lacks = [f"no field {key!r}, which {form} has" for key in _KEYS.get(form, ()) if key not in record]
+        if form == "alpaca" and not _asks_and_answers(record):
+            question, answer = f"{', '.join(_QUESTIONS)} or input", ", ".join(_ANSWERS)
+            lacks = [f"no fields of a question ({question}) and its answer ({answer})"]
+        _refuse_other(record, form=None if lacks else form)
+        if lacks:
+            raise UserError(f"{lacks[0]}; there are: {named_fields(record)}")
+        first, pair = 0, None
+        if form == "alpaca":
+            messages = _alpaca(record)
+        elif form != "pairs":
+            messages = _messages(record, _KEYS[form][0])
+        elif pair := _pair(record):
+            messages = ()
+        else:
+            messages = _messages(record, "prompt")
+            first = len(messages)
+            messages += _messages(record, "completion")
+        system = _only(record, _SYSTEM) if messages else None
+        if system is not None and record[system] not in (None, "") and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": string_in(record, system)}, *messages)
+            first += 1
+        tools = _tools(record) if messages else None
+    return Example(where, messages, first=first, tools=tools, pair=pair, texts=tuple(texts_in(record)))
 
 
-def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None) -> None:
+def _refuse_other(record: dict[str, Any], *, form: str | None = None) -> None:
     """Raise UserError for a line of a form that is not trained on here, or that holds more than text.
 
     If the line has the fields of `form`, a "prompt" field alone does not make it a prompt without an answer.
@@ -172,12 +166,12 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
     for keys in (*_OTHERS, *marked):
         if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
             fields = "'prompt' without an answer" if keys == ("prompt",) else " and ".join(map(repr, keys))
-            raise UserError(f"{where}: a line with {fields} is not trained on: {_READ_HERE}")
+            raise UserError(f"a line with {fields} is not trained on: {_READ_HERE}")
     for key in _MEDIA:
         if record.get(key):
-            raise UserError(f"{where}: {key!r} is not empty: {_TEXT_ALONE}")
+            raise UserError(f"{key!r} is not empty: {_TEXT_ALONE}")
     if record.get("chat_template_kwargs"):
-        raise UserError(f"{where}: 'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
+        raise UserError("'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
 
 
 def _asks_and_answers(record: dict[str, Any]) -> bool:
@@ -188,64 +182,62 @@ def _asks_and_answers(record: dict[str, Any]) -> bool:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _alpaca(record: dict[str, Any], *, where: str) -> tuple[Message, ...]:
-    question, answer = _only(record, _QUESTIONS, where=where), _only(record, _ANSWERS, where=where)
-    parts = [string_in(record, key, where=where) for key in (question, "input") if key and record.get(key) is not None]
+def _alpaca(record: dict[str, Any]) -> tuple[Message, ...]:
+    question, answer = _only(record, _QUESTIONS), _only(record, _ANSWERS)
+    parts = [string_in(record, key) for key in (question, "input") if key and record.get(key) is not None]
     assert answer is not None, record
-    if answer not in record:
-        raise UserError(f"{where}: no answer: {answer!r} is missing")
-    completion = string_in(record, answer, where=where)
+    completion = string_in(record, answer)
     turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", completion)]
     history = [] if record.get("history") in (None, "") else record["history"]
     if not isinstance(history, list):
-        raise UserError(f"{where}: 'history' holds {json_kind(history)}, where a list is needed")
+        raise UserError(f"'history' holds {json_kind(history)}, where a list is needed")
     for number, turn in reversed(list(enumerate(history, 1))):
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(one, str) for one in turn):
-            raise UserError(f"{where}: turn {number} of 'history' is no list of a question and its answer")
+            raise UserError(f"turn {number} of 'history' is no list of a question and its answer")
         turns = [("user", turn[0]), ("assistant", turn[1]), *turns]
-    return tuple({"role": role, "content": encodable(text, role, where=where)} for role, text in turns)
+    return tuple({"role": role, "content": encodable(text, role)} for role, text in turns)
 
 
-def _only(record: dict[str, Any], names: Sequence[str], *, where: str) -> str | None:
+def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return which of several names of one field is present, or None. Raises UserError for several."""
     there = [name for name in names if record.get(name) not in (None, "")] or [n for n in names if n in record][:1]
     if len(there) > 1:
-        raise UserError(f"{where}: {' and '.join(map(repr, there))} both match; leave one of them out")
+        raise UserError(f"{' and '.join(map(repr, there))} both match; leave one of them out")
     return there[0] if there else None
 
 
-def _pair(record: dict[str, Any], *, where: str) -> tuple[str, str] | None:
+def _pair(record: dict[str, Any]) -> tuple[str, str] | None:
     """Return a prompt and its completion if they are plain strings, None if they are lists of messages."""
     if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
         return None
     unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
     if unused:
         raise UserError(
-            f"{where}: {unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
+            f"{unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
             "prompt, or give 'messages'"
         )
-    return string_in(record, "prompt", where=where), string_in(record, "completion", where=where)
+    return string_in(record, "prompt"), string_in(record, "completion")
 
 
-def _messages(record: dict[str, Any], field: str, *, where: str) -> tuple[Message, ...]:
+def _messages(record: dict[str, Any], field: str) -> tuple[Message, ...]:
     """Return the messages of a field, each with `role` and `content`; ShareGPT's key names are accepted too."""
     value = record[field]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else json_kind(value)
         fix = "; a string is not parsed, and CSV has strings only: write lines of JSON" * isinstance(value, str)
-        raise UserError(f"{where}: {field!r} holds {what}, where a list of messages is needed{fix}")
-    return tuple(_message(message, number, where=where) for number, message in enumerate(value, 1))
+        raise UserError(f"{field!r} holds {what}, where a list of messages is needed{fix}")
+    return tuple(_message(message, number) for number, message in enumerate(value, 1))
 
 
-def _message(message: Any, number: int, *, where: str) -> Message:
+def _message(message: Any, number: int) -> Message:
     its: Message = message if isinstance(message, dict) else {}
     role = its.get("role", its.get("from"))
     if not isinstance(role, str):
-        raise UserError(f"{where}: message {number} is no object with a 'role' or a 'from'")
+        raise UserError(f"message {number} is no object with a 'role' or a 'from'")
     if "role" in its:
         role = _ROLES.get(role.lower(), role)
     elif role.lower() == _CALL:
-        called = _called(its.get("value"), number, where=where)
+        called = _called(its.get("value"), number)
         its = {key: its[key] for key in ("weight", "train") if key in its}
         role, its = "assistant", {"role": role, "content": None, "tool_calls": called, **its}
     elif role.lower() in _ROLES:
@@ -254,40 +246,36 @@ def _message(message: Any, number: int, *, where: str) -> Message:
         role, its = _ROLES[role.lower()], its | {"role": role, "content": content}
     else:
         known = ", ".join((*_ROLES, _CALL))
-        raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
+        raise UserError(f"message {number} is from {role[:60]!r}; known are {known}")
     calls, content = its.get("tool_calls"), its.get("content")
     if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
-        raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
+        raise UserError(f"'tool_calls' of message {number} is no list of objects")
     for key in _NO_LOSS_HERE:
         if its.get(key):
-            raise UserError(
-                f"{where}: message {number} has {key!r}: an answer is trained on whole, or not at all ('weight': 0)"
-            )
+            raise UserError(f"message {number} has {key!r}: an answer is trained on whole, or not at all ('weight': 0)")
     if its.get("train") is True and role != "assistant":
-        raise UserError(
-            f"{where}: message {number} has 'train': true, and only messages of the assistant can be trained on"
-        )
-    return its | {"role": role, "content": "" if content is None and calls else _text(content, number, where=where)}
+        raise UserError(f"message {number} has 'train': true, and only messages of the assistant can be trained on")
+    return its | {"role": role, "content": "" if content is None and calls else _text(content, number)}
 
 
-def _called(value: Any, number: int, *, where: str) -> list[Any]:
+def _called(value: Any, number: int) -> list[Any]:
     """Parse LLaMA-Factory's calls in JSON: {"name": ..., "arguments": ...}, or a list of those."""
-    found = _parsed_json(value, f"message {number}, a {_CALL},", where=where)
+    found = _parsed_json(value, f"message {number}, a {_CALL},")
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise UserError(f"{where}: message {number} is a {_CALL} without the 'name' of a function")
+        raise UserError(f"message {number} is a {_CALL} without the 'name' of a function")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
+def _tools(record: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a line's tools, which are a list or JSON text, each in the form that templates expect."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = _parsed_json(tools, "'tools'", where=where)
+        tools = _parsed_json(tools, "'tools'")
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise UserError(f"{where}: 'tools' holds {json_kind(tools)}, where a list is needed")
+        raise UserError(f"'tools' holds {json_kind(tools)}, where a list is needed")
     return tuple(
         {"type": "function", "function": tool}
         if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str)
@@ -296,26 +284,24 @@ def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
     )
 
 
-def _parsed_json(text: Any, what: str, *, where: str) -> Any:
+def _parsed_json(text: Any, what: str) -> Any:
     try:
         return json_in(text)
     except ValueError as error:
-        raise UserError(f"{where}: {what} holds no JSON") from error
+        raise UserError(f"{what} holds no JSON") from error
 
 
-def _text(content: Any, number: int, *, where: str) -> str:
+def _text(content: Any, number: int) -> str:
     """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
-        raise UserError(f"{where}: message {number} has no content; if it is empty, use an empty string")
+        raise UserError(f"message {number} has no content; if it is empty, use an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: message {number} holds something other than text: {_TEXT_ALONE}")
+            raise UserError(f"message {number} holds something other than text: {_TEXT_ALONE}")
         if "train" in part or "weight" in part:
-            raise UserError(
-                f"{where}: message {number} mixes parts to train on with others: an answer is trained on whole"
-            )
-    return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
+            raise UserError(f"message {number} mixes parts to train on with others: an answer is trained on whole")
+    return encodable("".join(part["text"] for part in parts), f"message {number}")
 
 
 # -- strings that a row should contain ---------------------------------------------------------------------------------

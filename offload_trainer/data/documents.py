@@ -1,6 +1,6 @@
 """Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
 
-any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
+any text (.txt, .md)     one document                                text_blocks    -> blocks of text
 .jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
 .json                    the same, or an array of them
 .csv, .tsv               one a row; the first row has the names
@@ -19,7 +19,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain, islice
@@ -89,36 +89,20 @@ def opened(path: Path) -> Iterator[Any]:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def read_documents(source: Path, *, text_field: str) -> Iterator[Iterable[str]]:
-    """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
-
-    A text file is one document. Each record of any other file is one document: the string in its `text_field`. Blank
-    lines and a byte-order mark are skipped.
-
-    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
-    `LINE_BYTES`, a row of CSV without the header's number of fields, and a field that is missing or not a string.
-    """
-    if not holds_records(source):
-        with opened(source) as file:
-            yield _text_blocks(source, file)
-        return
-    for where, record in read_records(source, wanted=(text_field,)):
-        yield [text_in(record, text_field, where=where)]
-
-
-def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
+def text_in(record: dict[str, Any], text_field: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
         near = filter(str.isprintable, get_close_matches(text_field, record, n=1))
         raise UserError(
-            f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field="
+            f"no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field="
             f"{next(near, 'NAME')} to train on one of them as text; questions and answers are read from 'instruction' "
             "and 'output', conversations from 'messages'"
         )
-    return string_in(record, text_field, where=where)
+    return string_in(record, text_field)
 
 
-def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
+def text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield a text in blocks, without a byte-order mark. Raises UserError, with the line, if it is not UTF-8."""
     decoder, data, line = codecs.getincrementaldecoder("utf-8-sig")(), b"any", 1
     while data:
         data = file.read(_BLOCK)
@@ -140,7 +124,10 @@ def read_records(
 
     Fields of CSV are strings. Of a Parquet or Arrow table, the columns in `wanted` are read, and with `strings` those
     of strings; if there are none, all are read, so that an error can list what is present. Nulls inside a column's
-    values are left out. Raises UserError as `read_documents`.
+    values are left out.
+
+    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
+    `LINE_BYTES`, and a row of CSV without the header's number of fields.
     """
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings)
@@ -150,7 +137,7 @@ def read_records(
         if kind in (".csv", ".tsv"):
             yield from _csv_rows(source, file, delimiter="\t" if kind == ".tsv" else ",")
         elif kind == ".json" and file.peek(1).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
-            yield from _array_items(source, filter(None, _text_blocks(source, file)))
+            yield from _array_items(source, filter(None, text_blocks(source, file)))
         else:
             for number, line in enumerate(_lines(source, file), 1):
                 if not line.isspace():
@@ -303,12 +290,21 @@ def _not_utf8(source: Path, error: UnicodeDecodeError, *, line: int) -> UserErro
 # -- fields of a record ------------------------------------------------------------------------------------------------
 
 
-def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Put the place of a record, its file and line, in front of UserErrors that are raised in this context."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def string_in(record: dict[str, Any], name: str) -> str:
     """Return the string in a field that exists. Raises UserError for any other type."""
     text = record[name]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {name!r} holds {json_kind(text)}, where a string is needed")
-    return encodable(text, f"field {name!r}", where=where)
+        raise UserError(f"field {name!r} holds {json_kind(text)}, where a string is needed")
+    return encodable(text, f"field {name!r}")
 
 
 def named_fields(record: dict[str, Any]) -> str:
@@ -333,10 +329,10 @@ def json_kind(value: object) -> str:
     return kinds.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def encodable(text: str, what: str, *, where: str) -> str:
+def encodable(text: str, what: str) -> str:
     """Return the text. Raises UserError if it contains half a surrogate pair, which JSON escapes can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {what} holds half a surrogate pair at character {error.start}") from error
+        raise UserError(f"{what} holds half a surrogate pair at character {error.start}") from error
     return text

@@ -5,7 +5,8 @@ one after another, the ids of the whole document. Only the tokenizer knows wheth
 treats a run of newlines and spaces as one word, Metaspace puts a space before the first word. Each candidate cut is
 therefore tested by tokenising the text around it whole and in two.
 
-    records ── Example ── RowEncoder: AnswerEncoder ── RowMaker ──> rows of marked ids ── TokenWriter
+    documents  ── pieces of text ──────> ids
+    records    ── Example ── Encoded ──> rows of marked ids
 
     row      id id id id ... | pad pad                     one conversation per row
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
@@ -33,10 +34,11 @@ from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
-from offload_trainer.data.documents import read_documents, read_records, text_in
+from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
-from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
-from offload_trainer.data.tokenizer import document_marks
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
+from offload_trainer.data.tokenizer import document_marks, vocabulary_size
+from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
 PIECE = 1 << 16  # characters
@@ -55,12 +57,66 @@ class Piece(NamedTuple):
     before: str = ""  # text to tokenise in front of `text`; its ids are then removed
 
 
-class TextSplitter:
-    """Splits text at places where `encode`, which returns a text's ids, gives the ids of the whole text."""
+class DocumentEncoder:
+    """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self.inexact = 0  # cuts for which no exact place was found
-        self._encode = encode
+    `RowEncoder` has the same methods for conversations.
+    """
+
+    row_length, packed, open_rows, summary = None, False, (), None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
+        self.key: list[Any] = [text_field]
+        self.identity = "" if text_field == "text" else f", field {text_field}"  # behind a stream's name
+        self._tokenizer, self._field = tokenizer, text_field
+        self._inexact = 0  # cuts for which no exact place was found
+
+    @property
+    def note(self) -> str:
+        """A remark for the user on the documents so far, or an empty string."""
+        without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
+        return f"note: {self._inexact} {without}" if self._inexact else ""
+
+    def read(self, source: Path) -> Iterator[Iterable[str]]:
+        """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
+
+        A text file is one document, and so is each record of any other file. Raises as `text_blocks`, `read_records`
+        and `text_in`.
+        """
+        if holds_records(source):
+            for where, record in read_records(source, wanted=(self._field,)):
+                yield self.parsed(record, where=where)
+            return
+        with opened(source) as file:
+            yield text_blocks(source, file)
+
+    def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
+        """Return the document in a record. Raises UserError if it has none."""
+        with at(where):
+            return [text_in(record, self._field)]
+
+    def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+        """Yield the documents' ids as uint32, batch after batch."""
+        (begin, end), begins_document = document_marks(self._tokenizer), True
+        last: list[int] = []  # as many of the document's last ids as there are in `end`
+        for batch in _batches(piece for blocks in documents for piece in self.pieces(blocks)):
+            ids: list[int] = []
+            for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
+                if begins_document and row[: len(begin)] != begin:
+                    ids += begin
+                own = row[len(self._encode(piece.before)) :] if piece.before else row
+                ids += own
+                last = [*([] if begins_document else last), *own][-len(end) :]
+                if piece.ends_document and last != end:
+                    ids += end
+                begins_document = piece.ends_document
+            yield np.array(ids, dtype=np.uint32)
+
+    def rest(self) -> list[np.ndarray]:
+        return []
+
+    def why_none(self) -> str:
+        return "it contains no text: name another"
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[Piece]:
         """Yield a document, passed as consecutive blocks of text, in pieces of at most `PIECE` characters.
@@ -87,7 +143,7 @@ class TextSplitter:
             for place in places:
                 if self._exact(text, place, text[place - before : place]):
                     return place, text[place - before : place]
-        self.inexact += 1
+        self._inexact += 1
         if places:
             return places[0], ""
         # A run of one kind of character: cut between two tokens if a nearby place between tokens is found.
@@ -95,9 +151,17 @@ class TextSplitter:
         return next((place for place in near if self._exact(text, place, "")), end), ""
 
     def _exact(self, text: str, place: int, before: str) -> bool:
+        """Return whether a cut at this place gives the ids of the whole text."""
         left, right = text[max(0, place - _AROUND) : place], text[place : place + _AROUND]
         following = self._encode(before + right)[len(self._encode(before)) if before else 0 :]
         return self._encode(left + right) == self._encode(left) + following
+
+    def _encode_all(self, texts: list[str]) -> Any:
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode_all([text])[0]
+        return ids
 
 
 def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
@@ -108,65 +172,6 @@ def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
         if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace():
             found.append(place)
     return found
-
-
-class DocumentEncoder:
-    """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
-
-    `RowEncoder` has the same methods for conversations.
-    """
-
-    row_length, packed, open_rows, summary = None, False, 0, None
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
-        self.splitter = TextSplitter(self._encode)
-        self.key: list[Any] = [text_field]
-        self._tokenizer, self._field = tokenizer, text_field
-
-    @property
-    def note(self) -> str:
-        """A remark for the user on the documents so far, or an empty string."""
-        inexact = self.splitter.inexact
-        without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
-        return f"note: {inexact} {without}" if inexact else ""
-
-    def read(self, source: Path) -> Iterator[Iterable[str]]:
-        """Yield the documents of a file as `read_documents` does."""
-        return read_documents(source, text_field=self._field)
-
-    def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
-        """Return the document in a record. Raises UserError if it has none."""
-        return [text_in(record, self._field, where=where)]
-
-    def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
-        """Yield the documents' ids as uint32, batch after batch."""
-        (begin, end), begins_document = document_marks(self._tokenizer), True
-        last: list[int] = []  # as many of the document's last ids as there are in `end`
-        for batch in _batches(piece for blocks in documents for piece in self.splitter.pieces(blocks)):
-            ids: list[int] = []
-            for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
-                if begins_document and row[: len(begin)] != begin:
-                    ids += begin
-                own = row[len(self._encode(piece.before)) :] if piece.before else row
-                ids += own
-                last = [*([] if begins_document else last), *own][-len(end) :]
-                if piece.ends_document and last != end:
-                    ids += end
-                begins_document = piece.ends_document
-            yield np.array(ids, dtype=np.uint32)
-
-    def rest(self) -> list[np.ndarray]:
-        return []
-
-    def why_none(self) -> str:
-        return "it contains no text: name another"
-
-    def _encode_all(self, texts: list[str]) -> Any:
-        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode_all([text])[0]
-        return ids
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -191,31 +196,41 @@ _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
+@dataclass
+class Counts:
+    """Statistics on the conversations of a file."""
+
+    conversations: int = 0
+    tokens: int = 0
+    longest: int = 0
+    learned: int = 0  # learned tokens in rows
+    cut: int = 0  # number of conversations cut to the row length
+    cut_off: int = 0  # their tokens that are in no row
+    left_out: int = 0  # conversations whose answers are all cut off
+    unanswered: int = 0  # conversations that have no answer to learn
+
+
 class RowEncoder:
-    """Encodes conversations as rows, for a token file and for a stream."""
+    """Encodes conversations as uint32 rows, marked as described above, for a token file and for a stream.
+
+    Each has a row alone, or with `packing` joins the open row with the least sufficient room (best fit).
+    """
 
     note = ""
 
-    def __init__(
-        self,
-        section: DataSection,
-        form: str,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        say: Callable[[str], None],
-    ) -> None:
-        """Set up the encoder of records of `form` (conversations.py) into rows of `length` tokens.
+    def __init__(self, spec: TokenSpec, form: str) -> None:
+        """Set up the encoder of records of `form` (conversations.py).
 
         A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
         UserError as `AnswerEncoder`.
         """
+        section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:
             begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
             tokenizer.chat_template = "".join(begin) + _PLAIN_TEMPLATE.read_text()
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
-        self.row_length, self.packed, self._form = length, section.packing == "on", form
+        self.row_length, self.packed, self._form = spec.seq_len, section.packing == "on", form
         day = date.today().isoformat() if section.template_date == "auto" else section.template_date
         self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
         if self._answers.uses_variant:
@@ -223,26 +238,36 @@ class RowEncoder:
         templates = repr(self._answers.templates)
         tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if name in templates}
         # This text differs whenever the templates, or what they read, do.
-        self.template = hashlib.blake2b((templates + repr(tokens)).encode(), digest_size=8).hexdigest()
+        template = hashlib.blake2b((templates + repr(tokens)).encode(), digest_size=8).hexdigest()
         if "strftime_now" in templates:
-            self.template += f" on {day}"
+            template += f" on {day}"
             say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
         # All that the rows depend on except the records and the tokenizer's ids
-        self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
+        self.key: list[Any] = [_VERSION, form, everything, spec.seq_len, self.packed, template]
+        self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
-        self._maker = RowMaker(length, pad=tokenizer.eos_token_id or 0, packed=self.packed)
-        self.rest = self._maker.rest
-
-    @property
-    def open_rows(self) -> int:
-        """Number of packed rows that more conversations may join."""
-        return len(self._maker.open)
+        self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
+        self.counts, self._complete = Counts(), 0  # statistics, and the number of rows that have been returned
+        self.open_rows: list[np.ndarray] = []  # marked ids of each packed row that more conversations may join
 
     @property
     def summary(self) -> str:
         """Statistics of the conversations so far, of which one at least must have a row."""
-        told = self._maker.counts.told(rows=self._maker.complete + self.open_rows, length=self.row_length)
-        return "; ".join([told, *self._answers.unsaid.told()])
+        counts, length, rows = self.counts, self.row_length, self._complete + len(self.open_rows)
+        kept = counts.tokens - counts.cut_off
+        parts = [
+            f"{counts.conversations} conversations, {format_count(counts.tokens)} tokens, {counts.learned / kept:.0%} "
+            f"of them trained on; the longest has {counts.longest}"
+        ]
+        if counts.cut:
+            share = f"{counts.cut_off / counts.tokens:.1%} of the tokens"
+            parts.append(f"{counts.cut} longer than a row of {length} are cut ({share})")
+        if number := counts.left_out:
+            parts.append(f"{number} are left out, because their first {length} tokens have nothing to train on")
+        if number := counts.unanswered:
+            parts.append(f"{number} are left out, because they have no answer to train on")
+        parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
+        return "; ".join([*parts, *self._answers.unsaid.told()])
 
     def read(self, source: Path) -> Iterator[Example]:
         """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
@@ -260,109 +285,46 @@ class RowEncoder:
             # Chat templates that ask for the date or the time print the day.
             with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
-            for encoded in rendered:
-                row = self._maker.add(encoded)
-                if row is not None:
-                    yield row
+            yield from (row for encoded in rendered if (row := self.add(encoded)) is not None)
 
     def why_none(self) -> str:
-        return self._maker.counts.why_none(length=self.row_length)
-
-
-Encoder = DocumentEncoder | RowEncoder
-
-
-def encoder_of(
-    section: DataSection, form: str, *, tokenizer: PreTrainedTokenizerBase, length: int, say: Callable[[str], None]
-) -> Encoder:
-    """Return the encoder of records of `form`, for a token file or a stream that is read in rows of `length` tokens."""
-    if form == TEXT:
-        if tokenizer.eos_token_id is None:
-            say("note: the tokenizer has no end-of-text: document boundaries are not marked")
-        return DocumentEncoder(tokenizer, text_field=section.text_field)
-    return RowEncoder(section, form, tokenizer=tokenizer, length=length, say=say)
-
-
-@dataclass
-class Counts:
-    """Statistics on the conversations of a file."""
-
-    conversations: int = 0
-    tokens: int = 0
-    longest: int = 0
-    learned: int = 0  # learned tokens in rows
-    cut: int = 0  # number of conversations cut to the row length
-    cut_off: int = 0  # their tokens that are in no row
-    left_out: int = 0  # conversations whose answers are all cut off
-    unanswered: int = 0  # conversations that have no answer to learn
-
-    def told(self, *, rows: int, length: int) -> str:
-        """Return a one-line summary for a file of `rows` rows of `length` tokens."""
-        kept = self.tokens - self.cut_off
-        parts = [
-            f"{self.conversations} conversations, {format_count(self.tokens)} tokens, {self.learned / kept:.0%} of "
-            f"them trained on; the longest has {self.longest}"
-        ]
-        if self.cut:
-            share = f"{self.cut_off / self.tokens:.1%} of the tokens"
-            parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
-        if self.left_out:
-            parts.append(f"{self.left_out} are left out, because their first {length} tokens have nothing to train on")
-        if self.unanswered:
-            parts.append(f"{self.unanswered} are left out, because they have no answer to train on")
-        parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
-        return "; ".join(parts)
-
-    def why_none(self, *, length: int) -> str:
         """Return why no conversation has produced a row, and what to do."""
         return (
-            f"no conversation has tokens to train on within its first {length}: {self.left_out} are longer, and "
-            f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
-            "'train': false); give answers, a larger --seq-len, or data.train_on=all"
+            f"no conversation has tokens to train on within its first {self.row_length}: {self.counts.left_out} are "
+            f"longer, and {self.counts.unanswered} have no answer to train on (a message from the assistant, without "
+            "'weight': 0 or 'train': false); give answers, a larger --seq-len, or data.train_on=all"
         )
 
-
-class RowMaker:
-    """Puts conversations into uint32 rows of `length`, marked as described above.
-
-    Each has a row alone, or with `packed` joins the open row with the least sufficient room (best fit).
-    """
-
-    def __init__(self, length: int, *, pad: int, packed: bool = False) -> None:
-        """Set the row length in tokens and the id `pad` that fills the rest of a row."""
-        self.counts, self.complete = Counts(), 0  # statistics, and the number of rows that have been returned
-        self.open: list[np.ndarray] = []  # marked ids of each open row
-        self._length, self._pad, self._packed = length, pad, packed
-
     def add(self, encoded: Encoded) -> np.ndarray | None:
-        """Add a conversation's first `length` tokens, unless nothing is learned in them.
+        """Add a conversation's first ids, as many as a row has, unless nothing is learned in them.
 
         Returns a row that is complete, if any: of packed rows a full one, or the fullest one if too many are open.
         """
         ids = self._cut(encoded)
         if ids is None:
             return None
-        if not self._packed:
+        if not self.packed:
             return self._padded(ids)
         ids[:1] |= np.uint32(BEGINS)
-        fitting = [n for n, row in enumerate(self.open) if len(row) + len(ids) <= self._length]
+        fitting = [n for n, row in enumerate(self.open_rows) if len(row) + len(ids) <= self.row_length]
         if fitting:
-            place = max(fitting, key=lambda n: len(self.open[n]))
-            self.open[place] = np.concatenate([self.open[place], ids])
+            place = max(fitting, key=lambda n: len(self.open_rows[n]))
+            self.open_rows[place] = np.concatenate([self.open_rows[place], ids])
         else:
-            self.open.append(ids)
-        fullest = max(range(len(self.open)), key=lambda n: len(self.open[n]))
-        if len(self.open) <= _OPEN and len(self.open[fullest]) < self._length:
+            self.open_rows.append(ids)
+        fullest = max(range(len(self.open_rows)), key=lambda n: len(self.open_rows[n]))
+        if len(self.open_rows) <= _OPEN and len(self.open_rows[fullest]) < self.row_length:
             return None
-        return self._padded(self.open.pop(fullest))
+        return self._padded(self.open_rows.pop(fullest))
 
     def rest(self) -> list[np.ndarray]:
         """Return the rows that are still open, in the order in which they were started, and forget them."""
-        rows, self.open = self.open, []
+        rows, self.open_rows = self.open_rows, []
         return [self._padded(row) for row in rows]
 
     def _cut(self, encoded: Encoded) -> np.ndarray | None:
-        count, used = len(encoded.ids), min(len(encoded.ids), self._length)
+        """Return a conversation's marked ids that fit into a row, or nothing if none of them is learned."""
+        count, used = len(encoded.ids), min(len(encoded.ids), self.row_length)
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # the first token has no context to be predicted from
         if not learned.any():
@@ -383,7 +345,42 @@ class RowMaker:
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
         """Return a complete row, in which the padding is marked as a separate segment."""
-        self.complete += 1
-        padding = np.full(self._length - len(ids), self._pad | NOT_LEARNED, dtype=np.uint32)
+        self._complete += 1
+        padding = np.full(self.row_length - len(ids), self._pad, dtype=np.uint32)
         padding[:1] |= np.uint32(BEGINS)
         return np.concatenate([ids, padding])
+
+
+Encoder = DocumentEncoder | RowEncoder
+
+
+@dataclass(frozen=True)
+class TokenSpec:
+    """The data section, the tokenizer and the rows of the model: all that turns text or conversations into ids."""
+
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str  # of the tokenizer
+    vocabulary: int  # the model's number of ids
+    seq_len: int
+    say: Callable[[str], None]
+
+    def encoder(self, form: str) -> Encoder:
+        """Return the encoder of records of `form`, for a token file or a stream."""
+        if form != TEXT:
+            return RowEncoder(self, form)
+        if self.tokenizer.eos_token_id is None:
+            self.say("note: the tokenizer has no end-of-text: document boundaries are not marked")
+        return DocumentEncoder(self.tokenizer, text_field=self.section.text_field)
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        """Return `ids`, which may be marked. Raises UserError if the model does not have all of them."""
+        largest = int((ids & IDS).max(initial=0))
+        if largest >= self.vocabulary:
+            raise UserError(
+                f"{', '.join(self.section.path)} has {self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}, "
+                f"but the model only has ids below {self.vocabulary}: leave that token out, set data.tokenizer to the "
+                "model's own, or, with random weights, "
+                f"model.overrides.vocab_size={vocabulary_size(self.tokenizer)}"
+            )
+        return ids

@@ -1,39 +1,241 @@
-"""Batches of fixed-length rows from token files, in a shuffled order in which any position is computed directly.
+"""Rows of fixed length from token files or a stream: their order, mixtures of several files, and batches of them.
 
     position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
 
-The whole state of the data is therefore one number, and resuming reads nothing again. The rows of a step and the seeds
-of their forwards do not depend on how they are divided over ranks and gradient accumulation.
+The order is computed for each position, so the whole state of the data is one number, and resuming reads nothing again.
+The rows of a step and the seeds of their forwards do not depend on how they are divided over ranks and gradient
+accumulation.
+
+    joined(files)          their ids follow each other as in a single file; rows cross from one file into the next
+    mixed(files, weights)  in each epoch every text supplies a fixed share of the rows, exact to the row:
+
+    rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
+    epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
+    place    -> by the run's shuffle, text i and k < m_i -> the text's own row number epoch * m_i + k, in its own epochs
+                and shuffles: a small text repeats more often, and a large one supplies other rows in each epoch
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from offload_trainer.data.mixture import Tokens, TokenShards, order
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
-from offload_trainer.errors import TrainerError
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile
+from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
+_ROUNDS = 8
 
 
-@dataclass(frozen=True)
-class DataState:
-    """Position of a run: the number of rows consumed since its first step, by all ranks together."""
+def order(index: int, count: int, *, seed: int, epoch: int) -> int:
+    """Return the row at place `index` of an epoch, by a permutation of range(count) determined by seed and epoch.
 
-    position: int = 0
+    It takes O(1) time and memory: a balanced Feistel network permutes the next power of four, and a value outside
+    range(count) is permuted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002), under 4 times on average. The result is the same on every machine and version.
+    """
+    assert 0 <= index < count
+    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=16).digest()
+    while True:
+        left, right = index >> half_bits, index & mask
+        for turn in range(_ROUNDS):
+            mixed = hashlib.blake2b(right.to_bytes(8, "little"), digest_size=8, key=key, salt=bytes([turn]))
+            left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
+        index = left << half_bits | right
+        if index < count:
+            return index
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """Row numbers for training, and those for validation after them."""
+
+    train: range
+    validation: range
+
+
+def split_rows(token_count: int, *, seq_len: int, validation: float, name: str = "the text") -> Split:
+    """Divide the rows of a token file into training rows and, at the end, a share `validation` of held-out rows.
+
+    There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
+    is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
+    token is predicted in both training and validation: the last training row's last target is the first validation
+    row's first input.
+
+    Raises UserError, with `name`, if no row is left to train on.
+    """
+    rows = (token_count - 1) // seq_len
+    held_out = max(1, int(rows * validation)) if validation > 0 else 0
+    if rows - held_out < 1:
+        needed = (1 + (held_out > 0)) * seq_len + 1
+        raise UserError(
+            f"{name} has {token_count} tokens, and one training row of {seq_len}"
+            f"{' and one for validation' if held_out else ''} needs {needed}: "
+            f"give more text, a smaller --seq-len{', or data.validation=0' if held_out else ''}"
+        )
+    return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
+
+
+class Shares:
+    """The rows of an epoch: `rows[i]` is the number of rows that text i has, `weights[i]` its relative share."""
+
+    def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
+        self.rows, self._starts = tuple(rows), [0, *accumulate(rows)]
+        # Rows by weight, rounded down; the largest remainders, on ties the first, get one more.
+        exact = [sum(rows) * weight / sum(weights) for weight in weights]
+        self.counts = [int(share) for share in exact]
+        rest = sorted(range(len(exact)), key=lambda n: self.counts[n] - exact[n])
+        for text in rest[: sum(rows) - sum(self.counts)]:
+            self.counts[text] += 1
+        self._ends = list(accumulate(self.counts))
+
+    def row(self, position: int, *, seed: int) -> int:
+        """Return the number, counted over all texts, of the row at this position of the run."""
+        epoch, place = divmod(position, self._ends[-1])
+        place = order(place, self._ends[-1], seed=seed, epoch=epoch)
+        text = bisect_right(self._ends, place)
+        own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
+        around, place = divmod(own, self.rows[text])
+        # A separate shuffle for each text and each pass over it. Negative, so that it differs from every epoch of the
+        # run.
+        drawn = -1 - (around * len(self.rows) + text)
+        return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
+
+    def told(self, names: Sequence[str]) -> str:
+        """Describe each text's share of an epoch and how often its rows repeat."""
+        total = self._ends[-1]
+        parts = [
+            f"{name} {count / total:.1%} of the rows, each {count / rows:.3g} times"
+            for name, count, rows in zip(names, self.counts, self.rows, strict=True)
+        ]
+        return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
+
+
+# -- several files -----------------------------------------------------------------------------------------------------
+
+
+class TokenShards:
+    """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
+
+    Has the attributes of a `TokenFile` that its readers use. One on which the files disagree is None.
+    """
+
+    def __init__(
+        self, files: Sequence[Tokens], *, seq_len: int = 0, splits: Sequence[Split] = (), shares: Shares | None = None
+    ) -> None:
+        """Set the files and, of a mixture alone, the row length, the rows of each text and their shares of an epoch."""
+        self._files, self._seq_len, self._splits, self.shares = tuple(files), seq_len, tuple(splits), shares
+        first, *others = (file.name for file in files)
+        self.name: str = " and ".join([first, *others]) if shares else f"{first} and {len(others)} more"
+        self.paths: tuple[Path, ...] = tuple(path for file in files for path in file.paths)
+        self.sums: tuple[int, ...] = tuple(crc for file in files for crc in (len(file), *file.sums))
+        self.dtype: np.dtype = files[0].dtype
+        self.row_length: int | None = files[0].row_length
+        self.packed: bool = files[0].packed
+        self.tokenizer: str | None = files[0].tokenizer if len({file.tokenizer for file in files}) == 1 else None
+        self.summary: str | None = "; ".join(file.summary for file in files if file.summary) or None
+
+    def __len__(self) -> int:
+        if self.shares is None:
+            return sum(map(len, self._files))
+        return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from `start` on, in the files' dtype; of a mixture, one row and the one id after it.
+
+        Raises as `TokenFile.read`.
+        """
+        if self.shares is not None:
+            return self._row_of_mixture(start, count)
+        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
+        parts = []
+        for file, end in zip(self._files, accumulate(map(len, self._files)), strict=True):
+            begin = end - len(file)
+            first, last = max(start, begin), min(start + count, end)
+            if first < last:
+                parts.append(file.read(first - begin, last - first))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+    def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
+        row, inside = divmod(start, self._seq_len)
+        assert inside == 0, start
+        assert count == self._seq_len + 1, count
+        train, validation = zip(*self._splits, strict=True)
+        trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
+        if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
+            row = trained + order(row - trained, held_out, seed=0, epoch=0)
+        for file, rows in zip(self._files * 2, (*train, *validation), strict=True):
+            if row < len(rows):
+                return file.read(rows[row] * self._seq_len, count)
+            row -= len(rows)
+        raise AssertionError(start)
+
+
+Tokens = TokenFile | TokenShards
+
+
+def joined(files: Sequence[TokenFile]) -> Tokens:
+    """Return the files as one sequence of ids.
+
+    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
+    fits any), or if one of several files holds rows of conversations.
+    """
+    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
+        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
+        if len(values) > 1:
+            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
+            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
+    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
+        raise UserError(
+            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
+            "the conversations of all files as .jsonl"
+        )
+    return files[0] if len(files) == 1 else TokenShards(files)
+
+
+def mixed(
+    files: Sequence[Tokens], weights: Sequence[float], *, names: Sequence[str], seq_len: int, validation: float
+) -> TokenShards:
+    """Return the texts as one mixture, with the last share `validation` of each text's rows held out.
+
+    Raises UserError if they are not of one kind, or a text has too few rows.
+    """
+    for what in ("dtype", "row_length", "packed"):
+        if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
+            listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
+            raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
+    splits = tuple(
+        split_rows(len(file), seq_len=seq_len, validation=validation, name=f"data.mixture: {name}")
+        for file, name in zip(files, names, strict=True)
+    )
+    shares = Shares([len(split.train) for split in splits], weights)
+    if 0 in shares.counts:
+        name = names[shares.counts.index(0)]
+        raise UserError(
+            f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
+        )
+    return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of one micro-batch, with the state to resume from after it.
+    """Rows of one micro-batch, with the number of rows that all ranks have read after it, from which to resume.
 
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
@@ -43,7 +245,7 @@ class Batch:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    state: DataState
+    data_position: int = 0
     seed: int = 0
     positions: torch.Tensor | None = None
     padding: int = 0
@@ -71,7 +273,7 @@ class Batch:
         return Batch(
             self.inputs[:, here],
             self.targets[:, here],
-            self.state,
+            self.data_position,
             seed=forward_seed(self.seed, first=number),
             positions=torch.arange(here.start, here.stop).expand(rows, -1),
         )
@@ -130,7 +332,7 @@ def positions_of(begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class RowReader:
-    """Reads batches from the rows `rows` of a token file or a stream. The caller's `DataState` holds the position.
+    """Reads batches from the rows `rows` of a token file or a stream. The caller holds the position.
 
     Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of text, if
     documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows of a mixture
@@ -145,56 +347,53 @@ class RowReader:
     shuffle: bool = False
     apart: int | None = None
 
-    def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield this rank's micro-batches from `state` on, epoch after epoch, without end.
+    def train_batches(self, position: int, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield this rank's micro-batches from row `position` of the run on, epoch after epoch, without end.
 
         Each step takes the next micro_batch * world rows of the order, and this rank takes its micro_batch of those.
         Two ranks therefore see in a step what one rank sees that accumulates twice, with the same dropout.
         """
         assert 0 <= rank < world
-        position = state.position
         while True:
             first = position + rank * micro_batch
             indices = [self._row(place) for place in range(first, first + micro_batch)]
             position += micro_batch * world
-            yield self.rows_at(indices, state=DataState(position), seed=forward_seed(self.seed, first=first))
+            yield self.rows_at(indices, data_position=position, seed=forward_seed(self.seed, first=first))
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
 
-        `state` counts the rows of this pass.
+        `data_position` counts the rows of this pass.
         """
         rows = self.rows[:limit]
         for start in range(0, len(rows), micro_batch):
             some = rows[start : start + micro_batch]
-            yield self.rows_at(some, state=DataState(start + len(some)))
+            yield self.rows_at(some, data_position=start + len(some))
 
-    def rows_at(self, indices: Sequence[int], *, state: DataState = DataState(), seed: int = 0) -> Batch:
+    def rows_at(self, indices: Sequence[int], *, data_position: int = 0, seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""
         length = self.seq_len
-        block = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
-        marks, padding = None, 0
-        if self.tokens.row_length is not None:
-            marks, block = block, block & IDS
-            padding = int(padding_of(marks[:, :-1]).sum())
-        if block.max() >= self.vocabulary:
-            row = indices[int(block.max(axis=1).argmax())]
+        ids = np.stack([self.tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
+        is_marked = self.tokens.row_length is not None
+        marks = ids & ~IDS if is_marked else np.zeros_like(ids)
+        ids ^= marks
+        if ids.max() >= self.vocabulary:
+            row = indices[int(ids.max(axis=1).argmax())]
             raise TrainerError(
-                f"{self.tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
+                f"{self.tokens.name}: row {row} holds id {ids.max()}, and the model's vocabulary is "
                 f"{self.vocabulary}: the file was changed or damaged; create it again"
             )
-        targets = block[:, 1:].copy()
-        if marks is not None:
-            targets[marks[:, 1:] & NOT_LEARNED != 0] = IGNORED
+        targets = np.where(marks[:, 1:] & NOT_LEARNED, IGNORED, ids[:, 1:])
+        padding = int(padding_of(marks[:, :-1]).sum())
         begins = None
-        if self.tokens.packed and marks is not None:
+        if is_marked and self.tokens.packed:
             begins = marks[:, :-1] & BEGINS != 0
-        elif self.apart is not None and marks is None:
+        elif self.apart is not None and not is_marked:
             begins = np.zeros_like(targets, dtype=bool)
-            begins[:, 1:] = block[:, :-2] == self.apart
+            begins[:, 1:] = ids[:, :-2] == self.apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        inputs = torch.from_numpy(block[:, :-1].copy())
-        return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
+        inputs = torch.from_numpy(ids[:, :-1].copy())
+        return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
         if self.shuffle and isinstance(self.tokens, TokenShards) and self.tokens.shares is not None:

@@ -1,7 +1,7 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
     DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
-    find_sources ── DocumentEncoder or RowEncoder ── TokenWriter ──> cache/NAME-KEY.bin
+    find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
 
 Text is tokenised once into the cache, and a ``.bin`` file is used unchanged. Documents are plain text; conversations
 are divided into rows as they are tokenised. The key is a hash of everything that the ids depend on, including the
@@ -22,34 +22,32 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.config import STREAM, DataSection
+from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.mixture import Split, Tokens, joined, mixed, split_rows
-from offload_trainer.data.packing import Encoder, encoder_of
-from offload_trainer.data.rows import IGNORED, RowReader
+from offload_trainer.data.packing import Encoder, TokenSpec
+from offload_trainer.data.rows import Split, Tokens, joined, mixed, padding_of, split_rows
 from offload_trainer.data.sources import find_sources
-from offload_trainer.data.stream import StreamedTokens, check_stream
+from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import (
+    BEGINS,
+    IDS,
     NOT_LEARNED,
     TokenFile,
-    TokenWriter,
-    is_complete,
-    refuse_not_owned,
+    cached,
     stated_tokenizer,
+    write_tokens,
 )
 from offload_trainer.data.tokenizer import (
     document_marks,
-    known_ids,
     load_tokenizer,
     read_template,
     tokenizer_fingerprint,
@@ -69,28 +67,19 @@ _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 
 
-def prepare_tokens(
-    section: DataSection,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: int,
-    seq_len: int,
-    say: Callable[[str], None],
-    fingerprint: str | None = None,
-    validation: bool = False,
-) -> Tokens:
-    """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
+def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
+    """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
     between its `document_marks`. Several runs that prepare the same text at once each do the work, and the last file
-    replaces equal ones. `fingerprint` is the tokenizer's. `validation` is as for `find_sources`.
+    replaces equal ones. `validation` is as for `find_sources`.
 
-    Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, for ids that the model does
-    not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the text
-    changed meanwhile.
+    Raises UserError for the errors of `find_sources` and of the encoders' `read`, for empty text, for ids that the
+    model does not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the
+    text changed meanwhile.
     """
-    sources = find_sources(section.path, say=say, validation=validation)
-    fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
+    section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
+    sources = find_sources(section.path, say=spec.say, validation=validation)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]
         for file in files:
@@ -111,7 +100,7 @@ def prepare_tokens(
                     "set data.tokenizer to the one it was made with, or give the text instead"
                 )
             if file.assumed:
-                say(f"{file.path}: {file.assumed}")
+                spec.say(f"{file.path}: {file.assumed}")
             # A matching sidecar that states a vocabulary within the model's saves reading the ids.
             stated = file.tokenizer is not None and file.vocabulary is not None and file.vocabulary <= vocabulary
             if not stated and (largest := file.largest_id()) >= vocabulary:
@@ -121,77 +110,70 @@ def prepare_tokens(
                 )
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-    known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=", ".join(section.path))
-    found = _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, known=known, say=say)
-    if vocabulary_size(tokenizer) > vocabulary:  # The file may have been made for another model.
-        known(np.array(found.largest_id()))
+    found = _tokenised(spec, sources, spec.encoder(form))
+    if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
+        spec.known(np.array(found.largest_id()))
     return found
 
 
-def _tokenised(
-    section: DataSection,
-    sources: Sequence[Path],
-    encoder: Encoder,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    fingerprint: str,
-    known: Callable[[np.ndarray], np.ndarray],
-    say: Callable[[str], None],
-) -> TokenFile:
+def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed."""
-    separator, cache = tokenizer.eos_token_id, cache_directory() if section.cache == "auto" else Path(section.cache)
+    section, say, separator = spec.section, spec.say, spec.tokenizer.eos_token_id
+    cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
-    content = [FORMAT, sums, fingerprint, separator, [source.suffix.lower() for source in sources], *encoder.key]
+    suffixes = [source.suffix.lower() for source in sources]
+    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, *encoder.key]
     target = cache / f"{name}-{_digest(content)}.bin"
-    refuse_not_owned(target)
-    if is_complete(target):
-        found = TokenFile.open(target, owned=True)
+    found = cached(target)
+    if found is not None:
         say(f"tokens: {target}, already there")
         return found
     total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
-    begin = reported = time.monotonic()
-    before = _bytes_read()
-    records: Any = (record for source in sources for record in encoder.read(source))
-    with TokenWriter(
+
+    def encoded() -> Iterator[np.ndarray]:
+        records: Any = (record for source in sources for record in encoder.read(source))
+        yield from encoder.encode(records)
+        yield from encoder.rest()
+
+    def arrays() -> Iterator[Any]:
+        begin = reported = time.monotonic()
+        before, tokens = _bytes_read(), 0
+        for ids in map(spec.known, encoded()):
+            yield ids
+            tokens, now = tokens + len(ids), time.monotonic()
+            if now - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported, speed = now, format_count(tokens / (now - begin))
+                share = min(1.0, (_bytes_read() - before) / max(1, total))
+                read = f", {share:.0%} of the text read" if share else ""
+                say(f"{format_count(tokens)} tokens{read}, {speed} a second")
+        say(f"{format_count(tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+        if encoder.note:
+            say(encoder.note)
+        again = source_sums(sources, memory=memory, say=lambda _: None)
+        if changed := [source for source, then, now_is in zip(sources, sums, again, strict=True) if then != now_is]:
+            raise TrainerError(
+                f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
+            )
+        if not tokens:
+            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+        if encoder.row_length is not None:
+            yield [NOT_LEARNED]  # the last target of the last row
+
+    write_tokens(
         target,
-        tokenizer=fingerprint,
-        vocabulary=vocabulary_size(tokenizer),
+        arrays(),
+        tokenizer=spec.fingerprint,
+        vocabulary=vocabulary_size(spec.tokenizer),
         end_of_text=separator,
         row_length=encoder.row_length,
         packed=encoder.packed,
-    ) as writer:
-        for ids in map(known, encoder.encode(records)):
-            writer.write(ids)
-            now = time.monotonic()
-            if now - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported, speed = now, format_count(writer.tokens / (now - begin))
-                share = min(1.0, (_bytes_read() - before) / max(1, total))
-                read = f", {share:.0%} of the text read" if share else ""
-                say(f"{format_count(writer.tokens)} tokens{read}, {speed} a second")
-        for ids in encoder.rest():
-            writer.write(ids)
-        say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
-        if encoder.note:
-            say(encoder.note)
-        for source, then, now_is in zip(
-            sources, sums, source_sums(sources, memory=memory, say=lambda _: None), strict=True
-        ):
-            if then != now_is:
-                raise TrainerError(
-                    f"{source}: the text changed while it was tokenised: start again when it is complete"
-                )
-        if not writer.tokens:
-            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
-        if encoder.row_length is not None:
-            # The last row needs one token after it as its last target.
-            writer.write([NOT_LEARNED])
-            writer.summary = encoder.summary
+        summary=lambda: encoder.summary,
+    )
     return TokenFile.open(target, owned=True)
 
 
@@ -225,23 +207,22 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         about = {path: [getattr(os.stat(path), name) for name in names] for path in map(os.path.realpath, sources)}
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-    found = {path: known[path][0] for path, state in about.items() if path in known and known[path][1] == state}
+    found = {path: known[path] for path, state in about.items() if path in known and known[path][1] == state}
     fresh = about.keys() - found.keys()
     total = sum(about[path][0] for path in fresh)
     if total >= _LONG:
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
-    settled = set(found)
     for path in sorted(fresh):
-        if time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path):  # JSON has no other names
-            settled.add(path)
-        found[path] = _sum(Path(path))
-    if settled & fresh:
+        settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
+        found[path] = _sum(Path(path)), about[path] if settled else []
+    if any(found[path][1] for path in fresh):
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_text(memory, json.dumps({path: (found[path], about[path]) for path in sorted(settled)}), mode=MODE)
+            kept = {path: known for path, known in sorted(found.items()) if known[1]}
+            write_text(memory, json.dumps(kept), mode=MODE)
         except OSError:
             pass  # without the cache the hashes are computed again next time
-    return [found[os.path.realpath(source)] for source in sources]
+    return [found[os.path.realpath(source)][0] for source in sources]
 
 
 def _sum(path: Path) -> str:
@@ -260,22 +241,27 @@ _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and character
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenizer, tokens and rows of a run.
+    """Tokens and rows of a run.
 
     `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
     """
 
-    tokenizer: Any
+    spec: TokenSpec
     tokens: Any  # Tokens
     held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
-    split: Any
-    end_of_text: int | None
+    split: Split
     ends_of_answers: tuple[int, ...]  # ids that end answers of conversations, at which generation has to stop
-    vocabulary: int  # size of the model's vocabulary
-    apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
-    mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
-    shuffle: bool = True  # training rows are read in a random order
-    streamed: bool = False  # tokenized while the run reads it, so that its length is not known
+
+    @property
+    def apart(self) -> int | None:
+        """The token that ends a document, if packed documents must not attend to each other."""
+        return self.spec.tokenizer.eos_token_id if self.spec.section.packing == "on" else None
+
+    @property
+    def shuffle(self) -> bool:
+        """True if training rows are read in a random order."""
+        section = self.spec.section
+        return bool(section.shuffled_block if section.streamed else section.shuffle)
 
     @property
     def paths(self) -> list[Path]:
@@ -285,7 +271,7 @@ class RunData:
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
-        if self.streamed:
+        if self.spec.section.streamed:
             known["stream"] = self.tokens.identity
         else:
             known |= {
@@ -293,8 +279,8 @@ class RunData:
                 "training rows": len(self.split.train),
                 "text": zlib.crc32(repr(self.tokens.sums).encode()),
             }
-        if self.mixture:
-            known["mixture"] = list(self.mixture)
+        if self.spec.section.mixture:
+            known["mixture"] = list(self.spec.section.mixture)
         if self.apart is not None:
             known["documents apart"] = self.apart
         if self.held_out is not self.tokens:
@@ -311,11 +297,9 @@ UNKNOWN_IDENTITY: dict[str, Any] = dict.fromkeys(
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     for paths, validation in ((section.path, False), (section.validation_path, True)):
-        if paths and paths[0].startswith(STREAM):
-            check_stream(paths[0], say=say, validation=validation)
-        elif paths:
+        if paths:
             find_sources(paths, say=say, validation=validation)
-    _refuse_unsuitable(section, source)
+    _refuse_unknown(section, source)
 
 
 def prepare_data(
@@ -325,22 +309,16 @@ def prepare_data(
 
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
-    _refuse_unsuitable(section, source)
+    _refuse_unknown(section, source)
     tokenizer = _tokenizer(section, source, say=say)
-    given: Any = {
-        "tokenizer": tokenizer,
-        "fingerprint": tokenizer_fingerprint(tokenizer),
-        "vocabulary": source.shape.vocabulary,
-        "seq_len": seq_len,
-        "say": say,
-    }
+    whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
 
     def text(*paths: str, validation: bool = False) -> Any:
-        wish = section.model_copy(update={"path": paths})
-        if not wish.streamed:
-            return prepare_tokens(wish, validation=validation, **given)
+        spec = replace(whole, section=section.model_copy(update={"path": paths}))
+        if not spec.section.streamed:
+            return prepare_tokens(spec, validation=validation)
         try:
-            stream = StreamedTokens(paths[0], wish, validation=validation, **given)
+            stream = StreamedTokens(spec, validation=validation)
             if validation:
                 return stream.first(eval_rows)
             stream.read(0, 1)
@@ -360,32 +338,21 @@ def prepare_data(
         held_out = rank_zero_first(lambda: text(*section.validation_path, validation=True))
         if held_out.sums == tokens.sums or section.validation_path == section.path:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
-    split = _rows(section, tokens, held_out, seq_len=seq_len)
-    for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
-        say(line)
     end = tokenizer.eos_token_id
     unmarked = end is None or end in document_marks(tokenizer)[0]
     if section.packing == "on" and unmarked and (tokens.row_length is None or held_out.row_length is None):
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
-    return RunData(
-        tokenizer,
-        tokens,
-        held_out,
-        split,
-        end,
-        tuple(ends),
-        source.shape.vocabulary,
-        apart=end if section.packing == "on" else None,
-        mixture=section.mixture,
-        shuffle=bool(section.shuffled_block if section.streamed else section.shuffle),
-        streamed=section.streamed,
-    )
+    data = RunData(whole, tokens, held_out, _rows(section, tokens, held_out, seq_len=seq_len), tuple(ends))
+    for line in _describe(data):
+        say(line)
+    return data
 
 
-def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
+def _describe(data: RunData) -> Iterator[str]:
     """Yield lines for the user on the amount of data and its division."""
+    section, tokens, held_out, split = data.spec.section, data.tokens, data.held_out, data.split
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
@@ -400,43 +367,40 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
         return
     if tokens.summary:
         yield f"conversations: {tokens.summary}"
-    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
+    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.spec.seq_len - 1
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
 
 
-def first_row(data: RunData, *, seq_len: int) -> list[str]:
+def first_row(data: RunData) -> list[str]:
     """Return the first row as text, one line per span with or without loss.
 
     In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
-    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.vocabulary)
-    row = reader.rows_at([0])
-    inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
-    # The first token has no loss in any row; where it is the only one, the row is shown as learned.
-    learned = [IGNORED not in targets, *(target != IGNORED for target in targets[:-1])]
-    positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
-    text_end = seq_len - row.padding
-    begins = [place for place in range(text_end) if positions[place] == 0]
+    seq_len, tokenizer = data.spec.seq_len, data.spec.tokenizer
+    row = data.tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
+    ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
+    text_end = seq_len - int(padding_of(row[None])[0])
+    begins = [place for place in range(text_end) if row[place] & BEGINS] or [0]
     printed = []
     for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
         printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
-            text = data.tokenizer.decode([inputs[place] for place in places])
+            text = tokenizer.decode([ids[place] for place in places])
             shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
             printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
     hidden = len(printed) - _STRETCHES
     lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
-    if row.padding:
-        lines.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
+    if text_end < seq_len:
+        lines.append(f"{'padding':<8} {seq_len - text_end} x {tokenizer.decode(ids[-1:])!r}")
     return ["the first row:", *(f"  {line}" for line in lines)]
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     """Return a line with the number of steps per epoch and the number of epochs of the run."""
-    if data.streamed:
+    if data.spec.section.streamed:
         return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
     epochs = steps * rows_per_step / rows
@@ -458,18 +422,11 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
     return tokenizer
 
 
-def _refuse_unsuitable(section: DataSection, source: Any) -> None:
-    """Raise UserError for a mixture that does not fit data.path, and for ids of an unknown tokenizer.
+def _refuse_unknown(section: DataSection, source: Any) -> None:
+    """Raise UserError for ids of an unknown tokenizer.
 
     Exports would include a wrong tokenizer beside a token file that does not name its own.
     """
-    if section.mixture and len(section.mixture) != len(section.path):
-        raise UserError(
-            f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
-            "each"
-        )
-    if section.mixture and not section.shuffle:
-        raise UserError("data.mixture needs shuffled rows: leave data.shuffle=false out")
     is_unknown = section.tokenizer == "auto" and source.directory is None
     for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
         if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:

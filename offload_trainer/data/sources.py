@@ -54,9 +54,10 @@ def find_sources(
     compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split, or with
     `validation` of the validation or else the test split. Hidden files, linked directories, licences and cards of data
     sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. ``hub:NAME`` stands for
-    the files that are downloaded. `say` is told of files that are left, and of numbered ones that are missing. A file
-    that is named itself may have any suffix except that of another format. Either all are text, or all are ``.bin``
-    token files. A path that is named twice is read twice.
+    the files that are downloaded, and ``stream:NAME``, the only path, for its files of records: for none if it is a
+    data set of the hub. `say` is told of files that are left, and of numbered ones that are missing. A file that is
+    named itself may have any suffix except that of another format. Either all are text, or all are ``.bin`` token
+    files. A path that is named twice is read twice.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.
@@ -70,6 +71,8 @@ def find_sources(
     for entry in paths:
         if entry.startswith("hub:"):
             named += hub_files(entry)
+        elif entry.startswith(STREAM):
+            named += _streamed(entry)
         else:
             named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
     sources: list[Path] = []
@@ -83,6 +86,9 @@ def find_sources(
     for source in sources:
         if source.suffix.lower() in (*TABLES, ".zst") and not is_installed("pyarrow"):
             raise UserError(lacks(str(source), "pyarrow"))
+    other = [str(file) for file in sources if not holds_records(file)]
+    if other and paths[0].startswith(STREAM):
+        raise UserError(f"{paths[0]}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
@@ -101,6 +107,18 @@ def refuse_missing_files(paths: Sequence[str]) -> None:
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
             fix += f"; for a dataset of the hub use --data hub:{name}"
         raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
+
+
+def _streamed(entry: str) -> list[Path]:
+    """Return the path that a stream reads, none for a data set of the hub. Raises UserError for a malformed name."""
+    name = entry.removeprefix(STREAM)
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
+        raise UserError(f"{entry}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
+    hub_name(entry)
+    return []
 
 
 @cache

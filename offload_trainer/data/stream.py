@@ -23,32 +23,26 @@ import sys
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
-from offload_trainer.data.documents import holds_records, without_nulls
-from offload_trainer.data.packing import RowEncoder, encoder_of
-from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
+from offload_trainer.data.documents import without_nulls
+from offload_trainer.data.packing import TokenSpec
+from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
-from offload_trainer.data.tokenizer import known_ids
-from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.errors import RERUN_HINT, TrainerError
 from offload_trainer.safe_files import Count, Crc32, Line, exact_record, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
-_place = attrgetter(
-    "tokens", "count"
-)  # The order of points. Of two at one place, the one with a checksum is the later.
+_place = attrgetter("tokens")  # the order of points; of two at the beginning, the one with a checksum is the later
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
@@ -71,28 +65,15 @@ class StreamedTokens:
     sums: tuple[Any, ...] = ()
     paths = ()
 
-    def __init__(
-        self,
-        wish: str,
-        section: DataSection,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        fingerprint: str,
-        vocabulary: int,
-        seq_len: int,
-        say: Callable[[str], None],
-        validation: bool = False,
-    ) -> None:
-        """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
-
-        `section` says how it is read, `fingerprint` is the tokenizer's, and `vocabulary` the model's number of ids.
-        `validation`: read the split of a directory that is for validation.
+    def __init__(self, spec: TokenSpec, *, validation: bool = False) -> None:
+        """Open the stream that `data.path` names. `validation`: read the split of a directory that is for validation.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
-        self._files = check_stream(wish, say=say, validation=validation)
-        self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
+        section, self.name = spec.section, spec.section.path[0]
+        self._files = find_sources(section.path, say=spec.say, validation=validation)
+        self.tokenizer, self._seq_len, self._known = spec.fingerprint, spec.seq_len, spec.known
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
@@ -102,14 +83,10 @@ class StreamedTokens:
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
         form = self._form(section.format, section.text_field)
-        self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-        self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
+        self._encoder = spec.encoder(form)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, wish, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
-        self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
-        if isinstance(self._encoder, RowEncoder):
-            settings = f"train_on={section.train_on}, packing={section.packing}"
-            self.identity = f"{wish}, as {form}, {settings}, template {self._encoder.template}"
+        content = [_FORMAT, self.name, spec.fingerprint, spec.tokenizer.eos_token_id, *self._encoder.key]
+        self.identity = self.name + self._encoder.identity
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
@@ -159,7 +136,7 @@ class StreamedTokens:
         if self._kept is not None:
             return self._kept[start : start + count]
         begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
-        near = self._points[bisect_right(self._points, (begin, sys.maxsize), key=_place) - 1]
+        near = self._points[bisect_right(self._points, begin, key=_place) - 1]
         if begin < self._begin or near.tokens > self._end:
             self._open(near)
         parts = [self._ids]
@@ -203,10 +180,8 @@ class StreamedTokens:
             return form_of_files(self._files, form=form, text_field=text_field)
         if form != "auto":
             return form
-        try:
+        with self._reading():
             first = next(self._records, None)
-        except Exception as error:
-            raise self._failed(error) from error
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
@@ -214,15 +189,13 @@ class StreamedTokens:
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""
-        try:
+        with self._reading():
             if self._files:
                 self._dataset = LocalRecords(self._files, lambda file: self._encoder.read(file))
             else:
                 self._dataset = load_from_hub(self.name, streaming=True)
             if state is not None:
                 self._dataset.load_state_dict(state)
-        except Exception as error:  # the hub, the network and files fail in many ways
-            raise self._failed(error) from error
         self._records, self._state = iter(self._dataset), state
 
     def _next_ids(self) -> np.ndarray:
@@ -268,7 +241,7 @@ class StreamedTokens:
         """Return the next documents or conversations; fewer at the end of the data set, which is opened again there."""
         found: list[Any] = []
         size = 0
-        try:
+        with self._reading():
             while size < _CHARACTERS:
                 record = next(self._records, None)
                 if record is None:
@@ -280,18 +253,21 @@ class StreamedTokens:
                 found.append(record)
                 size += _characters(record)
             self._state = self._dataset.state_dict()
+        return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise TrainerError for any error of a library: the hub, the network and files fail in many ways."""
+        try:
+            yield
         except TrainerError:
             raise
         except Exception as error:
-            raise self._failed(error) from error
-        return found
-
-    def _failed(self, error: Exception) -> TrainerError:
-        rerun = f"; {RERUN_HINT}" if self._end else ""
-        return TrainerError(
-            f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
-            f"and the network{rerun}"
-        )
+            rerun = f"; {RERUN_HINT}" if self._end else ""
+            raise TrainerError(
+                f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
+                f"and the network{rerun}"
+            ) from error
 
 
 def _characters(record: list[str] | Example) -> int:
@@ -316,22 +292,3 @@ class LocalRecords:
                 self._count += 1
                 yield record
             self._file, self._count = self._file + 1, 0
-
-
-def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None, validation: bool = False) -> list[Path]:
-    """Return the files that a stream reads, none for a data set of the hub. Uses no network.
-
-    `say` and `validation` are as for `find_sources`. Raises UserError if the name is malformed, if the files do not
-    exist or hold other things than records, and if `datasets` is missing for a data set of the hub.
-    """
-    name = wish.removeprefix(STREAM)
-    path = Path(name).expanduser()
-    if path.exists():
-        files = find_sources([name], say=say, validation=validation)
-        if other := [str(file) for file in files if not holds_records(file)]:
-            raise UserError(f"{wish}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
-        return files
-    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
-        raise UserError(f"{wish}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    hub_name(wish)
-    return []

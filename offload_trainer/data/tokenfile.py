@@ -1,7 +1,7 @@
 """Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) with a JSON sidecar that describes them.
 
-    TokenWriter   ids -> a scratch directory -> fsync -> NAME.bin, then NAME.bin.json
-    TokenFile     NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
+    write_tokens   ids -> a scratch directory -> fsync -> NAME.bin, then NAME.bin.json
+    TokenFile      NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
 scratch directory that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the
@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,16 +57,15 @@ def sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def is_complete(path: Path) -> bool:
-    """Return whether a writer finished `path`: it writes the sidecar last."""
-    return path.exists() and sidecar_path(path).exists()
+def cached(path: Path) -> TokenFile | None:
+    """Open a token file of the cache, if its writer has finished it: the sidecar is written last.
 
-
-def refuse_not_owned(path: Path) -> None:
-    """Raise UserError if a token file of the cache or its sidecar exists and another user may have written it."""
-    for one in (path, sidecar_path(path)):
-        if is_there(one):
-            _opened(one, owned=True).close()
+    Raises UserError if another user may have written it or its sidecar, and for the errors of `TokenFile.open`.
+    """
+    there = [one for one in (path, sidecar_path(path)) if is_there(one)]
+    for one in there:
+        _opened(one, owned=True).close()
+    return TokenFile.open(path, owned=True) if len(there) == 2 else None
 
 
 def stated_tokenizer(path: Path) -> str | None:
@@ -275,100 +274,92 @@ def _say_dtype(path: Path, *, size: int) -> str:
     return f'write {{"dtype": "uint16", "tokens": {size // 2}}}{wide}, into {sidecar_path(path)}'
 
 
-class TokenWriter:
-    """Writes a stream of ids to `path`. As a context manager it commits at the end; after an exception no file is left.
+def write_tokens(
+    path: Path,
+    arrays: Iterable[Sequence[int] | np.ndarray],
+    *,
+    vocabulary: int,
+    row_length: int | None = None,
+    summary: Callable[[], str | None] = lambda: None,
+    **stated: Any,
+) -> None:
+    """Write a token file and its sidecar. If `arrays` raises, no file is left.
 
-    Raises TrainerError if the drive refuses, with the bytes written and the free space.
+    Args:
+        path: the file; its directory is created if needed.
+        arrays: ids, each below `vocabulary` except for the marks in its upper bits.
+        row_length: if set, the ids are marked and in rows of that length.
+        summary: called at the end for the statistics in the sidecar.
+        stated: other facts for the sidecar.
+
+    Raises UserError if nothing can be written in the directory, and TrainerError if the drive refuses, with the bytes
+    written and the free space.
     """
+    # the narrower one that holds the ids; rows have marks in the upper bits
+    dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
+    folder, tokens, sums, block = path.parent, 0, list[int](), b""  # block: bytes not yet covered by a CRC-32
 
-    def __init__(self, path: Path, *, vocabulary: int, row_length: int | None = None, **stated: Any) -> None:
-        """If `row_length` is set, the ids are marked and in rows of that length. `stated` are other facts on them."""
-        self.path = path
-        self.tokens = 0
-        self.summary: str | None = None  # the caller may set it before the end
-        self._stated: dict[str, Any] = {"vocabulary": vocabulary, "row_length": row_length, **stated}
-        # the narrower one that holds the ids; rows have marks in the upper bits
-        self._dtype = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
-        self._sums: list[int] = []
-        self._block = b""  # bytes that are not yet covered by a CRC-32
-        self._file: BinaryIO
+    @contextlib.contextmanager
+    def told() -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            file.close()
+            scratch.close()  # remove the file first, so that the free space includes it
+            made, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
+            raise TrainerError(
+                f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}, at "
+                f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
+                "directory with data.cache=DIR"
+            ) from error
 
-    def __enter__(self) -> TokenWriter:
-        folder = self.path.parent
+    with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f".{_SCRATCH}*"):
                 with contextlib.suppress(OSError, TrainerError):  # it is gone, its writer lives, or another user's
                     owned_dirs.remove_dead(left, what=_WHAT)
-            self._scratch = owned_dirs.ScratchDirectory(folder / f".{_SCRATCH}{secrets.token_hex(4)}", what=_WHAT)
-            try:
-                self._file = open(self._scratch.path / "ids", "xb", opener=partial(os.open, mode=MODE))
-            except OSError:
-                self._scratch.close()
-                raise
+            name = folder / f".{_SCRATCH}{secrets.token_hex(4)}"
+            scratch = stack.enter_context(owned_dirs.ScratchDirectory(name, what=_WHAT))
+            opener = partial(os.open, mode=MODE)
+            file = stack.enter_context(open(scratch.path / "ids", "xb", buffering=0, opener=opener))
         except OSError as error:
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
             ) from error
-        return self
-
-    def write(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append ids, each below `vocabulary` except for the marks in its upper bits."""
-        data = np.asarray(ids, dtype=self._dtype).tobytes()
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.tokens += len(ids)  # upper bound: some of these ids did not fit
-            raise self._failed(error) from error
-        self.tokens += len(ids)
-        self._block += data
-        while len(self._block) >= BLOCK:
-            self._sums.append(zlib.crc32(self._block[:BLOCK]))
-            self._block = self._block[BLOCK:]
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if error is None:
-                self._commit()
-        except OSError as failure:
-            raise self._failed(failure) from failure
-        finally:
-            self._discard()
-
-    def _commit(self) -> None:
-        dtype: Any = self._dtype.name
-        sums = self._sums + ([zlib.crc32(self._block)] if self._block else [])  # one for each MiB
-        facts = _Sidecar(dtype, self.tokens, summary=self.summary, crc32=sums, **self._stated)
-        fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
-        content = (json.dumps(fields) + "\n").encode()
-        sidecar = sidecar_path(self.path)
-        # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
-        # another process is preparing the same text, and its finished pair must not be lost.
-        if is_there(sidecar):
-            try:
-                equal = file_bytes(sidecar) == content
-            except (OSError, ValueError):
-                equal = False
-            if not equal:
-                sidecar.unlink()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._file.name, self.path)
-        write_bytes(self._scratch.path / "sidecar", content, mode=MODE)
-        os.replace(self._scratch.path / "sidecar", sidecar)
-        sync_directory(self.path.parent)
-
-    def _discard(self) -> None:
-        with contextlib.suppress(OSError):  # the last flush fails too on a full drive
-            self._file.close()
-        self._scratch.close()
-
-    def _failed(self, error: OSError) -> TrainerError:
-        self._discard()  # remove the file first, so that the free space includes it
-        folder, made = self.path.parent, format_bytes(self.tokens * self._dtype.itemsize)
-        free = format_bytes(shutil.disk_usage(folder).free)
-        return TrainerError(
-            f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}, at "
-            f"{self._dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
-            "directory with data.cache=DIR"
+        for ids in arrays:
+            data = memoryview(np.asarray(ids, dtype=dtype).tobytes())
+            tokens += len(ids)
+            block += data
+            with told():
+                while data:
+                    data = data[file.write(data) :]
+            while len(block) >= BLOCK:
+                sums.append(zlib.crc32(block[:BLOCK]))
+                block = block[BLOCK:]
+        sums += [zlib.crc32(block)] if block else []  # one for each MiB
+        facts = _Sidecar(
+            dtype.name, tokens, vocabulary=vocabulary, row_length=row_length, summary=summary(), crc32=sums, **stated
         )
+        fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
+        with told():
+            os.fsync(file.fileno())
+            _commit(path, Path(file.name), (json.dumps(fields) + "\n").encode())
+
+
+def _commit(path: Path, ids: Path, content: bytes) -> None:
+    """Move the file `ids` to `path`, and then put a sidecar with this content next to it."""
+    sidecar = sidecar_path(path)
+    # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
+    # another process is preparing the same text, and its finished pair must not be lost.
+    if is_there(sidecar):
+        try:
+            equal = file_bytes(sidecar) == content
+        except (OSError, ValueError):
+            equal = False
+        if not equal:
+            sidecar.unlink()
+    os.replace(ids, path)
+    write_bytes(ids.with_name("sidecar"), content, mode=MODE)
+    os.replace(ids.with_name("sidecar"), sidecar)
+    sync_directory(path.parent)

@@ -10,12 +10,10 @@ import string
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_trainer.data.tokenfile import IDS
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import file_bytes, read_back, refuse_pipes
 from offload_trainer.storage.atomic_io import write_text
@@ -157,18 +155,6 @@ def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     start = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     behind, eos = whole[start + len(bare) :], tokenizer.eos_token_id
     return whole[:start], behind if eos is None or behind[-1:] == [eos] else [*behind, eos]
-
-
-def known_ids(ids: np.ndarray, *, tokenizer: PreTrainedTokenizerBase, vocabulary: int, name: str) -> np.ndarray:
-    """Return `ids`, which may be marked. Raises UserError if the model, with `vocabulary` ids, does not have all."""
-    largest = int((ids & IDS).max(initial=0))
-    if largest >= vocabulary:
-        raise UserError(
-            f"{name} has {tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}, but the model only has ids below "
-            f"{vocabulary}: leave that token out, set data.tokenizer to the model's own, or, with random weights, "
-            f"model.overrides.vocab_size={vocabulary_size(tokenizer)}"
-        )
-    return ids
 
 
 def text_bytes(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int | None:

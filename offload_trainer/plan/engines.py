@@ -57,13 +57,18 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     }
     mistakes = [sentence for sentence, wrong in found.items() if wrong]
     mistakes += mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else []
-    mistakes += mistakes_of_streams(config) + mistakes_of_division(config.parallel, engine=engine.name)
+    mistakes += mistakes_of_data(config) + mistakes_of_division(config.parallel, engine=engine.name)
     return mistakes + mistakes_of_rule(optim)
 
 
-def mistakes_of_streams(config: TrainConfig) -> list[str]:
-    """Return settings that a streamed data set does not have, one sentence each."""
+def mistakes_of_data(config: TrainConfig) -> list[str]:
+    """Return settings that a streamed data set does not have, and mixtures that do not fit, one sentence each."""
     data, mistakes = config.data, []
+    weights, texts = len(data.mixture), len(data.path)
+    if weights not in (0, texts):
+        mistakes.append(f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each")
+    if weights and not data.shuffle:
+        mistakes.append("data.mixture needs shuffled rows: leave data.shuffle=false out")
     for flag, paths in (("--data", data.path), ("--validation-data", data.validation_path)):
         named = [path for path in paths if path.startswith(STREAM)]
         if named and len(paths) + (flag == "--data" and len(data.mixture)) > 1:

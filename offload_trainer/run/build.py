@@ -218,7 +218,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
     shape = setup.source.shape
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
-    if data.streamed:
+    if data.spec.section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
@@ -232,7 +232,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         engine=engine,
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
-        text_bytes=partial(text_bytes, data.tokenizer),
+        text_bytes=partial(text_bytes, data.spec.tokenizer),
         clock=PhaseClock(timer),
         telemetry=telemetry,
         say=setup.log.say,

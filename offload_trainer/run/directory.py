@@ -212,8 +212,8 @@ def write_known(planned: Planned, data: RunData) -> None:
     for name, about in {"plan": planned.plan.to_json(), "machine": planned.machine.to_json()}.items():
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
-    dtype = DTYPES[config.model.dtype]
-    keep_model(output / "model", source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text)
+    dtype, tokenizer = DTYPES[config.model.dtype], data.spec.tokenizer
+    keep_model(output / "model", source, dtype=dtype, tokenizer=tokenizer, end_of_text=tokenizer.eos_token_id)
     stop_at(output / "model" / "generation_config.json", data.ends_of_answers)
 
 

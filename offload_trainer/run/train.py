@@ -267,7 +267,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     planned = plan_run(config)
     plan, say = planned.plan, Log(loud=True).say
     data = _data_of(planned, say=say)
-    for line in first_row(data, seq_len=plan.seq_len):
+    for line in first_row(data):
         say(line)
     say(epoch_line(data, rows_per_step=plan.tokens_per_step // plan.seq_len, steps=planned.config.train.steps))
     return data.paths

@@ -7,22 +7,19 @@ import random
 import re
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from published_templates import CONVERSATIONS, DEEPSEEK_ASSISTANT, FOLDER, NAMES, template, tokenizer_of
-from sample_chats import TEMPLATE, chat_tokenizer, prepared
+from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row_encoder, run_data
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
-from offload_trainer.data.mixture import split_rows
-from offload_trainer.data.packing import Counts, RowMaker
-from offload_trainer.data.rows import IGNORED, RowReader, padding_of
-from offload_trainer.data.run_data import first_row, prepare_data
+from offload_trainer.data.packing import Counts, RowEncoder
+from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
+from offload_trainer.data.run_data import first_row
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -48,10 +45,6 @@ LINES_ALONE = (
 )
 
 
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
 TALK = [
     message("system", "Be brief."),
     message("user", "One?"),
@@ -62,10 +55,14 @@ TALK = [
 
 
 def encoded(
-    record: dict[str, Any], *, form: str = "chat", template: str = TEMPLATE, tokenizer: Any = None, **settings: Any
+    record: dict[str, Any],
+    *,
+    form: str = "chat",
+    template: str = TEMPLATE,
+    tokenizer: Any = None,
+    everything: bool = False,
 ) -> Encoded:
-    tokenizer = tokenizer or chat_tokenizer(template)
-    encoder = AnswerEncoder(tokenizer, everything=settings.pop("everything", False))
+    encoder = AnswerEncoder(tokenizer or chat_tokenizer(template), everything=everything)
     return next(encoder.encode([example_of(record, form=form, where="here, line 1")]))
 
 
@@ -314,16 +311,13 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     tokenizer_of("glm4moe").save_pretrained(tmp_path / "model")
     file = tmp_path / "chat.jsonl"
     file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
-    section = DataSection(path=(str(file),), cache=str(tmp_path / "cache"), validation=0.0)
-    shape = SimpleNamespace(vocabulary=400)
-    source: Any = SimpleNamespace(directory=tmp_path / "model", shape=shape, section=ModelSection())
     said: list[str] = []
-    data = prepare_data(section, source, seq_len=96, say=said.append)
-    ends = data.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
+    data = run_data(file, vocabulary=400, seq_len=96, directory=tmp_path / "model", say=said.append, validation=0.0)
+    ends = data.spec.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
-    assert data.tokenizer.chat_template == template("glm4moe")
+    assert data.spec.tokenizer.chat_template == template("glm4moe")
     assert said.count("conversations are rendered with trl's training variant of the chat template") == 1
-    shown = [line.strip() for line in first_row(data, seq_len=96)]
+    shown = [line.strip() for line in first_row(data)]
     assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown
 
 
@@ -441,46 +435,48 @@ def test_arguments_have_the_form_that_the_template_prints(written: str) -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+PAD = 2  # chat_tokenizer's end-of-text
+
+
 def conversation(count: int, *, first: int, answer: int) -> Encoded:
     """Return `count` consecutive ids from `first`, of which the last `answer` are trained on."""
     return Encoded(list(range(first, first + count)), [n >= count - answer for n in range(count)])
 
 
-def rows_of(maker: RowMaker, given: list[Encoded]) -> list[list[int]]:
-    return [row.tolist() for one in given if (row := maker.add(one)) is not None]
+def rows_of(encoder: RowEncoder, given: list[Encoded]) -> list[list[int]]:
+    return [row.tolist() for one in given if (row := encoder.add(one)) is not None]
 
 
 def test_each_conversation_has_its_row() -> None:
-    maker = RowMaker(6, pad=9)
-    rows = rows_of(maker, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
-    assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, 9, 9], [30, 31, 32, 33, 34, 35]]
+    encoder = row_encoder(6)
+    rows = rows_of(encoder, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
+    assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, PAD, PAD], [30, 31, 32, 33, 34, 35]]
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
-    assert maker.counts == Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
+    assert encoder.counts == Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
 
 
 def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     """A conversation may end with the pad token, trained on or not; a full row has no padding."""
-    ends = Encoded([20, 21, 9], [False, True, False])
-    given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
-    maker = RowMaker(6, pad=9)
-    assert padding_of(np.array(rows_of(maker, given), dtype=np.uint32)).tolist() == [3, 0, 4]
-    maker = RowMaker(6, pad=9, packed=True)
-    packed = [*rows_of(maker, [ends, given[2], conversation(6, first=30, answer=6)]), maker.rest()[0].tolist()]
+    ends = Encoded([20, 21, PAD], [False, True, False])
+    given = [ends, conversation(6, first=30, answer=2), Encoded([20, PAD], [False, True])]
+    assert padding_of(np.array(rows_of(row_encoder(6), given), dtype=np.uint32)).tolist() == [3, 0, 4]
+    encoder = row_encoder(6, packed=True)
+    packed = [*rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]), encoder.rest()[0].tolist()]
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
 
 def test_packed_rows_hold_each_conversation_whole() -> None:
     """At most 64 rows are open at a time, and a conversation that fills a row is alone in it."""
     draw = random.Random(1)
-    maker = RowMaker(32, pad=9, packed=True)
-    given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(400)]
+    encoder = row_encoder(32, packed=True)
+    given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(1, 401)]
     rows, most = [], 0
     for one in given:
-        row = maker.add(one)
+        row = encoder.add(one)
         rows += [] if row is None else [row]
-        most = max(most, len(maker.open))
-    rows += maker.rest()
+        most = max(most, len(encoder.open_rows))
+    rows += encoder.rest()
     assert most == 64
     found, padded = [], 0
     for row in rows:
@@ -489,8 +485,8 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
         assert begins[0] == 0
         for start, end in zip(begins, [*begins[1:], 32], strict=True):
             part = row[start:end].tolist()
-            if part[-1] & IDS == 9:
-                assert part == [9 | NOT_LEARNED | BEGINS, *[9 | NOT_LEARNED] * (len(part) - 1)]
+            if part[-1] & IDS == PAD:
+                assert part == [PAD | NOT_LEARNED | BEGINS, *[PAD | NOT_LEARNED] * (len(part) - 1)]
                 padded += len(part)
             else:
                 found.append(([id_ & IDS for id_ in part], [not id_ & NOT_LEARNED for id_ in part]))
@@ -499,26 +495,11 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
     assert padded / (32 * len(rows)) < 0.1
 
 
-def test_a_file_of_packed_rows_is_for_packing(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
-    apart, packed = (prepared(file, seq_len=80, packing=on) for on in ("off", "on"))
-    assert (len(apart), len(packed)) == (3 * 80 + 1, 80 + 1)
-    assert (apart.packed, packed.packed) == (False, True)
-    assert packed.summary.endswith("1 rows, 26% of them padding")
-    again = prepared(packed.path, seq_len=80, packing="on")
-    assert again.sums == packed.sums
-    for made, on in ((apart, "on"), (packed, "off")):
-        other = "off" if on == "on" else "on"
-        with pytest.raises(UserError, match=rf"holds conversations, .*: use data\.packing={other}, or give"):
-            prepared(made.path, seq_len=80, packing=on)
-
-
 def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
     """Targets of every row are transformers' answer tokens, also when rows are read again from the cache."""
     talks = [TALK, TALK[1:3], TALK[:3]]
     file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    file.write_text(lines({"messages": talk} for talk in talks))
     for _ in range(2):
         tokens = prepared(file, seq_len=80)
         split = split_rows(len(tokens), seq_len=80, validation=0)
@@ -531,57 +512,39 @@ def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
     assert tokens.summary.startswith("3 conversations, ")
 
 
-def test_settings_make_other_files_which_are_for_rows_of_that_length(tmp_path: Path) -> None:
+def test_a_file_of_rows_is_for_the_settings_that_it_was_made_with(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": TALK}) + "\n")
-    first = prepared(file, seq_len=80)
-    other = chat_tokenizer()
-    other.chat_template = LINES
-    others = [prepared(file, **{"seq_len": 80} | more) for more in ({"seq_len": 60}, {"train_on": "all"})]
-    others.append(prepared(file, tokenizer=other, seq_len=80))
-    assert len({first.path, *(tokens.path for tokens in others)}) == 4
-    assert others[1].sums != first.sums
-    assert prepared(file, seq_len=80).path == first.path
-    assert prepared(first.path, seq_len=80).row_length == 80
+    file.write_text(lines({"messages": talk} for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
+    settings: tuple[dict[str, Any], ...] = (
+        {},
+        {"packing": "on"},
+        {"seq_len": 60},
+        {"train_on": "all"},
+        {"tokenizer": chat_tokenizer(LINES)},
+    )
+    made = [prepared(file, **{"seq_len": 80} | more) for more in settings]
+    apart, packed = made[:2]
+    assert len({tokens.path for tokens in made}) == len({tokens.sums for tokens in made}) == 5
+    assert (len(apart), len(packed)) == (3 * 80 + 1, 80 + 1)
+    assert (apart.packed, packed.packed) == (False, True)
+    assert packed.summary.endswith("1 rows, 26% of them padding")
+    assert prepared(file, seq_len=80).path == apart.path
+    for tokens, on, other in ((apart, "off", "on"), (packed, "on", "off")):
+        assert prepared(tokens.path, seq_len=80, packing=on).sums == tokens.sums
+        with pytest.raises(UserError, match=rf"holds conversations, .*: use data\.packing={on}, or give"):
+            prepared(tokens.path, seq_len=80, packing=other)
     with pytest.raises(UserError, match=r"rows of 80, and this run uses 40: use --seq-len 80"):
-        prepared(first.path, seq_len=40)
+        prepared(apart.path, seq_len=40)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("record", "expected_text"),
-    [
-        ({"messages": []}, "'messages' holds an empty list"),
-        ({"messages": "hello"}, "'messages' holds a string"),
-        ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
-        (
-            {"messages": [message("user", "a"), {"role": "user", "content": [{"type": "image"}]}]},
-            "message 2 holds something other than text",
-        ),
-        ({"messages": [message("user", "\ud800")]}, "message 1 holds half a surrogate pair"),
-        ({"messages": TALK, "tools": "x"}, "'tools' holds no JSON"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 1 is from 'narrator'; known are human"),
-        ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
-        ({"text": "x", "other": 1}, "no field 'messages', which chat has; there are: text, other"),
-    ],
-)
-def test_lines_without_a_conversation_are_refused_by_number(record: dict[str, Any], expected_text: str) -> None:
-    form = {"conversations": "sharegpt", "instruction": "alpaca", "prompt": "pairs"}.get(next(iter(record)), "chat")
-    with pytest.raises(UserError) as caught:
-        example_of(record, form=form, where="chat.jsonl, line 7")
-    assert str(caught.value).startswith("chat.jsonl, line 7: ")
-    assert expected_text in str(caught.value)
-
-
-def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:
+def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
     lines = {
         "text": {"text": "x", "messages": TALK},
         "chat": {"messages": TALK},
-        "sharegpt": {"conversations": []},
         "alpaca": {"instruction": "a", "output": "b"},
-        "pairs": {"prompt": "a", "completion": "b"},
     }
     files = {name: tmp_path / f"{name}.jsonl" for name in lines}
     for name, record in lines.items():
@@ -589,6 +552,8 @@ def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:
         assert form_of_files([files[name]], form="auto", text_field="text") == name
     assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
     assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
+    with pytest.raises(UserError, match="here, line 1: no field 'messages', which chat has; there are: text, other"):
+        encoded({"text": "x", "other": 1})
     with pytest.raises(UserError, match=r"have different formats: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
         form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
     both = tmp_path / "both.jsonl"

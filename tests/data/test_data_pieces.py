@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import TEMPLATE, prepared
+from sample_chats import TEMPLATE, lines, prepared, run_data, token_spec, turns
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import packing
 from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.packing import DocumentEncoder, TextSplitter
+from offload_trainer.data.packing import DocumentEncoder
 from offload_trainer.data.rows import RowReader
-from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -109,8 +106,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 37)
-    tokenizer = load_tokenizer("builtin")
-    cutter = TextSplitter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
+    cutter = DocumentEncoder(load_tokenizer("builtin"), text_field="text")
     for size in (1, 10, 37, 50, 1000):
         found = list(cutter.pieces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(piece.text for piece in found) == text
@@ -121,10 +117,10 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
 
 def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
-    cutter = TextSplitter(lambda text: list(text.encode()))
+    cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
-    assert cutter.inexact == 0
+    assert cutter.note == ""
 
 
 def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +200,12 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     texts += [*(begin + text for text in texts), *(text + end for text in texts), f"one{end}{begin}two", f"one{end}\n"]
     expected = [id_ for text in texts for id_ in marked.expected(text)]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]))
-    tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000)
+    path.write_text(lines({"text": text} for text in ["", *texts, ""]))
+    said: list[str] = []
+    tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000, say=said.append)
     assert tokens.read(0, len(tokens)).tolist() == expected
-    settings: dict[str, Any] = {"tokenizer": marked.tokenizer, "fingerprint": "f", "vocabulary": 4000, "seq_len": 8}
-    stream = StreamedTokens(f"stream:{path}", DataSection(), **settings, say=print)
+    assert any("no end-of-text: document boundaries are not marked" in line for line in said) == (not marked.eos)
+    stream = StreamedTokens(token_spec(f"stream:{path}", tokenizer=marked.tokenizer, vocabulary=4000))
     assert stream.read(0, len(expected)).tolist() == expected
 
 
@@ -235,7 +232,7 @@ def test_pairs_and_chats_begin_and_end_as_the_tokenizer_marks_them(name: str, tm
         given = marked.expected(prompt)[: -len(behind or eos) or None]
         assert found.ids == marked.expected(prompt + completion)
         assert found.counted == [False] * len(given) + [True] * (len(found.ids) - len(given))
-    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    talk = turns("Why?", "So.")
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk}) + "\n")
     for template in (None, "{{ bos_token }}" + TEMPLATE.replace("<end>", "{{ eos_token }}")):
@@ -255,7 +252,7 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
     """Positions restart at each BOS behind an EOS. A tokenizer with one token for both cannot tell them apart."""
     tokenizer, before, _, (end,) = Marked.of("Llama 3")
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two lines", "three")))
+    path.write_text(lines({"text": text} for text in ("one", "two lines", "three")))
     tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
     reader = RowReader(tokens, seq_len=len(tokens) - 1, rows=range(1), vocabulary=4000, apart=end)
     batch = reader.rows_at([0])
@@ -263,10 +260,8 @@ def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
     assert ((batch.positions == 0) == (batch.inputs == before[0])).all()
     assert int((batch.positions == 0).sum()) == 3
     Marked.of("OPT").tokenizer.save_pretrained(tmp_path / "opt")
-    section = DataSection(path=(str(path),), packing="on", tokenizer=str(tmp_path / "opt"), cache=str(tmp_path))
-    source = SimpleNamespace(shape=SimpleNamespace(vocabulary=4000), section=ModelSection())
     with pytest.raises(UserError, match="a token that ends documents and does not begin them"):
-        prepare_data(section, source, seq_len=4, say=print)
+        run_data(path, vocabulary=4000, seq_len=4, packing="on", tokenizer=str(tmp_path / "opt"))
 
 
 def test_a_cache_of_other_marks_is_not_read(tmp_path: Path) -> None:

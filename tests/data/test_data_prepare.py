@@ -7,6 +7,7 @@ import os
 import re
 import time
 import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,14 @@ import numpy as np
 import pytest
 import sample_chats
 
-from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
-from offload_trainer.data.mixture import TokenShards
-from offload_trainer.data.rows import RowReader
-from offload_trainer.data.run_data import prepare_data
+from offload_trainer.data.rows import RowReader, TokenShards
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenfile import IDS, TokenFile, TokenWriter, is_complete, sidecar_path
+from offload_trainer.data.tokenfile import IDS, TokenFile, cached, sidecar_path, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
 
@@ -135,25 +134,11 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_reported(
-    tmp_path: Path, tokenizer: CountingTokenizer
-) -> None:
-    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
-    tokens = prepared(tmp_path / "a.txt", tokenizer=tokenizer, cache=tmp_path)
-    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids("one"), 0, *tokenizer.ids("two"), 0]
-    endless = load_tokenizer("builtin")
-    endless.eos_token = None
-    messages: list[str] = []
-    joined = prepared(tmp_path / "a.txt", tokenizer=endless, cache=tmp_path, say=messages.append)
-    assert len(joined) == len(tokens) - 1
-    assert any("no end-of-text" in line for line in messages)
-
-
 def test_an_unchanged_text_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
-    its checksum is damaged.
+    its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
     read: list[Path] = []
     real = preparing._sum
@@ -165,7 +150,7 @@ def test_an_unchanged_text_is_not_read_again(
         """Return how often the text was read."""
         read.clear()
         tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-        assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(TEXT), 0]
+        assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(source.read_text()), 0]
         return len(read)
 
     assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
@@ -178,24 +163,14 @@ def test_an_unchanged_text_is_not_read_again(
     os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
     assert again() == 1
     assert tokenizer.calls == 1
-
-
-@pytest.mark.parametrize("way", ["written over", "another file of its name"])
-def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
-    way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
-    cache = tmp_path / "cache"
-    prepared(source, tokenizer=tokenizer, cache=cache)
-    before = source.stat()
-    other = TEXT.replace("rain", "hail")
-    place = source if way == "written over" else tmp_path / "new"
-    place.write_text(other)
-    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
-    place.rename(source)
-    assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    tokens = prepared(source, tokenizer=tokenizer, cache=cache)
-    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(other), 0]
+    for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
+        before = source.stat()
+        place.write_text(TEXT.replace("rain", word))
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        place.rename(source)
+        assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert again() == 1
+    assert tokenizer.calls == 3
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
@@ -204,7 +179,7 @@ def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
     first = prepared(source, tokenizer=tokenizer, cache=tmp_path)
     sidecar_path(first.path).unlink()
     first.path.write_bytes(b"\1\0")
-    assert not is_complete(first.path)
+    assert cached(first.path) is None
     again = prepared(source, tokenizer=tokenizer, cache=tmp_path)
     assert tokenizer.calls == 2
     assert again.read(0, len(again)).tolist() == [*tokenizer.ids(TEXT), 0]
@@ -223,19 +198,22 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
 
     monkeypatch.setattr(tokenfile.os, "replace", watched)
     for count in (3, 4):
-        with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
-            writer.write([1] * count)
+        write_tokens(path, [[1] * count], vocabulary=9)
         assert len(TokenFile.open(path)) == count
     assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer="f", vocabulary=9) as slow:
-        slow.write([1, 2])
-        with TokenWriter(path, tokenizer="f", vocabulary=9) as fast:
-            fast.write([1, 2])
-        mapped = TokenFile.open(path)
+
+    def slow() -> Iterator[list[int]]:
+        yield [1, 2]
+        write_tokens(path, [[1, 2]], tokenizer="f", vocabulary=9)
+        held.append(TokenFile.open(path))
+
+    held: list[TokenFile] = []
+    write_tokens(path, slow(), tokenizer="f", vocabulary=9)
+    mapped = held[0]
     assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
@@ -244,18 +222,20 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
     cache = tmp_path / "cache"
-    with TokenWriter(cache / "alive.bin", tokenizer=None, vocabulary=9) as alive:
-        alive.write([1, 2, 3])
-        with TokenWriter(cache / "dead.bin", tokenizer=None, vocabulary=9) as dead:
-            dead.write([1])
-            dead._scratch.leave()
-            (cache / ".offload-trainer-tokens-mine").mkdir()
-            (cache / ".offload-trainer-tokens-mine/precious").touch()
-            before = set(leftovers(cache)) - {dead._scratch.path.name}
-            prepared(source, tokenizer=tokenizer, cache=cache)
-            assert before <= set(leftovers(cache))
-            assert not dead._scratch.path.exists()
-            dead._commit = lambda: None  # type: ignore[method-assign]
+
+    def alive() -> Iterator[list[int]]:
+        yield [1, 2, 3]
+        dead = ScratchDirectory(cache / ".offload-trainer-tokens-dead", what="unfinished tokens")
+        (dead.path / "ids").write_bytes(b"a")
+        dead.leave()
+        (cache / ".offload-trainer-tokens-mine").mkdir()
+        (cache / ".offload-trainer-tokens-mine/precious").touch()
+        before = set(leftovers(cache)) - {dead.path.name}
+        prepared(source, tokenizer=tokenizer, cache=cache)
+        assert before <= set(leftovers(cache))
+        assert not dead.path.exists()
+
+    write_tokens(cache / "alive.bin", alive(), vocabulary=9)
     assert TokenFile.open(cache / "alive.bin").read(0, 3).tolist() == [1, 2, 3]
     assert (cache / ".offload-trainer-tokens-mine/precious").exists()
 
@@ -266,9 +246,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
 ) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer=None, vocabulary=vocabulary) as writer:
-        writer.write([0, vocabulary - 1])
-        writer.write(np.array([5]))
+    write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
     tokens = TokenFile.open(path)
     assert tokens.dtype == dtype
     assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
@@ -278,8 +256,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
 
 def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
-    with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
-        writer.write([1, 2, 3])
+    write_tokens(path, [[1, 2, 3]], vocabulary=9)
     whole = path.read_bytes()
     path.write_bytes(whole[:-2])
     with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
@@ -295,22 +272,6 @@ def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
         TokenFile.open(path)
 
 
-def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
-    tmp_path: Path, tokenizer: CountingTokenizer
-) -> None:
-    path = tmp_path / "train.bin"
-    np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
-    messages: list[str] = []
-    tokens = prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50257, say=messages.append)
-    assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
-    assert tokens.assumed is not None
-    assert "uint16" in tokens.assumed
-    assert any(tokens.assumed in line for line in messages)
-    assert tokenizer.calls == 0
-    with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
-        prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
-
-
 @pytest.mark.parametrize("way", ["text", "ids", "stream"])
 @pytest.mark.parametrize("field", ["text", "prompt"])
 def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: str, tmp_path: Path) -> None:
@@ -323,7 +284,7 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
         path.write_text(json.dumps({field: f"one {word} two " * 4, "completion": "so"}) + "\n")
         settings: dict[str, Any] = {"tokenizer": tokenizer, "vocabulary": vocabulary, "seq_len": 32}
         if way == "stream":
-            StreamedTokens(f"stream:{path}", DataSection(), fingerprint="f", say=print, **settings).read(0, 33)
+            StreamedTokens(sample_chats.token_spec(f"stream:{path}", **settings)).read(0, 33)
             return
         tokens = prepared(path, **settings | ({"vocabulary": 2049} if way == "ids" else {}))
         prepared(tokens.path if way == "ids" else path, **settings)
@@ -338,25 +299,22 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
 def test_a_text_that_grows_meanwhile_is_refused(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def growing(path: Path, **settings: Any) -> Any:
+    def growing(path: Path, file: Any) -> Any:
         path.write_text(TEXT + "more")
-        yield from documents.read_documents(path, **settings)
+        yield from documents.text_blocks(path, file)
 
-    monkeypatch.setattr(packing, "read_documents", growing)
+    monkeypatch.setattr(packing, "text_blocks", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
 
 
-@pytest.mark.parametrize("buffering", [0, -1], ids=["write", "flush"])
 def test_a_full_drive_is_reported_and_left_clean(
-    buffering: int, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing the ids fails at once, or at the end."""
-
     def full(path: Path, *_: Any, **__: Any) -> Any:
         path.touch()
-        return open("/dev/full", "wb", buffering=buffering)
+        return open("/dev/full", "wb", buffering=0)
 
     monkeypatch.setattr(tokenfile, "open", full, raising=False)
     cache = tmp_path / "cache"
@@ -382,13 +340,19 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_real_files_of_uint16_pass(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
-    """Real uint16 files pass, also with a vocabulary of a few ids, and with an even or odd number of ids."""
+def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
+    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
+    path, said = tmp_path / "t.bin", list[str]()
     ids = draw(4001, below=vocabulary)
     ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
-        ids[:count].astype("<u2").tofile(tmp_path / "t.bin")
-        assert from_file(tmp_path / "t.bin", tokenizer=tokenizer).read(0, count).tolist() == ids[:count].tolist()
+        ids[:count].astype("<u2").tofile(path)
+        tokens = from_file(path, tokenizer=tokenizer, say=said.append)
+        assert tokens.read(0, count).tolist() == ids[:count].tolist()
+    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
+    assert tokenizer.calls == 0
+    with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
+        from_file(path, tokenizer=tokenizer, vocabulary=int(ids.max()))
 
 
 @pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
@@ -486,8 +450,7 @@ def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
 def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
     for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
-        with TokenWriter(tmp_path / f"{name}.bin", tokenizer=fingerprint, vocabulary=vocabulary) as writer:
-            writer.write([1, 2, 3])
+        write_tokens(tmp_path / f"{name}.bin", [[1, 2, 3]], tokenizer=fingerprint, vocabulary=vocabulary)
     a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
     both = from_file(a, b, tokenizer=tokenizer)
     assert (both.tokenizer, len(both)) == (fingerprint, 6)
@@ -504,37 +467,31 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
 # -- a separate validation file --------------------------------------------------------------------------------------
 
 
-def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
-    wish = DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section)
-    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048), section=ModelSection())
-    return prepare_data(wish, source, seq_len=seq_len, say=(said if said is not None else []).append)
-
-
 def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
     """The validation text belongs to the identity, must have a row, and is compared with the training text."""
     train, validation = tmp_path / "train.txt", tmp_path / "val.txt"
     train.write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
     validation.write_text("Creeps in this petty pace from day to day. " * 20)
-    given = {"path": (str(train),), "validation_path": (str(validation),)}
-    alone = run_data(tmp_path, path=(str(train),))
     said: list[str] = []
-    apart = run_data(tmp_path, **given, said=said)
+    made = partial(sample_chats.run_data, train, tokenizer="builtin", say=said.append)
+    given = {"validation_path": (str(validation),)}
+    alone, apart = made(), made(**given)
     assert alone.held_out is alone.tokens
     assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
     assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
-    text = apart.tokenizer.decode(apart.held_out.read(0, 12).tolist())
+    text = apart.spec.tokenizer.decode(apart.held_out.read(0, 12).tolist())
     assert text.startswith("Creeps in this petty pace")
     assert "for validation of" in said[-1]
     left = (len(apart.tokens) - 1) % 8
     assert f"the last {left} tokens do not fill a row" in said[-1]
     assert "validation text" not in alone.identity()
     validation.write_text("To the last syllable. " * 20)
-    one, other = apart.identity(), run_data(tmp_path, **given, said=said).identity()
+    one, other = apart.identity(), made(**given).identity()
     assert [key for key in one if one[key] != other[key]] == ["validation text"]
     assert not [line for line in said if "is the text of --data" in line]
     validation.write_text(train.read_text())
-    run_data(tmp_path, **given, said=said)
+    made(**given)
     assert [line for line in said if "is the text of --data" in line]
     validation.write_text("Out")
     with pytest.raises(UserError, match=r"--validation-data has \d tokens, and one row of 8 needs 9"):
-        run_data(tmp_path, **given)
+        made(**given)

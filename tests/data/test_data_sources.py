@@ -15,12 +15,10 @@ import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-from sample_chats import chats, prepared
+from sample_chats import chats, documents_of, lines, prepared
 
 from offload_trainer.data import sources
-from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
-from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
 
 
@@ -169,30 +167,23 @@ def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
     for name in files:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"id": number, "text": f"{name}, {number}"} for number in range(3)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        rows = [{"id": number, "text": f"{name} {number}"} for number in range(3)]
         kind = Path(name.removesuffix(".gz")).suffix
         if name == "dataset_infos.json":
             path.write_text("{}")
         elif kind == ".parquet":
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         elif kind in (".csv", ".tsv"):
-            comma = "," if kind == ".csv" else "\t"
-            path.write_text(
-                "".join(f'{row}{comma}"{text}"\n' for row, text in [("id", "text"), *map(dict.values, rows)])
-            )
+            cells = [("id", "text"), *((str(row["id"]), row["text"]) for row in rows)]
+            path.write_text("".join(("," if kind == ".csv" else "\t").join(row) + "\n" for row in cells))
         elif kind in (".json", ".jsonl", ".ndjson"):
-            content = json.dumps(rows, indent=1) if kind == ".json" else lines
+            content = json.dumps(rows, indent=1) if kind == ".json" else lines(rows)
             path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
         else:
-            path.write_text(f"{name}, 0")
+            path.write_text(f"{name} 0")
     if readme:
         (directory / "README.md").write_text(readme)
     return directory
-
-
-def read(files: Iterable[Path]) -> list[str]:
-    return [text for file in files for blocks in read_documents(file, text_field="text") for text in blocks if text]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -206,10 +197,10 @@ def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> No
     expects_line = not all(is_read for file, is_read in files.items() if not file.startswith(".")) or readme
     assert bool(left) == bool(expects_line)
     if all(path.suffix != ".txt" for path in found):
-        assert check_stream(f"stream:{directory}") == found
+        assert find_sources([f"stream:{directory}"]) == found
     if same:
         loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
-        assert sorted(row["text"] for row in loaded) == sorted(read(found))
+        assert sorted(row["text"] for row in loaded) == sorted(documents_of(*found))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +218,7 @@ def test_validation_reads_no_training_files(readme: str, files: list[str], split
     expected = [path for path in sorted(directory.rglob("*")) if path.name.startswith(split)]
     found = find_sources([str(directory)], validation=True)
     assert found == expected
-    assert found == check_stream(f"stream:{directory}", validation=True)
+    assert found == find_sources([f"stream:{directory}"], validation=True)
     datasets.DatasetDict({name: chats() for name in ("test", "train")}).save_to_disk(tmp_path / "saved")
     assert {path.parent.name for path in find_sources([str(tmp_path / "saved")], validation=True)} == {"test"}
 
@@ -279,7 +270,7 @@ def test_files_that_are_left_are_named(tmp_path: Path) -> None:
     )
     said: list[str] = []
     find_sources([str(directory)], say=said.append)
-    check_stream(f"stream:{directory}", say=said.append)
+    find_sources([f"stream:{directory}"], say=said.append)
     assert said == [expected, expected]
 
 
@@ -294,7 +285,7 @@ def test_without_a_library_the_line_says_what_to_install(
         Path(name).write_bytes(b"")
     told = f"{name} needs {library}, which is not installed: pip install '{library}>="
     with pytest.raises(UserError, match=re.escape(told)):
-        check_stream(name) if name.startswith("stream:") else find_sources([name])
+        find_sources([name])
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     assert len(prepared(tmp_path / "b.jsonl.gz")) == 2  # the standard library suffices
 
@@ -308,8 +299,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "someone/corpus"
     folder.mkdir(parents=True)
     for split in ("train", "test"):
-        lines = [{"text": f"{split} {number}", "id": number} for number in range(3)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rows = [{"text": f"{split} {number}", "id": number} for number in range(3)]
+        (folder / f"{split}.jsonl").write_text(lines(rows))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     sources.hub_files.cache_clear()
@@ -320,13 +311,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("corpus")
 def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
     """A data set gives the same tokens as its rows in a jsonl file."""
-
-    def texts(*wishes: str) -> list[str]:
-        rows = [row for file in find_sources(wishes) for row in read_records(file, wanted=("text",))]
-        return [record["text"] for _, record in rows]
-
-    assert texts("hub:someone/corpus") == [f"train {number}" for number in range(3)]
-    both = texts("hub:someone/corpus:test", "hub:someone/corpus/default:train")
+    assert documents_of(*find_sources(["hub:someone/corpus"])) == [f"train {number}" for number in range(3)]
+    both = documents_of(*find_sources(["hub:someone/corpus:test", "hub:someone/corpus/default:train"]))
     assert both == [*(f"test {number}" for number in range(3)), *(f"train {number}" for number in range(3))]
     ours, expected = (
         prepared(Path(path), cache=tmp_path / path.replace("/", "-"), format="text").paths[0].read_bytes()

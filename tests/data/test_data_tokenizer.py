@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_chats import CHATS, chat_tokenizer, prepared
+from sample_chats import CHATS, chat_tokenizer, lines, prepared, turns
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.mixture import split_rows
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer, text_bytes, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import UserError
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.trainer import _evaluate
+
+SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
 
 
 def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
@@ -33,34 +34,18 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_the_builtin_tokenizer_matches_its_description() -> None:
+def test_the_builtin_tokenizer_encodes_any_text(seed: int) -> None:
+    draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")
     assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
     assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
-    assert (
-        tokenizer("Out, damned spot!")["input_ids"]
-        == tokenizer("Out, damned spot!", add_special_tokens=False).input_ids
-    )
-
-
-def test_the_builtin_text_round_trips() -> None:
-    tokenizer = load_tokenizer("builtin")
-    text = BUILTIN_CORPUS.read_text("utf-8")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert 150_000 <= len(text.encode()) <= 200_000
-    assert len(ids) < len(text) / 2.5
-    assert 0 not in ids
-
-
-def test_any_text_round_trips(seed: int) -> None:
-    draw = random.Random(seed)
-    tokenizer = load_tokenizer("builtin")
-    text = draw.randbytes(4000).decode("utf-8", errors="replace")
-    text += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert max(ids) < 2048
-    assert tokenizer.decode(ids) == text
+    drawn = draw.randbytes(4000).decode("utf-8", errors="replace")
+    drawn += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
+    for text in (SHIPPED, drawn):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer(text)["input_ids"] == ids
+        assert 0 < min(ids) <= max(ids) < 2048
+        assert tokenizer.decode(ids) == text
 
 
 def test_loading_needs_no_network_and_warns_of_nothing(
@@ -80,10 +65,7 @@ def test_the_fingerprint_tells_tokenizers_apart_and_ignores_call_settings() -> N
     one(["a b a"], truncation=True, max_length=2)
     assert one.backend_tokenizer.truncation is not None
     assert tokenizer_fingerprint(one) == fingerprint
-
-
-def test_vocabulary_size_counts_holes() -> None:
-    assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10
+    assert vocabulary_size(small_tokenizer({"?": 0, "a": 9})) == 10  # the ids between them count
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -108,7 +90,6 @@ def test_an_unreachable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 # -- bits per byte -----------------------------------------------------------------------------------------------------
 
 
-SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
 FOREIGN = "四月は最も残酷な月だ 🌒 и всё же — naïve café\n\t x  =  1;\n"
 MIXED = SHIPPED[:60_000] + FOREIGN * 120  # the last rows differ in kind
 
@@ -162,7 +143,7 @@ def test_bytes_of_unknown_text_are_not_guessed() -> None:
 def test_special_tokens_are_no_text() -> None:
     """Marks of turns count no bytes. Other added tokens count those of their text, not those of their spelling."""
     tokenizer = chat_tokenizer()
-    talk = [{"role": "user", "content": "Why é?"}, {"role": "assistant", "content": "So."}]
+    talk = turns("Why é?", "So.")
     ids = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
     assert text_bytes(tokenizer, torch.tensor(ids)) == len("Why é?So.".encode())
     gemma = sentence_piece("llama")
@@ -172,37 +153,34 @@ def test_special_tokens_are_no_text() -> None:
     assert text_bytes(gemma, torch.tensor(ids)) == len("a   \n\n")
 
 
-def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
-    """Return the record of a validation of `rows` rows of 64 with the given loss, and those rows."""
-    held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
-    messages: list[EvalRecord] = []
-    train = SimpleNamespace(micro_batch_size=3, eval_rows=rows)
+def validated(rows: Any, *, micro_batch: int, eval_rows: int, loss: Any, tokenizer: Any = None) -> EvalRecord:
+    """Return the record of a validation in which each batch has this loss."""
+    records: list[EvalRecord] = []
     job = SimpleNamespace(
-        train=train,
-        engine=SimpleNamespace(eval_loss=lambda batch: loss),
-        validation_rows=RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048),
-        telemetry=SimpleNamespace(evaluation=messages.append),
-        text_bytes=partial(text_bytes, tokenizer),
+        train=SimpleNamespace(micro_batch_size=micro_batch, eval_rows=eval_rows),
+        engine=SimpleNamespace(eval_loss=loss),
+        validation_rows=rows,
+        telemetry=SimpleNamespace(evaluation=records.append),
+        text_bytes=partial(text_bytes, tokenizer) if tokenizer else lambda _: None,
     )
     _evaluate(job, 1)  # type: ignore[arg-type]
-    return messages[0], held_out
+    return records[0]
+
+
+def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int) -> tuple[EvalRecord, range]:
+    """Return the record of a validation of `rows` rows of 64 with a loss of 3, and those rows."""
+    held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
+    reader = RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048)
+    return validated(reader, micro_batch=3, eval_rows=rows, loss=lambda _: 3.0, tokenizer=tokenizer), held_out
 
 
 def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
     """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
-    messages: list[EvalRecord] = []
-    counts = (5, 1, 3)
-    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in counts]
-    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one, DataState(0)) for one in targets]
-    job = SimpleNamespace(
-        train=SimpleNamespace(micro_batch_size=1, eval_rows=3),
-        engine=SimpleNamespace(eval_loss=lambda batch: float(batch.counted)),
-        validation_rows=SimpleNamespace(validation_batches=lambda **_: iter(made)),
-        telemetry=SimpleNamespace(evaluation=messages.append),
-        text_bytes=lambda _: None,
-    )
-    _evaluate(job, 1)  # type: ignore[arg-type]
-    assert messages[0].validation_loss == (25 + 1 + 9) / 9
+    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in (5, 1, 3)]
+    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one) for one in targets]
+    rows = SimpleNamespace(validation_batches=lambda **_: iter(made))
+    record = validated(rows, micro_batch=1, eval_rows=3, loss=lambda batch: float(batch.counted))
+    assert record.validation_loss == (25 + 1 + 9) / 9
 
 
 @pytest.mark.parametrize(("text", "rows"), [(SHIPPED, 26), (SHIPPED, 7), (MIXED, 10)], ids=["all", "some", "mixed"])
@@ -210,7 +188,7 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
     tokenizer = load_tokenizer("builtin")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     np.array(ids, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows, loss=3.0)
+    record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows)
     first, last = held_out[0] * 64 + 1, (held_out[-1] + 1) * 64 + 1  # targets are one token later
     sizes = [len(token) for token in tokenizer.convert_ids_to_tokens(ids)]  # each letter stands for a byte
     assert sum(sizes) == len(text.encode())
@@ -223,9 +201,9 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
 
 def test_bits_of_conversations_are_of_the_text_of_their_answers(tmp_path: Path) -> None:
     """The nats of all learned tokens, ends of turns among them, are shared by the bytes of the answers."""
-    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 4]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1, loss=3.0)
+    talks = [turns(*talk) for talk in CHATS * 4]
+    (tmp_path / "a.jsonl").write_text(lines({"messages": talk} for talk in talks))
+    record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1)
     answer = talks[held_out[0]][-1]["content"]
     expected = 3.0 * (len(answer) + 1) / math.log(2) / len(answer)
     assert record.bits_per_byte == pytest.approx(expected, rel=1e-12)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sample_chats
 from datasets import Dataset
-from sample_chats import TEMPLATE, chat_tokenizer
+from sample_chats import TEMPLATE, chat_tokenizer, turns
 
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
@@ -38,11 +38,6 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 AS_JSON = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
 U, A, S = "user", "assistant", "system"
-
-
-def turns(*texts: str) -> list[dict[str, Any]]:
-    """Return messages that alternate between user and assistant."""
-    return [{"role": (U, A)[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def shares(*texts: str) -> list[dict[str, Any]]:
@@ -193,6 +188,24 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
         "message 3 has no content; if it is empty",
     ),
+    "no messages": ({"messages": []}, "'messages' holds an empty list"),
+    "a string for messages": ({"messages": "hello"}, "'messages' holds a string"),
+    "strings for messages": ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
+    "an image in a message": (
+        {
+            "messages": [
+                {"role": U, "content": [{"type": "text", "text": "a"}]},
+                {"role": A, "content": [{"type": "b"}]},
+            ]
+        },
+        "message 2 holds something other than text",
+    ),
+    "tools that are no JSON": ({"messages": turns("a", "A"), "tools": "x"}, "'tools' holds no JSON"),
+    "an unknown role": (
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "1 is from 'narrator'; known are human",
+    ),
+    "a completion of another kind": ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
 }
 
 
@@ -261,6 +274,11 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
         ({"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]}, NO_SYSTEM, "messages.content"),
         ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "system"),
         ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "system"),
+        (  # gpt-oss's template leaves out text beside a call, where an answer follows
+            {"messages": [*turns("Rain?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
+            TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
+            "messages.content",
+        ),
     ],
 )
 def test_calls_tools_and_messages_that_a_template_drops_are_named(
@@ -302,17 +320,6 @@ def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
     talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
     _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
     assert "missing from the rows" not in tokens.summary
-
-
-def test_text_beside_a_printed_call_may_be_left_out(tmp_path: Path) -> None:
-    """gpt-oss's template leaves it out where an answer follows, which is counted."""
-    talk = [*turns("Rain?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]
-    _, tokens = prepared(
-        tmp_path,
-        {"messages": talk},
-        template=TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
-    )
-    assert "text that is missing from the rows: 'messages.content' in 1" in tokens.summary
 
 
 def test_empty_answers_are_counted(tmp_path: Path) -> None:

@@ -21,13 +21,12 @@ import torch
 from commands import KILL, TINY, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
-from sample_chats import chat_tokenizer
+from sample_chats import chat_tokenizer, lines, message, token_spec, turns
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import stream
-from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run.process_setup import prepare_process
@@ -37,10 +36,6 @@ LENGTH = 48
 # Documents of different lengths, of which one is longer than a piece, one is empty, and the others fill many batches.
 DOCUMENTS = [f"document {number} " * (1 + 7 * (number % 5)) for number in range(90)]
 DOCUMENTS[3], DOCUMENTS[40] = "", "a long one, with many words. " * 3000
-
-
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -66,10 +61,6 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "weights": [weighted(number) for number in range(240)],
     "pairs": [{"prompt": f"{n} + 1 = ", "completion": str(n + 1) * (1 + n % 9)} for n in range(240)],
 }
-
-
-def lines(records: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def written(path: Path, kind: str) -> Path:
@@ -103,7 +94,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every stream read the lines of `path` through `datasets`, as a data set of the hub."""
-    monkeypatch.setattr(stream, "check_stream", lambda wish, say, validation: [])
+    monkeypatch.setattr(stream, "find_sources", lambda paths, **_: [])
     dataset = partial(datasets.load_dataset, "json", data_files=str(path), split="train", streaming=True)
     monkeypatch.setattr(stream, "load_from_hub", lambda wish, streaming: dataset())
 
@@ -127,32 +118,12 @@ def ids_of(path: Path, **section: Any) -> np.ndarray:
     return ids if file.row_length is None else ids[:-1]
 
 
-def tokens(path: object, *, tokenizer: Any = None, **section: Any) -> StreamedTokens:
-    words = {"tokenizer": tokenizer or chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
-    words["vocabulary"] = 300
-    return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
+def tokens(path: object, **given: Any) -> StreamedTokens:
+    return StreamedTokens(token_spec(f"stream:{path}", seq_len=LENGTH, **given))
 
 
 def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:
     return [found.read(number * LENGTH, LENGTH + 1).tolist() for number in numbers]
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("packing", ["off", "on"])
-def test_batches_of_conversations_are_the_prepared_ones(packing: str, tmp_path: Path) -> None:
-    """Their targets, positions and padding are equal too, in the stream and in its first rows."""
-    path = written(tmp_path / "data.jsonl", "chat")
-    sources = prepared(path, packing=packing), tokens(path, packing=packing), tokens(path, packing=packing).first(9)
-    expected, *found = (
-        RowReader(each, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9)) for each in sources
-    )
-    assert (expected.positions is None) == (packing == "off")
-    for batch in found:
-        assert batch.padding == expected.padding
-        assert torch.equal(batch.inputs, expected.inputs)
-        assert torch.equal(batch.targets, expected.targets)
-        assert (batch.positions is None) == (expected.positions is None)
-        assert batch.positions is None or torch.equal(batch.positions, expected.positions)
 
 
 CASES = [
@@ -228,30 +199,47 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("kind", "packing"), [("text", "off"), ("chat", "off"), ("chat", "on")])
 def test_the_first_rows_are_the_prepared_ones(kind: str, packing: str, tmp_path: Path) -> None:
-    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for."""
+    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for.
+
+    Their targets, positions and padding are equal too, in the stream as well.
+    """
     path = written(tmp_path / "data.jsonl", kind)
-    ids = ids_of(path, packing=packing)
+    ids, made = ids_of(path, packing=packing), partial(tokens, path, packing=packing)
+    expected, *batches = (
+        RowReader(each, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9))
+        for each in (prepared(path, packing=packing), made(), made().first(9))
+    )
+    assert (expected.positions is None) == (packing == "off")
+    for batch in batches:
+        assert batch.padding == expected.padding
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.targets, expected.targets)
+        assert (batch.positions is None) == (expected.positions is None)
+        assert batch.positions is None or torch.equal(batch.positions, expected.positions)
     most = (len(ids) - (kind == "text")) // LENGTH
     for count in (1, 9, most, most + 4):
-        found, there = tokens(path, packing=packing).first(count), min(count, most) * LENGTH
+        found, there = made().first(count), min(count, most) * LENGTH
         assert (len(found) - 1) // LENGTH * LENGTH == there
         assert np.array_equal(found.read(0, there), ids[:there])
         assert kind == "chat" or np.array_equal(found.read(0, len(found)), ids[: count * LENGTH + 1])
-        assert found.sums == tokens(path, packing=packing).first(2).sums
+        assert found.sums == made().first(2).sums
     if packing == "off":  # of packed rows, the first one that is complete may be the same
         path.write_text(lines([RECORDS[kind][5], *RECORDS[kind]]))
-        assert tokens(path, packing=packing).first(2).sums != found.sums
+        assert made().first(2).sums != found.sums
 
 
-def test_the_summary_and_the_settings(tmp_path: Path) -> None:
-    """The summary is that of the prepared file, and each setting makes another stream."""
+def test_each_setting_makes_another_stream(tmp_path: Path) -> None:
+    """So does another token that the template prints. The summary is that of the prepared file."""
     path = written(tmp_path / "data.jsonl", "chat")
-    found = tokens(path)
+    tokenizer, other = (chat_tokenizer("{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
+    other.bos_token = "<user>"
+    file, found = (made(path, tokenizer=tokenizer) for made in (prepared, tokens))
     found.read(0, 1)
-    assert found.summary == prepared(path).summary
-    others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}]
-    assert len({found.identity, *(tokens(path, **other).identity for other in others)}) == 4
-    assert len({found._key, *(tokens(path, **other)._key for other in others)}) == 4
+    assert found.summary == file.summary
+    assert prepared(path, tokenizer=other).sums != file.sums
+    others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}, {"tokenizer": other}]
+    streams = [found, *(tokens(path, **{"tokenizer": tokenizer} | more) for more in others)]
+    assert len({one.identity for one in streams}) == len({one._key for one in streams}) == 5
 
 
 def dated(date: str) -> PreTrainedTokenizerFast:
@@ -282,16 +270,6 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
     assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
 
 
-def test_another_token_in_the_template_makes_other_rows(tmp_path: Path) -> None:
-    """Prepared rows are made anew and a stream has another identity when the token that a template prints changes."""
-    path = written(tmp_path / "data.jsonl", "chat")
-    one, other = (chat_tokenizer(template="{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
-    other.bos_token = "<user>"
-    files, streams = ([made(path, tokenizer=each) for each in (one, other)] for made in (prepared, tokens))
-    assert files[0].sums != files[1].sums
-    assert len({(found.identity, found._key) for found in streams}) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: list[int]) -> None:
@@ -305,7 +283,7 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
         if points:
             found.remember(tmp_path / "points.jsonl", writes=not begin)
         reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
-        batches = reader.train_batches(DataState(begin), micro_batch=5)
+        batches = reader.train_batches(begin, micro_batch=5)
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
     shuffled = read(0, points=True)
@@ -386,9 +364,11 @@ def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, mo
         (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
         (["data.shuffle=9"], "data.shuffle=9 is for --data stream:NAME"),
+        (["--data", "a", "b", "data.mixture=[1]"], "has 1 weights, and data.path 2 texts: give one for each"),
+        (["--data", "a", "b", "data.mixture=[1,1]", "data.shuffle=false"], "leave data.shuffle=false out"),
     ],
 )
-def test_settings_that_a_stream_does_not_have(words: list[str], message: str) -> None:
+def test_settings_that_do_not_fit_the_data(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load_config(words)
 
@@ -411,8 +391,7 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--mi
 def text(tmp_path: Path) -> Path:
     """Return a jsonl file that a run of 6 steps reads more than once."""
     path = tmp_path / "text.jsonl"
-    lines = [{"text": f"It was the best of times, number {number}, and the worst."} for number in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text(lines({"text": f"It was the best of times, number {n}, and the worst."} for n in range(40)))
     return path
 
 
@@ -431,9 +410,7 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
 def talks(tmp_path: Path) -> Path:
     """Return a file of 22 short conversations, which a run of 6 steps reads more than once."""
     path = tmp_path / "talks.jsonl"
-    path.write_text(
-        lines([{"messages": [message("user", f"{n}?"), message("assistant", f"{n}" * (n % 4 + 1))]} for n in range(22)])
-    )
+    path.write_text(lines({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22)))
     return path
 
 

@@ -17,11 +17,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
-from sample_chats import CHATS, chat_tokenizer, prepared
+from sample_chats import CHATS, documents_of, lines, prepared, turns
 
 from offload_trainer.data import documents
-from offload_trainer.data.documents import read_documents
-from offload_trainer.data.packing import DocumentEncoder, TextSplitter
 from offload_trainer.errors import UserError
 
 
@@ -36,60 +34,74 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".zst": zstd,
 }
 TEXTS = [f"Line {n} é, of many.\nAnd more" * (n % 5 + 1) for n in range(700)]
-TALKS = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 60]
-
-
-def ids_of(*paths: Path, **section: Any) -> list[int]:
-    tokens = prepared(*paths, **section)
-    found: list[int] = tokens.read(0, len(tokens)).tolist()
-    return found
-
-
-def lines(records: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
+TALKS = [turns(*talk) for talk in CHATS * 60]
 
 
 def texts() -> list[dict[str, Any]]:
     return [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 
 
-def read(source: Path, *, text_field: str = "text") -> list[tuple[str, bool]]:
-    splitter = TextSplitter(lambda text: list(text.encode()))
-    documents = read_documents(source, text_field=text_field)
-    return [(piece.text, piece.ends_document) for blocks in documents for piece in splitter.pieces(blocks)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", PACKERS)
-def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
-    """A compressed file of two concatenated members, longer than any block read at a time, gives its whole content."""
-    content = lines(texts() * 12)
-    assert len(content) > 1 << 19
+def forms_of(records: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write the same records in each form that is read; return the paths. Compressed files have two members."""
+    content, table = lines(records).encode(), pyarrow.Table.from_pylist(records)
+    for name in ("lines.json", "a.ndjson"):
+        (folder / name).write_bytes(content)
+    (folder / "array.json").write_text(json.dumps(records))
     half = len(content) // 2
-    for name in ("a.jsonl", "a.txt"):
-        (tmp_path / name).write_bytes(content)
-        packed = tmp_path / f"b{Path(name).suffix}{packing}"
-        packed.write_bytes(PACKERS[packing](content[:half]) + PACKERS[packing](content[half:]))
-        assert read(packed) == read(tmp_path / name)
-    assert read(tmp_path / "a.jsonl") != read(tmp_path / "a.txt")
+    for kind, pack in PACKERS.items():
+        (folder / f"a.jsonl{kind}").write_bytes(pack(content[:half]) + pack(content[half:]))
+    if "text" in records[0]:
+        with open(folder / "a.csv", "w", newline="") as file:
+            csv.writer(file).writerows([["id", "text"], *(record.values() for record in records)])
+    parquet.write_table(table, folder / "a.parquet", row_group_size=300)
+    for name, make in (("stream.arrow", ipc.new_stream), ("file.arrow", ipc.new_file)):
+        with make(folder / name, table.schema) as writer:
+            writer.write_table(table, max_chunksize=333)
+    Dataset.from_list(records).save_to_disk(folder / "saved", num_shards=3)
+    (folder / "saved" / "cache-1234.arrow").write_bytes(b"somebody's")
+    (folder / "more").mkdir()
+    parquet.write_table(table.slice(0, 100), folder / "more" / "part-0.parquet")
+    parquet.write_table(table.slice(100), folder / "more" / "part-1.parquet")
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_every_form_gives_what_its_lines_give(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed files are longer than any block read at a time. A table adds a message's field to all, as null."""
+    monkeypatch.setattr(documents, "_BLOCK", 1000)
+    records: list[dict[str, Any]] = [{"messages": talk, "source": "x"} for talk in TALKS]
+    records[3] = {"messages": [*TALKS[3][:1], TALKS[3][1] | {"weight": 0}, *TALKS[4]], "source": "y"}
+    records = texts() if kind == "text" else records
+    (tmp_path / "forms").mkdir()
+    paths = forms_of(records, tmp_path / "forms")
+    (tmp_path / "a.jsonl").write_text(lines(records))
+    expected = prepared(tmp_path / "a.jsonl")
+    assert len(expected) > 10_000
+    assert [path.name for path in paths if prepared(path, cache=tmp_path / "cache").sums != expected.sums] == []
+    wanted = {"messages" if kind == "chat" else "text"}
+    rows = documents.read_records(tmp_path / "forms/a.parquet", wanted=wanted)
+    assert {key for _, row in rows for key in row} == wanted
+
+
+def test_a_packed_text_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one document, unlike the lines of the same content."""
+    monkeypatch.setattr(documents, "_BLOCK", 1000)
+    content = lines(texts()).encode()
+    for kind, pack in PACKERS.items():
+        (tmp_path / f"b.txt{kind}").write_bytes(pack(content[:5000]) + pack(content[5000:]))
+        assert documents_of(tmp_path / f"b.txt{kind}") == [content.decode()]
 
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_a_packed_file_that_is_cut_short_is_refused(packing: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.jsonl{packing}"
-    file.write_bytes(PACKERS[packing](lines(texts()))[:-40])
+    file.write_bytes(PACKERS[packing](lines(texts()).encode())[:-40])
     with pytest.raises(UserError, match=r"a\.jsonl\.\w+ cannot be decompressed: .*is it damaged or incomplete"):
         prepared(file)
     file.write_bytes(b"Once upon a time, and so on.")
     with pytest.raises(UserError, match="cannot be decompressed"):
         prepared(file)
     assert not list((tmp_path / "cache").glob("*.bin*"))
-
-
-def test_errors_in_packed_lines_name_their_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": 1}\n'))
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz, line 2: field 'text' holds a number"):
-        prepared(tmp_path / "a.jsonl.gz")
 
 
 # Fields that are easily read wrong: a length beyond the csv module's limit, newlines, quotes, spelled nulls and numbers
@@ -131,18 +143,6 @@ def test_an_array_gives_what_it_holds(
     assert [where for where, _ in found] == [f"{tmp_path / name}, record {number}" for number in range(1, 6)]
 
 
-def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(texts()))
-    (tmp_path / "lines.json").write_bytes(lines(texts()))
-    (tmp_path / "a.ndjson").write_bytes(lines(texts()))
-    (tmp_path / "array.json").write_text(json.dumps(texts()))
-    with open(tmp_path / "a.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["id", "text"], *enumerate(TEXTS)])
-    expected = ids_of(tmp_path / "a.jsonl")
-    for name in ("lines.json", "a.ndjson", "array.json", "a.csv"):
-        assert ids_of(tmp_path / name) == expected, name
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -160,6 +160,9 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
         ("a.csv", "text;x\na;1\n", r"line 2: no field 'text'; there are: text;x"),
         ("a.csv", 'messages\n"[{""role"": ""user""}]"\n', r"line 2: 'messages' holds a string, .*CSV has strings only"),
         ("a.csv", "text\n", "it contains no text"),
+        ("a.jsonl.gz", '{"text": "a"}\n{"text": 1}\n', r"a\.jsonl\.gz, line 2: field 'text' holds a number"),
+        ("a.parquet", "Once upon a time there was no table.", r"a\.parquet cannot be read as parquet: "),
+        ("a.arrow", "Once upon a time there was no table.", r"a\.arrow cannot be read as arrow: "),
         ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json, record 2: field 'text' holds a number"),
         ("a.json", '[{"text": "a"}, {"text": "b', r"a\.json, record 2: not JSON \(Unterminated string"),
         ("a.json", '[{"text": "a"}', r"a\.json, record 2: not JSON \(Expecting value"),
@@ -177,6 +180,11 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
         ("a.jsonl", '["text"]', "line 1: a list, where an object"),
         ("a.jsonl", '{"text": "\udcff"}', "line 1: not UTF-8"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: .*surrogate"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "line 1: message 1 holds half a surrogate",
+        ),
         ("a.jsonl", '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: .*nested too deeply"),
         ("a.jsonl", '{"text": "a", "x": ' + "7" * 5000 + "}", r"line 1: .*cannot be read \(Exceeds the limit"),
         ("a.jsonl", '{"a\\u001b[31mred": 1, "x": 2}', r"line 1: .*there are: a\\x1b\[31mred, x\."),
@@ -184,7 +192,8 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_names_its_place(name: str, content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    pack = PACKERS.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(pack(content.encode(errors="surrogateescape")))
     with pytest.raises(UserError, match=message):
         prepared(tmp_path / name)
     assert not list((tmp_path / "cache").glob("*.bin*"))
@@ -207,52 +216,13 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytes
         prepared(tmp_path / "a.csv")
 
 
-def tables_of(records: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """Write the same records in each table format; return the paths."""
-    table = pyarrow.Table.from_pylist(records)
-    parquet.write_table(table, folder / "a.parquet", row_group_size=300)
-    with ipc.new_stream(folder / "stream.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=333)
-    with ipc.new_file(folder / "file.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=333)
-    saved = Dataset.from_list(records)
-    saved.save_to_disk(folder / "saved", num_shards=3)
-    (folder / "saved" / "cache-1234.arrow").write_bytes(b"somebody's")
-    (folder / "more").mkdir()
-    parquet.write_table(table.slice(0, 100), folder / "more" / "part-0.parquet")
-    parquet.write_table(table.slice(100), folder / "more" / "part-1.parquet")
-    names = ("a.parquet", "stream.arrow", "file.arrow", "saved", "more")
-    return {name: folder / name for name in names}
-
-
-def test_tables_of_text_give_what_their_lines_give(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(texts()))
-    expected = ids_of(tmp_path / "a.jsonl")
-    for name, path in tables_of(texts(), tmp_path).items():
-        assert ids_of(path) == expected, name
-
-
 def test_a_table_is_read_once_where_no_hash_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream of large tables would otherwise read each of them twice."""
     parquet.write_table(pyarrow.Table.from_pylist(texts()), tmp_path / "a.parquet")
     read: list[Path] = []
     monkeypatch.setattr(documents, "open_given", lambda path: read.append(path) or path.open("rb"))
-    encoder = DocumentEncoder(chat_tokenizer(), text_field="text")
-    assert len(list(encoder.read(tmp_path / "a.parquet"))) == len(TEXTS)
+    assert documents_of(tmp_path / "a.parquet") == TEXTS
     assert len(read) == 1  # to refuse a pipe
-
-
-def test_tables_of_conversations_give_what_their_lines_give(tmp_path: Path) -> None:
-    """Tables give the rows of the same lines, although a table adds a field of some messages to all, as null."""
-    records: list[dict[str, Any]] = [{"messages": talk, "source": "x"} for talk in TALKS]
-    records[3] = {"messages": [*TALKS[3][:1], TALKS[3][1] | {"weight": 0}, *TALKS[4]], "source": "y"}
-    (tmp_path / "a.jsonl").write_bytes(lines(records))
-    expected = prepared(tmp_path / "a.jsonl")
-    for path in tables_of(records, tmp_path).values():
-        assert prepared(path).sums == expected.sums
-    wanted = {"messages"}
-    names = {key for _, row in documents.read_records(tmp_path / "a.parquet", wanted=wanted) for key in row}
-    assert names == wanted
 
 
 def test_a_table_of_other_columns_names_those_it_has(tmp_path: Path) -> None:
@@ -263,13 +233,6 @@ def test_a_table_of_other_columns_names_those_it_has(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
     with pytest.raises(UserError, match=r"b\.parquet, row 2: field 'text' holds null"):
         prepared(tmp_path / "b.parquet")
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_what_is_no_table_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"Once upon a time there was no table at all.")
-    with pytest.raises(UserError, match=rf"{name} cannot be read as (parquet|arrow): "):
-        prepared(tmp_path / name)
 
 
 def test_a_saved_data_set_has_the_splits_of_its_folders_and_missing_files_are_named(tmp_path: Path) -> None:
@@ -292,8 +255,8 @@ def test_files_of_an_earlier_save_are_not_read(tmp_path: Path) -> None:
     """`save_to_disk` leaves the files of an earlier save with another number of them."""
     Dataset.from_list(texts()).save_to_disk(tmp_path / "saved", num_shards=3)
     Dataset.from_list(texts()[:4]).save_to_disk(tmp_path / "saved", num_shards=2)
-    (tmp_path / "a.jsonl").write_bytes(lines(texts()[:4]))
-    assert ids_of(tmp_path / "saved") == ids_of(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text(lines(texts()[:4]))
+    assert prepared(tmp_path / "saved").sums == prepared(tmp_path / "a.jsonl").sums
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -303,7 +266,7 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
     texts = ["first\nwith a line end", "", "zweiter é"]
     lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
-    assert read(tmp_path / "a.jsonl") == [("first\nwith a line end", True), ("zweiter é", True)]
+    assert documents_of(tmp_path / "a.jsonl") == texts
 
 
 @pytest.mark.parametrize(("line", "mark"), [(1, b""), (1, b"\xef\xbb\xbf"), (3, b"\xef\xbb\xbf")])
@@ -317,7 +280,7 @@ def test_the_line_of_a_wrong_byte_is_named(
     for block in (1, 7, 1 << 18):
         monkeypatch.setattr(documents, "_BLOCK", block)
         with pytest.raises(UserError, match=rf"line {line}: not UTF-8: its byte 0xff"):
-            read(tmp_path / name)
+            documents_of(tmp_path / name)
 
 
 def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +289,4 @@ def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     for size in (3, 4, 5, 7, 100):
         monkeypatch.setattr(documents, "_BLOCK", size)
-        assert read(tmp_path / "a.txt") == [(text, True)]
-    (tmp_path / "a.txt").write_bytes(b"")
-    assert read(tmp_path / "a.txt") == []
+        assert documents_of(tmp_path / "a.txt") == [text]

@@ -19,7 +19,7 @@ from plain_engine import PlainEngine
 from transformers import PreTrainedModel
 
 from offload_trainer import ranks
-from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.data.rows import Batch
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
@@ -88,7 +88,7 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
         for _ in range(length):
             columns.append((5 * columns[-1] + 3) % VOCABULARY)
         tokens = torch.stack(columns, 1)
-        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0), seed=number))
+        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], seed=number))
     return made
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from offload_trainer.checkpoint import read_manifest
-from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.data.rows import Batch
 from offload_trainer.run.commands.import_checkpoint import Imported, import_checkpoint
 from offload_trainer.settings import load_config
 
@@ -87,4 +87,4 @@ def same_rows() -> list[dict[str, torch.Tensor]]:
 
 def same_batch() -> Batch:
     """Return two of these rows as a batch of an engine."""
-    return Batch(_row()[:-1].expand(2, -1), _row()[1:].expand(2, -1), state=DataState(0), seed=0)
+    return Batch(_row()[:-1].expand(2, -1), _row()[1:].expand(2, -1), seed=0)

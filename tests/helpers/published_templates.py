@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sample_chats import chat_tokenizer
+from sample_chats import chat_tokenizer, message
 
 _PACKAGE = find_spec("trl")
 assert _PACKAGE is not None
@@ -55,12 +56,7 @@ def tokenizer_of(name: str, *, variant: bool = False) -> Any:
     )
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _answer(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
+_user, _answer = partial(message, "user"), partial(message, "assistant")
 
 
 def _call(room: str = "7", number: int = 5, arguments: Any = None) -> dict[str, Any]:

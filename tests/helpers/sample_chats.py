@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from commands import start  # noqa: F401 - sets what forks need
@@ -11,8 +13,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.config import DataSection
-from offload_trainer.data.run_data import prepare_tokens
+from offload_trainer.config import DataSection, ModelSection
+from offload_trainer.data.packing import TokenSpec
+from offload_trainer.data.run_data import prepare_data, prepare_tokens
+from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
 
@@ -26,6 +30,19 @@ TEMPLATE = (
 CHATS = [
     (f"What follows {word}?", f"{word} and {word[::-1]}.") for word in ("one", "two", "three", "four", "five", "six")
 ]
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    """Return messages that alternate between user and assistant."""
+    return [message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
+
+
+def lines(records: Iterable[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Sequence[str] = ()) -> Any:
@@ -44,41 +61,54 @@ def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Seq
     return tokenizer
 
 
-def prepared(
-    *paths: Path,
+def token_spec(
+    *paths: object,
     tokenizer: Any = None,
     vocabulary: int = 300,
     seq_len: int = 64,
-    cache: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     **section: Any,
-) -> Any:
+) -> TokenSpec:
+    tokenizer = tokenizer or chat_tokenizer()
+    read = DataSection(path=tuple(map(str, paths)), **section)
+    return TokenSpec(read, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
+
+
+def prepared(*paths: Path, cache: Path | None = None, **given: Any) -> Any:
     """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
-    return prepare_tokens(
-        DataSection(path=tuple(map(str, paths)), cache=str(cache or Path(paths[0]).parent / "cache"), **section),
-        tokenizer=tokenizer or chat_tokenizer(),
-        vocabulary=vocabulary,
-        seq_len=seq_len,
-        say=say,
-    )
+    return prepare_tokens(token_spec(*paths, cache=str(cache or paths[0].parent / "cache"), **given))
+
+
+def run_data(
+    *paths: Path, vocabulary: int = 2048, seq_len: int = 8, directory: Any = None, say: Any = print, **section: Any
+) -> Any:
+    """Return the data of a run of a model with this vocabulary and directory, of these paths as in `prepared`."""
+    source = SimpleNamespace(directory=directory, shape=SimpleNamespace(vocabulary=vocabulary), section=ModelSection())
+    read = DataSection(path=tuple(map(str, paths)), cache=str(paths[0].parent / "cache"), **section)
+    return prepare_data(read, source, seq_len=seq_len, say=say)
+
+
+def documents_of(*files: Path) -> list[str]:
+    encoder = token_spec().encoder("text")
+    return ["".join(blocks) for file in files for blocks in encoder.read(file)]
+
+
+def row_encoder(length: int, *, packed: bool = False) -> Any:
+    """Return an encoder of conversations into rows, with `chat_tokenizer`."""
+    return token_spec(seq_len=length, packing="on" if packed else "off").encoder("chat")
 
 
 def chats() -> Dataset:
-    return Dataset.from_list(
-        [
-            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]}
-            for asked, told in CHATS
-        ]
-    )
+    return Dataset.from_list([{"messages": turns(asked, told)} for asked, told in CHATS])
 
 
 def preferences() -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [{"role": "user", "content": asked}],
-                "chosen": [{"role": "assistant", "content": told}],
-                "rejected": [{"role": "assistant", "content": told[::-1]}],
+                "prompt": turns(asked),
+                "chosen": [message("assistant", told)],
+                "rejected": [message("assistant", told[::-1])],
             }
             for asked, told in CHATS
         ]
@@ -90,8 +120,8 @@ def labelled() -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [{"role": "user", "content": asked}],
-                "completion": [{"role": "assistant", "content": told if good else told[::-1]}],
+                "prompt": turns(asked),
+                "completion": [message("assistant", told if good else told[::-1])],
                 "label": good,
             }
             for asked, told in CHATS
@@ -101,4 +131,4 @@ def labelled() -> Dataset:
 
 
 def prompts() -> Dataset:
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": asked}]} for asked, _ in CHATS])
+    return Dataset.from_list([{"prompt": turns(asked)} for asked, _ in CHATS])

@@ -168,7 +168,6 @@ LINES, PARAMETERS, OF_MODULE = 100, 7, 700
 
 # Exceptions and their reasons.
 MANY_PARAMETERS: dict[str, str] = {
-    "data.stream.StreamedTokens.__init__": "what one stream is read with; only a stream for validation names the last",
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
     "optim.triton_adam.adamw": "pointers, and constants of the compilation",
     "optim.triton_adam.add_gradient": "pointers, and constants of the compilation",

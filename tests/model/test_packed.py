@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.rows import IGNORED, Batch, RowReader
+from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import DividedAttention
 from offload_trainer.model.loader import resolve_model
@@ -128,15 +128,14 @@ def test_the_probe_does_not_change_torchs_generator() -> None:
 
 def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
-    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=99) as writer:
-        writer.write(ids)
+    write_tokens(tmp_path / "t.bin", [ids], vocabulary=99)
     tokens = TokenFile.open(tmp_path / "t.bin")
     reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
     first = next(reader.validation_batches(micro_batch=2, limit=2))
     assert first.inputs.tolist() == [ids[:6], ids[6:12]]
     assert first.targets.tolist() == [ids[1:7], ids[7:13]]
     assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
-    assert next(reader.train_batches(first.state, micro_batch=2)).positions is not None
+    assert next(reader.train_batches(first.data_position, micro_batch=2)).positions is not None
     plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
     assert plain.positions is None
 
@@ -222,13 +221,13 @@ def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:
     tokens = torch.arange(2 * 13).view(2, 13)
     targets = tokens[:, 1:].clone()
     targets[:, 8:] = IGNORED
-    whole = Batch(inputs=tokens[:, :-1], targets=targets, state=DataState(7), seed=3)
+    whole = Batch(inputs=tokens[:, :-1], targets=targets, data_position=7, seed=3)
     pieces = [whole.piece(number, of=3) for number in range(3)]
     assert torch.equal(torch.cat([piece.inputs for piece in pieces], 1), whole.inputs)
     assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), whole.targets)
     places = [piece.positions.tolist() for piece in pieces if piece.positions is not None]
     assert places == [[list(range(first, first + 4))] * 2 for first in (0, 4, 8)]
     assert [piece.counted for piece in pieces] == [8, 8, 0]
-    assert {piece.state for piece in pieces} == {whole.state}
+    assert {piece.data_position for piece in pieces} == {7}
     assert len({piece.seed for piece in pieces} | {whole.seed}) == 4  # each piece has its own dropout
     assert whole.piece(0, of=1) is whole

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from commands import COMMAND, FAULTY, KILL, TINY, ask, call, run_script
-from sample_chats import CHATS
+from sample_chats import CHATS, lines, turns
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.data.packing import _PLAIN_TEMPLATE
-from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.export.directory import export
 
@@ -28,8 +28,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file of short questions and answers."""
     file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
     words = [(asked, told[:12]) for asked, told in CHATS] * 3
-    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in words]
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    talks = [turns(*talk) for talk in words]
+    file.write_text(lines({"messages": talk} for talk in talks))
     return file
 
 
@@ -73,7 +73,7 @@ def test_a_packed_run_trains_each_document_by_itself(kind: str, chat: Path, tmp_
     if kind == "text":
         data = tmp_path / "documents.jsonl"
         texts = [" ".join(asked for asked, _ in CHATS[n : n + 1 + n % 2]) for n in range(6)]
-        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+        data.write_text(lines({"text": text} for text in texts * 3))
     words = [*TINY, "--dtype", "fp32", "--data", data, "data.validation=0", f"data.cache={tmp_path / 'cache'}"]
     words += ["--seq-len", "96", "--steps", "1", "--lr", "1e-30", "optim.warmup_steps=0"]
     run = call(*words, "data.packing=on", output=tmp_path / "run")
@@ -81,7 +81,7 @@ def test_a_packed_run_trains_each_document_by_itself(kind: str, chat: Path, tmp_
     tokens = TokenFile.open(next((tmp_path / "cache").glob("*.bin")))
     count = (len(tokens) - 1) // 96
     reader = RowReader(tokens, seq_len=96, rows=range(count), vocabulary=len(tokenizer), shuffle=True)
-    batch = next(reader.train_batches(DataState(0), micro_batch=2))
+    batch = next(reader.train_batches(0, micro_batch=2))
     begins = batch.positions == 0 if batch.positions is not None else torch.zeros_like(batch.inputs, dtype=torch.bool)
     if kind == "text":
         begins[:, 1:] = batch.inputs[:, :-1] == tokenizer.eos_token_id
@@ -134,22 +134,22 @@ def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: P
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
     """The shown row marks each conversation, prints text of any script, and escapes control codes."""
     asked = ["Что?", "为什么", f"لماذا{STEERING}"]
-    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": "Да.\n"}] for a in asked]
+    talks = [turns(question, "Да.\n") for question in asked]
     file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    file.write_text(lines({"messages": talk} for talk in talks))
     words = [*WORDS, "--data", file, f"data.cache={tmp_path}", "data.packing=on", "data.validation=0"]
     printed = ask("prepare", *words, "--seq-len", "256").stderr
     shown = printed[printed.index("the first row:") :].splitlines()
-    lines = [line.strip() for line in shown if line.startswith("  ")]
-    assert lines[:3] == [
+    told = [line.strip() for line in shown if line.startswith("  ")]
+    assert told[:3] == [
         "conversation 1 of 3:",
         r"given    'User: Что?\nAssistant:'",
         r"learned  ' Да.\n<|endoftext|>'",
     ]
-    assert [line for line in lines if line.startswith("conversation")] == [f"conversation {n} of 3:" for n in (1, 2, 3)]
-    assert any("为什么" in line for line in lines)
-    (last,) = (line for line in lines if "لماذا" in line)
+    assert [line for line in told if line.startswith("conversation")] == [f"conversation {n} of 3:" for n in (1, 2, 3)]
+    assert any("为什么" in line for line in told)
+    (last,) = (line for line in told if "لماذا" in line)
     assert r"\x1b[2J\x1b]0;title\x07\x9b\u202e" in last
-    assert lines[-1].startswith("padding ")
+    assert told[-1].startswith("padding ")
     assert "an epoch: 1 rows are 1 steps of 2 (--micro-batch x --accumulate x ranks); --steps 6 is 12 epochs" in printed
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))

@@ -33,7 +33,7 @@ from gpu_stages.stage import Record, Stage  # noqa: E402
 from worker import OUT_OF_TIME, Failure, Worker, filled_for_benchmarks  # noqa: E402
 
 from offload_trainer.config import ModelSection  # noqa: E402
-from offload_trainer.data.rows import Batch, DataState  # noqa: E402
+from offload_trainer.data.rows import Batch  # noqa: E402
 from offload_trainer.errors import UserError  # noqa: E402
 from offload_trainer.model.loader import ModelSource, resolve_model  # noqa: E402
 from offload_trainer.model.loss import CausalLoss  # noqa: E402
@@ -166,7 +166,7 @@ def source() -> ModelSource:
 
 def two_batches() -> list[Batch]:
     tokens = torch.randint(1000, (2, 2, 17), generator=torch.Generator().manual_seed(1))
-    return [Batch(inputs=rows[:, :-1], targets=rows[:, 1:], state=DataState(0)) for rows in tokens]
+    return [Batch(inputs=rows[:, :-1], targets=rows[:, 1:]) for rows in tokens]
 
 
 class FloatsRead(TorchDispatchMode):

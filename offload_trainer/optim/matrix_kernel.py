@@ -6,7 +6,6 @@ Each matrix then moves there and back with 16 bits an element, which is a hundre
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import replace
 
@@ -14,8 +13,7 @@ import torch
 
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
-from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
-from offload_trainer.optim.rules import TYPES
+from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
 
 
@@ -32,7 +30,9 @@ class MatrixKernel:
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
         self._products = Products(threads if gpu is None else None)
-        self._arithmetic = _arithmetic_of(elementwise)
+        self._arithmetic: TorchMuon | NativeKernel = TorchMuon()
+        if isinstance(elementwise, NativeKernel) and has_torchs_muon(elementwise):
+            self._arithmetic = elementwise
 
     @torch.no_grad()
     def update_page(self, page: PageUpdate) -> None:
@@ -51,9 +51,9 @@ class MatrixKernel:
     def _update(self, here: slice, hyper: Muon, page: PageUpdate) -> None:
         """Update one matrix, at the page's elements `here`."""
         fields, out = page.fields, page.out
-        direction = self._arithmetic.direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
+        direction = self._arithmetic.muon_direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
         orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
-        self._arithmetic.apply(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
+        self._arithmetic.muon_step(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
 
     def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
         """Return the orthogonalised direction, contiguous and where `direction` is."""
@@ -63,47 +63,8 @@ class MatrixKernel:
             return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
 
 
-# -- compiled --------------------------------------------------------------------------------------------------------
-
-
-class NativeMuon:
-    """The compiled arithmetic of native/muon.h, on the update kernel's threads."""
-
-    def __init__(self, library: NativeLibrary) -> None:
-        self._threads = library.threads
-        self._direction, self._step = library.functions.muon_direction, library.functions.muon_step
-        pointer, size, number, choice = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
-        lerp = number, choice
-        self._direction.argtypes = (pointer, choice, pointer, pointer, size, number, *lerp, *lerp, choice)
-        self._step.argtypes = (pointer, pointer, pointer, choice, size, number, number, choice)
-
-    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
-        out = torch.empty(grad.numel(), dtype=torch.bfloat16)
-        tensors = grad.data_ptr(), TYPES[grad.dtype], exp_avg.data_ptr(), out.data_ptr(), grad.numel()
-        lerps = (value for lerp in hyper.lerps for value in (lerp.factor, lerp.from_end))
-        self._direction(*tensors, scale, *lerps, self._threads())
-        return out
-
-    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
-        to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
-        rates = hyper.keep, -hyper.adjusted_lr
-        self._step(master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, self._threads())
-
-
-MuonArithmetic = TorchMuon | NativeMuon
-
-
-def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:
-    """Return the arithmetic that belongs to an update kernel: compiled if it gives torch's bits on this CPU."""
-    if isinstance(kernel, NativeKernel):
-        native = NativeMuon(kernel.library)
-        if has_bits_of(TorchMuon(), native):
-            return native
-    return TorchMuon()
-
-
-def has_bits_of(reference: MuonArithmetic, candidate: MuonArithmetic) -> bool:
-    """Return whether `candidate` has the bits of `reference` on the CPU, for numbers of all magnitudes."""
+def has_torchs_muon(kernel: NativeKernel) -> bool:
+    """Return whether the kernel has the bits of `TorchMuon` on the CPU, for numbers of all magnitudes."""
     random, n = torch.Generator().manual_seed(1), 70_001
     for dtype, hyper in (
         (torch.bfloat16, Muon(3e-3, 0.95, 0.1, "match_rms_adamw", (1, n))),
@@ -112,10 +73,10 @@ def has_bits_of(reference: MuonArithmetic, candidate: MuonArithmetic) -> bool:
         size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
         master, grad, average, way = torch.randn(4, n, generator=random) * size
         results = []
-        for one in (reference, candidate):
+        for arithmetic in (TorchMuon(), kernel):
             held, changed, out = average.clone(), master.clone(), torch.empty(n, dtype=dtype)
-            direction = one.direction(hyper, grad.to(dtype), held, scale=0.37)
-            one.apply(hyper, changed, way.bfloat16(), out)
+            direction = arithmetic.muon_direction(hyper, grad.to(dtype), held, scale=0.37)
+            arithmetic.muon_step(hyper, changed, way.bfloat16(), out)
             results.append((held, changed, out, direction))
         if not all(map(torch.equal, *results)):
             return False

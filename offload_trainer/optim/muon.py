@@ -149,7 +149,7 @@ class TorchMuon:
     All tensors are 1-D, contiguous and on one device.
     """
 
-    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         """Add a gradient times `scale` to the momentum (fp32); return the direction to orthogonalise (bf16)."""
         average, nesterov = hyper.lerps
         found = torch.empty(grad.numel(), dtype=torch.bfloat16, device=grad.device)
@@ -159,7 +159,7 @@ class TorchMuon:
             found[piece] = nesterov(scaled, exp_avg[piece])
         return found
 
-    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+    def muon_step(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
         """Update the master (fp32) in place by the orthogonal direction (bf16), and round it to `out`, if any."""
         for piece in _pieces(master):
             kept = master[piece].mul_(hyper.keep).double()

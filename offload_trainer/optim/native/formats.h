@@ -19,7 +19,7 @@ struct Cell {
     float end, way;
 };
 
-// The tables of the 8-bit format; native_adam.py has the same fields.
+// The tables of the 8-bit format; native_kernel.py has the same fields.
 struct Tables {
     const float* values[2];      // values of the 256 codes: of second moments, of first moments
     const uint8_t* planes[2];    // the same values by byte: the first bytes of all 256, the second bytes, ...

@@ -5,8 +5,8 @@
 //
 // torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
 // then the elements that fill no vector. How many lanes there are, and where a square and its addition are fused,
-// depends on how torch was built and on the CPU; gradient_kernel.py finds the order with torch's bits. HALVES is the
-// order of gradient_kernel.py's `ordered_norm`: element i + half is added to element i until one is left.
+// depends on how torch was built and on the CPU; kernels.py finds the order with torch's bits. HALVES is the order of
+// ordered norms (norms.py): element i + half is added to element i until one is left.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace {
 
-enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // gradient_kernel.py has the same numbers
+enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // native_kernel.py has the same numbers
 
 constexpr int64_t STRETCH = 1 << 14;  // elements that a thread claims at a time if nothing is measured
 constexpr int64_t ROW = 1024;  // elements that are added at a time; HALVES adds the squares of whole rows

@@ -23,8 +23,8 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
 from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.optim import gradient_kernel as norms
-from offload_trainer.optim.gradient_kernel import TorchGradients
+from offload_trainer.optim.kernel_api import TorchKernel
+from offload_trainer.optim.norms import global_norm, norm_of
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
@@ -127,7 +127,7 @@ def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torc
         if place.weight.name in gradients.arrived:
             held = gradients.store.get(unit.index, place.start, place.weight.numel)
             found[place.weight.name] = held.view(torch.int32)
-    return norms.global_norm(gradients.norms()), frozenset(gradients.arrived), found
+    return global_norm(gradients.norms()), frozenset(gradients.arrived), found
 
 
 @pytest.mark.parametrize("home", [RAM, 0])
@@ -160,7 +160,7 @@ def test_sums_are_those_of_one_rank(
         store = UnitStore(sums, [home] * len(units), **made_of)  # type: ignore[arg-type]
         order = names(units)
         gradients = ShardedGradients(
-            units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node, kernel=TorchGradients()
+            units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node, kernel=TorchKernel()
         )
         try:
             return steps(gradients, rank=rank, world=world, barrier=node.barrier)
@@ -205,7 +205,7 @@ def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest
 
     def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
         ours = ShardedNorms(
-            placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered, kernel=TorchGradients()
+            placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered, kernel=TorchKernel()
         )
         found = []
         for _ in range(2):
@@ -221,13 +221,12 @@ def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest
 
     with ThreadPoolExecutor(world) as threads:
         found = [told for several in threads.map(of_rank, range(world)) for told in several]
-    alone = norms.ordered_norm if ordered else norms.norm_of
     for told in found:
         assert told.keys() == arrived
         for unit, place_ in placed:
             if (name := place_.weight.name) in arrived:
                 values = whole[unit.index][place_.start :][: place_.weight.numel]
-                assert torch.equal(told[name], alone(values)), name
+                assert torch.equal(told[name], norm_of(values, ordered=ordered)), name
 
 
 UNITS = [0, 1, 2]

@@ -23,9 +23,9 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.optim.matrix_kernel import MatrixKernel, NativeMuon, has_bits_of
+from offload_trainer.optim.matrix_kernel import MatrixKernel, has_torchs_muon
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan
@@ -248,8 +248,7 @@ def test_only_matrices_of_blocks_are_updated_as_such() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
     torch.manual_seed(0)
-    kernel = NativeKernel()
-    arithmetic = NativeMuon(kernel.library) if native else TorchMuon()
+    arithmetic = NativeKernel() if native else TorchMuon()
     weight = torch.randn(shape) * 0.02
     parameter, average = torch.nn.Parameter(weight.clone()), torch.zeros(shape)
     reference, hyper = torch.optim.Muon([parameter], lr=0.01), Muon(0.01, 0.95, 0.1, "original", shape)
@@ -258,9 +257,9 @@ def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
         parameter.grad = torch.randn(shape)
         grad = parameter.grad.clone()
         reference.step()
-        direction = arithmetic.direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
+        direction = arithmetic.muon_direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
         orthogonal = orthogonalised(direction.view(shape), Products()).contiguous()
-        arithmetic.apply(hyper, weight.view(-1), orthogonal.view(-1), out)
+        arithmetic.muon_step(hyper, weight.view(-1), orthogonal.view(-1), out)
         assert torch.equal(average, reference.state[parameter]["momentum_buffer"])
         assert torch.equal(weight, parameter.detach())
         assert torch.equal(out.view(shape), parameter.detach().bfloat16())
@@ -268,14 +267,14 @@ def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
 
 def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NativeKernel()
-    assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, NativeMuon)
-    direction = NativeMuon.direction
+    assert MatrixKernel(kernel, gpu=None)._arithmetic is kernel
+    direction = NativeKernel.muon_direction
 
-    def wrong(self: NativeMuon, hyper: Muon, *tensors: torch.Tensor, scale: float) -> torch.Tensor:
+    def wrong(self: NativeKernel, hyper: Muon, *tensors: torch.Tensor, scale: float) -> torch.Tensor:
         return direction(self, replace(hyper, momentum=0.94), *tensors, scale=scale)
 
-    monkeypatch.setattr(NativeMuon, "direction", wrong)
-    assert not has_bits_of(TorchMuon(), NativeMuon(kernel.library))
+    monkeypatch.setattr(NativeKernel, "muon_direction", wrong)
+    assert not has_torchs_muon(kernel)
     assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, TorchMuon)
 
 

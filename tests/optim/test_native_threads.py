@@ -21,7 +21,7 @@ from update_ranges import form, part
 from offload_trainer import numa
 from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import random_page
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.native_kernel import NativeKernel
 
 N = 1 << 18  # many pieces
 

@@ -134,10 +134,9 @@ def adamw_of(group: Mapping[str, Any]) -> AdamW:
 def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
     """Return the current hyperparameters of the weights of a group by name."""
     others = adamw_of(group)
-    found: dict[str, Hyper] = {}
-    for weight in weights:
-        found[weight.name] = _muon(group, weight.matrix) if rule.matrices and weight.matrix else others
-    return found
+    return {
+        weight.name: _muon(group, weight.matrix) if rule.matrices and weight.matrix else others for weight in weights
+    }
 
 
 def _muon(group: Mapping[str, Any], shape: tuple[int, int]) -> Muon:

@@ -34,10 +34,9 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.loss_scale import LossScale
-from offload_trainer.optim.muon import SETTINGS as MUON_SETTINGS
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import clip_factor
-from offload_trainer.optim.rules import Hyper, hypers_of
+from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.shape import decay_groups

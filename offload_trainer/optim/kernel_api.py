@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 
 from offload_trainer.optim.moments import Bits, Noise, stored_moment
-from offload_trainer.optim.muon import Muon
 from offload_trainer.optim.norms import Pieces
-from offload_trainer.optim.rules import Hyper
+from offload_trainer.optim.rules import Hyper, Muon
 from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS, StateFormat
 
 

@@ -21,10 +21,9 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
-from offload_trainer.optim.muon import Muon
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
-from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
+from offload_trainer.optim.rules import TYPES, AdamStep, Muon, step_constants
 from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32

@@ -23,9 +23,9 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.optim.matrix_kernel import MatrixKernel, has_torchs_muon
-from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
+from offload_trainer.optim.muon import MatrixKernel, Products, TorchMuon, has_torchs_muon, orthogonalised
 from offload_trainer.optim.native_kernel import NativeKernel
+from offload_trainer.optim.rules import Muon
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan

@@ -44,8 +44,8 @@ from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
-from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of

@@ -19,7 +19,7 @@ import torch
 from offload_trainer.optim.moments import Bits, Noise, stored_moment
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import Hyper, Muon
-from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat
 
 
 @dataclass(frozen=True)
@@ -128,28 +128,24 @@ class TorchKernel:
     @torch.no_grad()
     def update_page(self, page: PageUpdate) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
-        fields, grad, out, parts, scale = page.fields, page.grad, page.out, page.parts, page.scale
-        if page.format.moments is not FP32:
-            # Cut the parts at multiples of CHUNK, so that elements outside the parts are not even converted.
-            parts = [
-                replace(part, start=start + part.start, end=start + part.end)
-                for start in range(0, grad.numel(), CHUNK)
-                for part in clip_ranges(parts, start, min(start + CHUNK, grad.numel()))
-            ]
+        fields, size = page.fields, self._scratch.numel()
+        # Cut the parts at multiples of the chunk, so that elements outside the parts are not even converted.
+        parts = [
+            replace(part, start=start + part.start, end=start + part.end)
+            for start in range(0, page.grad.numel(), size)
+            for part in clip_ranges(page.parts, start, start + size)
+        ]
         for part in parts:
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in MOMENTS.values()]
-            wide = [moment.read() for moment in stored]
-            master = fields["master"][here]
-            for start in range(0, part.end - part.start, self._scratch.numel()):
-                piece = slice(start, min(start + self._scratch.numel(), part.end - part.start))
-                scaled = self._scratch[: piece.stop - start].copy_(grad[here][piece])
-                if scale != 1.0:
-                    scaled.mul_(scale)
-                assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
-                part.hyper.update(master[piece], [values[piece] for values in wide], scaled, step=part.step)
-                if out is not None:
-                    out[here][piece].copy_(master[piece])
+            wide, master = [moment.read() for moment in stored], fields["master"][here]
+            scaled = self._scratch[: part.end - part.start].copy_(page.grad[here])
+            if page.scale != 1.0:
+                scaled.mul_(page.scale)
+            assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
+            part.hyper.update(master, wide, scaled, step=part.step)
+            if page.out is not None:
+                page.out[here].copy_(master)
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=page.bits(moment.moment.name, here.start))
 

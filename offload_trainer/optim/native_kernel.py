@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from offload_trainer import numa
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
 from offload_trainer.optim.kernel_cache import built
@@ -89,7 +86,6 @@ class NativeKernel:
         self.level = path.stem.partition(".")[2]
         self.lanes = UNKNOWN
         self.parallel = openmp_parallel()
-        self._started = (0, 0)
         self._functions.page_sum.restype = _SIZE
         self._functions.add_gradient.restype = _CHOICE
         lerp = _NUMBER, _CHOICE
@@ -99,30 +95,6 @@ class NativeKernel:
         tried = torch.arange(1000, dtype=torch.int16).view(torch.uint8)
         agrees = all(self.page_sum(tried[:size]) == zlib_sum(tried[:size]) for size in (1, 128, 2000))
         self.checksum: Sum = self.page_sum if agrees else zlib_sum
-
-    def _threads(self) -> int:
-        """Return the number of threads, torch's count including the caller, and start them if necessary.
-
-        On several NUMA nodes threads are distributed by the nodes' CPUs. A thread is bound to its node and not to one
-        CPU, because other processes may use that CPU.
-        """
-        threads = torch.get_num_threads()
-        wanted = os.getpid(), threads  # a forked child has no threads yet
-        if self._started != wanted:
-            self._started = wanted
-            nodes = numa.nodes()
-            if len(nodes) > 1:
-                self._start_threads(threads, nodes)
-        return threads
-
-    def _start_threads(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
-        before = os.sched_getaffinity(0)
-        try:
-            for helpers, node in enumerate(numa.spread_threads(threads, nodes)[1:], 1):
-                os.sched_setaffinity(0, node)  # a new thread inherits the affinity of its creator
-                self._functions.hire_threads(_CHOICE(helpers))
-        finally:
-            os.sched_setaffinity(0, before)
 
     def update_page(self, page: PageUpdate) -> None:
         fields, grad, out, n = page.fields, page.grad, page.out, page.grad.numel()
@@ -148,7 +120,7 @@ class NativeKernel:
             if part.end > part.start
         ]
         parts = (_Part * len(found))(*found)
-        self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(self._threads()))
+        self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(torch.get_num_threads()))
 
     def page_sum(self, data: torch.Tensor) -> int:
         """Return the same as `zlib_sum`, or -1 if this CPU has no carry-less multiplication."""
@@ -186,7 +158,7 @@ class NativeKernel:
             group=self.lanes.group,
         )
         parallel = _POINTER(self.parallel if on_torch_threads else None)
-        if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(self._threads()), parallel):
+        if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return pieces.measure(sums) if pieces is not None and order == _NO_NORM else results
 
@@ -194,14 +166,14 @@ class NativeKernel:
         out = torch.empty(grad.numel(), dtype=torch.bfloat16)
         tensors = grad.data_ptr(), TYPES[grad.dtype], exp_avg.data_ptr(), out.data_ptr(), grad.numel()
         lerps = (value for lerp in hyper.lerps for value in (lerp.factor, lerp.from_end))
-        self._functions.muon_direction(*tensors, scale, *lerps, self._threads())
+        self._functions.muon_direction(*tensors, scale, *lerps, torch.get_num_threads())
         return out
 
     def muon_step(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
         to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
         rates = hyper.keep, -hyper.adjusted_lr
         self._functions.muon_step(
-            master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, self._threads()
+            master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, torch.get_num_threads()
         )
 
 

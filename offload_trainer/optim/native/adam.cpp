@@ -184,8 +184,6 @@ void for_blocks(int64_t elements, int32_t threads, const Compute& compute) {
 
 extern "C" {
 
-void hire_threads(int32_t helpers) { the_crew().hire(helpers); }
-
 // Update the elements of `count` parts of a page, on up to `threads` threads.
 void update_page(const Page* page, const Part* parts, int64_t count, int32_t threads) {
     int64_t pieces = 0;

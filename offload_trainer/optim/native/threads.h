@@ -70,12 +70,6 @@ class Crew {
         left_.wait(lock, empty);
     }
 
-    // Ensure that there are `helpers` threads besides the caller's. A new thread inherits the caller's CPU affinity.
-    void hire(int helpers) {
-        std::lock_guard<std::mutex> mine(turn_);
-        have(helpers);
-    }
-
    private:
     // The door packs, from the highest bit: 32 bits that count openings, OPEN, how many may be inside, how many are.
     static constexpr uint64_t OPEN = uint64_t(1) << 31, MOST = (1 << 12) - 1;

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -194,36 +194,26 @@ def uneven(*shapes: tuple[int, ...]) -> ModelShape:
     return ModelShape(tuple(weights), 3, 60, 500, 64)
 
 
-@pytest.mark.parametrize(("ranks", "page"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
-def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, page: int) -> None:
+@pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
+def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
     shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
         units = units_of(shape, matrices=True)
-        pages = pages_of(units, page=page, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
-        assert sum(one.elements for one in pages) == sum(unit.trained for unit in units)
+        pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
         for unit in units:
-            its = [one for one in pages if one.unit == unit.index]
-            assert its[0].start == 0
-            assert all(one.start + one.elements == after.start for one, after in pairwise(its))
-            for one in its:
-                owners = {rank_of(unit, at, ranks=ranks) for at in (one.start, one.start + one.elements - 1)}
-                assert len(owners) == 1
-                (owner,) = owners
-                first, end = range_of_rank(unit, owner, ranks=ranks)
-                assert first <= one.start
-                assert one.start + one.elements <= end
-            matrices = [
-                (place.start + at, place.start + at + math.prod(place.weight.matrix))
-                for place in unit.places
-                if place.weight.matrix
-                for at in range(0, place.weight.numel, math.prod(place.weight.matrix))
-            ]
-            for first, end in matrices:
-                held = [one for one in its if one.start < end and first < one.start + one.elements]
-                assert len(held) == 1
-                assert held[0].matrices
-            rest = [one for one in its if not one.matrices]
-            assert sum(one.elements for one in rest) == unit.trained - unit.matrices
+            its = [page for page in pages if page.unit == unit.index]
+            starts = [page.start for page in its]
+            assert [*starts, unit.trained] == [0, *accumulate(page.elements for page in its)]
+            ends = {end for rank in range(ranks) for end in range_of_rank(unit, rank, ranks=ranks)}
+            assert ends <= {*starts, unit.trained}
+            for page in its:
+                last = page.start + page.elements - 1
+                assert rank_of(unit, page.start, ranks=ranks) == rank_of(unit, last, ranks=ranks)
+            for place in (place for place in unit.places if place.weight.matrix):
+                size = math.prod(place.weight.matrix)
+                for first in range(place.start, place.start + place.weight.numel, size):
+                    assert not any(first < start < first + size for start in starts)
+            assert sum(page.elements for page in its if not page.matrices) == unit.trained - unit.matrices
 
 
 def test_only_matrices_of_blocks_are_updated_as_such() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -180,7 +180,7 @@ class NativeKernel:
 # -- structures of native/ -------------------------------------------------------------------------------------------
 
 
-def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
+def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names)
 
 

@@ -57,6 +57,7 @@ PLACE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("
 pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]  # numpy warns of NaN and infinity
 if PLACE.type == "cuda":
     pytestmark += [pytest.mark.gpu]
+ON_CPU = pytest.mark.skipif(PLACE.type == "cuda", reason="needs no GPU, and a compiler, which such a machine may lack")
 
 
 @pytest.fixture(autouse=True)
@@ -421,7 +422,7 @@ SCRIPT = ROOT / "scripts" / "check_cuda_kernel.py"
 
 
 @pytest.mark.slow(75)
-@pytest.mark.skipif(PLACE.type == "cuda", reason="a minute of compilation, which needs no GPU")
+@ON_CPU
 def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) -> None:
     """The script runs in a separate process, because Triton interprets functions in this one."""
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": tmp_path, "PYTHONPATH": f"{ROOT}:{sys.prefix}/triton"}
@@ -464,6 +465,7 @@ def test_the_check_of_the_code_finds_mistakes(line: str, fault: str) -> None:
 # -- choice of the CPU's kernel ----------------------------------------------------------------------------------------
 
 
+@ON_CPU
 def test_auto_names_the_chosen_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "native"
@@ -479,6 +481,7 @@ def test_auto_names_the_chosen_kernel(tmp_path: Path, monkeypatch: pytest.Monkey
         kernels.choose_kernel("native")
 
 
+@ON_CPU
 def test_a_failed_build_shows_the_compilers_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "adam.cpp"
     source.write_text('#error "not today"\n')
@@ -488,6 +491,7 @@ def test_a_failed_build_shows_the_compilers_message(tmp_path: Path, monkeypatch:
         NativeKernel()
 
 
+@ON_CPU
 def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source, header = tmp_path / "adam.cpp", tmp_path / "formats.h"
@@ -511,6 +515,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: p
     assert "last bits" in words
 
 
+@ON_CPU
 @pytest.mark.slow
 def test_two_processes_may_build_concurrently(tmp_path: Path) -> None:
     code = "from offload_trainer.optim.native_kernel import NativeKernel; NativeKernel()"

@@ -36,10 +36,7 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
     alignas(64) uint16_t rounded[BLOCK];
     if (type == NONE) return;
     if (type == F32) return stream(static_cast<float*>(out) + at, from, count * 4);
-    if (type == BF16)
-        for (int64_t i = 0; i < count; i++) rounded[i] = to_bf16(from[i]);
-    else
-        for (int64_t i = 0; i < count; i++) rounded[i] = to_f16(from[i]);
+    narrow(from, type, 0, count, rounded);
     stream(static_cast<uint16_t*>(out) + at, rounded, count * 2);
 }
 
@@ -125,8 +122,8 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
     } else if (MOMENTS == BF16) {
         uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
         uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
-        decode_bf16(exp_avg, first, count);
-        decode_bf16(exp_avg_sq, second, count);
+        widen(exp_avg, BF16, 0, count, 1.0f, first);
+        widen(exp_avg_sq, BF16, 0, count, 1.0f, second);
         adam<false>(step, correction, {}, master, first, second, grad, count);
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(first, chance, exp_avg, count);

@@ -72,10 +72,6 @@ inline void encode_bf16(const float* __restrict values, const uint32_t* __restri
     }
 }
 
-inline void decode_bf16(const uint16_t* __restrict values, float* __restrict out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) out[i] = from_bf16(values[i]);
-}
-
 #ifdef WIDE_TABLES
 
 // Look up 64 codes in one plane; a code's top bit selects the upper or the lower half of the plane.

@@ -36,16 +36,6 @@ struct Addition {
     int32_t group;  // LANES: of the elements that fill no vector, whole groups of so many are not fused, the rest is
 };
 
-void write_sums(const Addition& call, int64_t at, int64_t count, float* __restrict values) {
-    uint16_t* half = static_cast<uint16_t*>(call.sums) + at;
-    if (call.sums_type == F32)
-        std::memcpy(static_cast<float*>(call.sums) + at, values, count * 4);
-    else if (call.sums_type == BF16)
-        for (int64_t i = 0; i < count; i++) half[i] = to_bf16(values[i]);
-    else
-        for (int64_t i = 0; i < count; i++) half[i] = to_f16(values[i]);
-}
-
 // Update the sums of `count` elements from `at` on, at most ROW, and return them in fp32 as they are stored.
 void add_block(const Addition& call, int64_t at, int64_t count, float* __restrict to) {
     if (!call.values) return widen(call.sums, call.sums_type, at, count, 1.0f, to);
@@ -55,7 +45,7 @@ void add_block(const Addition& call, int64_t at, int64_t count, float* __restric
         widen(call.sums, call.sums_type, at, count, 1.0f, before);
         for (int64_t i = 0; i < count; i++) to[i] = before[i] + to[i];
     }
-    write_sums(call, at, count, to);
+    narrow(to, call.sums_type, at, count, call.sums);
     if (call.order != NO_NORM && call.sums_type != F32)
         widen(call.sums, call.sums_type, at, count, 1.0f, to);
 }

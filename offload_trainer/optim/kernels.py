@@ -82,7 +82,8 @@ def adds_like_torch(kernel: NativeKernel) -> bool:
 
     A wrong order of addition changes the result of few pieces, so that many small pieces of all lengths are compared.
     """
-    random, small, reference = torch.Generator().manual_seed(3), Pieces(256, halving=False), TorchKernel()
+    random, small = torch.Generator().manual_seed(3), Pieces(256, halving=False)
+    both: tuple[CpuKernel, CpuKernel] = (kernel, TorchKernel())
     for length in (length for length in range(1, 32) for _ in range(30)):
         sums = torch.randn(length, generator=random)
         if not torch.equal(kernel.add(sums, None, pieces=small), small.measure(sums)):
@@ -97,7 +98,7 @@ def adds_like_torch(kernel: NativeKernel) -> bool:
         before, more = (torch.randn(2, count, generator=random) * size).unbind()
         for pieces in (small, Pieces(4096, halving=True), None):
             results = []
-            for candidate in (kernel, reference):
+            for candidate in both:
                 sums = before.to(stored, copy=True)
                 measured = candidate.add(sums, more.to(given), pieces=pieces)
                 again = candidate.add(sums, None, pieces=pieces)

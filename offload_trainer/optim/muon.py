@@ -191,6 +191,7 @@ class MatrixKernel:
 def has_torchs_muon(kernel: NativeKernel) -> bool:
     """Return whether the kernel has the bits of `TorchMuon` on the CPU, for numbers of all magnitudes."""
     random, n = torch.Generator().manual_seed(1), 70_001
+    both: tuple[TorchMuon | NativeKernel, ...] = (TorchMuon(), kernel)
     for dtype, hyper in (
         (torch.bfloat16, Muon(3e-3, 0.95, 0.1, "match_rms_adamw", (1, n))),
         (torch.float32, Muon(0.02, 0.3, 0.0, "original", (n, 1))),
@@ -198,7 +199,7 @@ def has_torchs_muon(kernel: NativeKernel) -> bool:
         size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
         master, grad, average, way = torch.randn(4, n, generator=random) * size
         results = []
-        for arithmetic in (TorchMuon(), kernel):
+        for arithmetic in both:
             held, changed, out = average.clone(), master.clone(), torch.empty(n, dtype=dtype)
             direction = arithmetic.muon_direction(hyper, grad.to(dtype), held, scale=0.37)
             arithmetic.muon_step(hyper, changed, way.bfloat16(), out)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_fl
 _NO_NORM, _LANES, _FUSED_LANES, _HALVES = range(4)  # gradients.h's Order
 
 
-class Lanes(NamedTuple):
+@dataclass(frozen=True)
+class Lanes:
     """The order in which torch's norm may add squares, as gradients.h's LANES and FUSED_LANES."""
 
     count: int

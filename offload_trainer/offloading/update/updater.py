@@ -164,7 +164,8 @@ class Updater:
 
         The update runs on a thread if the layout lets it overlap the next forward.
         """
-        homes, sizes, device, kernels = parts.homes, parts.sizes, parts.device, parts.kernels
+        homes, sizes, device = parts.homes, parts.sizes, parts.device
+        kernels: tuple[Kernel, Kernel] = parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device

@@ -1,4 +1,4 @@
-"""NUMA topology: assign CPUs to ranks and threads so that each works on memory of the node it runs on."""
+"""NUMA topology: assign CPUs to ranks so that each works on memory of the node it runs on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ def _cpus(words: str) -> set[int]:
     """Return the CPU numbers in a list such as "0-3,8"."""
     ends = [[int(end) for end in part.split("-")] for part in words.strip().split(",") if part]
     return {cpu for pair in ends for cpu in range(pair[0], pair[-1] + 1)}
-
-
-def spread_threads(threads: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Return the CPU set of one node for each of `threads`, distributed in proportion to the nodes' CPUs."""
-    cpus = [node for node in nodes for _ in node]
-    return [cpus[thread * len(cpus) // threads] for thread in range(threads)]
 
 
 def of_rank(rank: int, *, ranks: int, nodes: Sequence[frozenset[int]]) -> frozenset[int]:

@@ -31,13 +31,12 @@ from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
-from offload_trainer.optim.gradient_kernel import NativeGradients, clip_factor, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.loss_scale import LossScale
-from offload_trainer.optim.muon import SETTINGS as MUON_SETTINGS
-from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.rules import Hyper, hypers_of
+from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
+from offload_trainer.optim.norms import clip_factor
+from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.shape import decay_groups
@@ -327,9 +326,8 @@ def open_parts(
     homes = layouts.homes(placement, sizes, node=node.number)
     kernel, why = choose_kernel(work.kernel)
     say(why)
-    sums = gradient_kernel(kernel)
-    if isinstance(kernel, NativeKernel) and not isinstance(sums, NativeGradients):
-        say("Adding gradients in host memory: torch's slower operations, since the compiled ones differ here.")
+    if isinstance(kernel, NativeKernel) and kernel.lanes == UNKNOWN:
+        say("Measuring gradients in host memory: torch's slower operations, since the compiled ones differ here.")
     return EngineParts(
         units=units,
         homes=homes,
@@ -343,7 +341,6 @@ def open_parts(
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
-        gradient_kernel=sums,
     )
 
 

@@ -16,9 +16,8 @@ from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
-from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
-from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.kernels import CpuKernel, choose_kernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.rules import AdamW
@@ -117,9 +116,9 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
     return found
 
 
-def gradient_kernels(*updates: str) -> list[GradientKernel]:
-    """Return the kernels that add gradients for these CPU update kernels ("auto", "native" or "torch")."""
-    found = {kernel.name: kernel for kernel in (gradient_kernel(choose_kernel(name)[0]) for name in updates)}
+def cpu_kernels(*names: str) -> list[CpuKernel]:
+    """Return the kernels that choose_kernel has for these names, each once."""
+    found = {kernel.name: kernel for kernel, _ in map(choose_kernel, names)}
     return list(found.values())
 
 

@@ -34,7 +34,8 @@ from torch.nn import functional
 from offload_trainer import ranks as all_ranks
 from offload_trainer.errors import STORE, TrainerError
 from offload_trainer.optim.cross_entropy import cross_entropy
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.norms import Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,
     DriveRates,
@@ -116,7 +117,7 @@ class Subjects:
     # returns a function that performs update number `step`.
     updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]]
     dtypes: Sequence[str]  # of matrix products
-    kernels: Sequence[GradientKernel] = ()  # they add gradients to sums in RAM
+    kernels: Sequence[CpuKernel] = ()  # they add gradients to sums in RAM
     orthogonalise: Callable[[int], Callable[[], object]] | None = None  # takes a matrix's width, returns what is timed
 
 
@@ -247,7 +248,7 @@ def _triad(size: int) -> Rate:
     return _rate(12 * size, taken, f"triad of {4 * size >> 20} MiB arrays")
 
 
-def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:
+def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
     Args:

@@ -22,9 +22,8 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.optim.kernel_api import Kernel
-from offload_trainer.optim.native_adam import sum_with
+from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
@@ -67,8 +66,7 @@ class EngineParts:
     node: Node  # the ranks that share this placement
     device: Device
     drives: Drives
-    kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
-    gradient_kernel: GradientKernel  # adds gradients to sums in host memory
+    kernels: tuple[CpuKernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
         transfers=drives.transfers,
         device=device,
         node=node,
-        copies=PageCopies(table, count=copies, node=node, compute=sum_with(kernel)),
+        copies=PageCopies(table, count=copies, node=node, compute=kernel.checksum),
     )
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
@@ -123,7 +121,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
-    device, drives, kernel = parts.device, parts.drives, parts.gradient_kernel
+    device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
     sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers

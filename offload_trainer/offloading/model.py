@@ -32,8 +32,8 @@ from offload_trainer.offloading.update.updater import StepParams, Updater, step_
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
-from offload_trainer.optim.gradient_kernel import global_norm
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
+from offload_trainer.optim.norms import global_norm
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs

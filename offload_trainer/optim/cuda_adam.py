@@ -16,11 +16,11 @@ from contextlib import suppress
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.norms import norm_of
 from offload_trainer.optim.rules import AdamStep, step_constants
 from offload_trainer.plan.parallel.comm_cost import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
@@ -75,23 +75,21 @@ def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    for fuses in (True, False):  # the CPU kernel uses FMA or not, depending on the CPU (FUSES in native/numbers.h)
-        kernel = CudaKernel(place, fuses=fuses)
-        if matches_bitwise(beside, kernel, device=place, several_pages=True):
-            return kernel
-    raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+    kernel = CudaKernel(place)
+    if not matches_bitwise(beside, kernel, device=place, several_pages=True):  # as on a CPU without FMA
+        raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+    return kernel
 
 
 def _adds_like_torch(kernel: CudaKernel) -> bool:
     """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
     random = torch.Generator().manual_seed(3)
     for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
-        size, pieces = torch.empty(count).uniform_(-10, 5, generator=random).exp_(), Pieces.of(count, ordered=True)
+        size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
         expected, more = torch.randn(2, count, generator=random) * size
-        given = more.to(dtype)
-        sums = expected.to(kernel.place, copy=True)
-        norm = pieces.norm(TorchGradients().add(expected, given, pieces=pieces))
+        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
         found = kernel.add_gradient(sums, given.to(kernel.place))
+        norm = norm_of(expected.add_(given), ordered=True)
         if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
             return False
     return True
@@ -122,9 +120,9 @@ class _Table(ctypes.Structure):
     )
 
 
-def constants(*, fuses: bool, whole: bool, rows: int = 4) -> dict[str, int]:
+def constants(*, whole: bool, rows: int = 4) -> dict[str, int]:
     """Return the constants that triton_adam.py's function is compiled with."""
-    return {"FUSES": fuses, "WHOLE": whole, "PARTS": _PARTS, "ROWS": rows, "COLUMNS": BLOCK_8BIT}
+    return {"WHOLE": whole, "PARTS": _PARTS, "ROWS": rows, "COLUMNS": BLOCK_8BIT}
 
 
 class CudaKernel:
@@ -137,12 +135,11 @@ class CudaKernel:
     name = "cuda"
     adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
-    def __init__(self, place: torch.device, *, fuses: bool, rows: int = 4) -> None:
+    def __init__(self, place: torch.device, *, rows: int = 4) -> None:
         """Prepare for pages on `place`.
 
         Args:
             place: the GPU; the CPU for Triton's interpreter.
-            fuses: use FMA where the CPU kernel does if its CPU has it.
             rows: blocks of 256 elements for each of Triton's programs, a power of two.
 
         Raises:
@@ -159,8 +156,7 @@ class CudaKernel:
                 f"Triton, which comes with torch's wheels for CUDA, cannot be imported: {error}"
             ) from error
         self.place, self.version, self._rows = place, triton.__version__, rows
-        self._function, self._fuses = triton_adam.adamw, fuses
-        self._add, self._lanes = triton_adam.add_gradient, 64 * rows
+        self._function, self._add, self._lanes = triton_adam.adamw, triton_adam.add_gradient, 64 * rows
         tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
         self._tables = [table.to(place) for table in tables]
 
@@ -195,13 +191,13 @@ class CudaKernel:
                 numbers,
                 *given,
                 *self._tables,
-                **constants(fuses=self._fuses, whole=end % BLOCK_8BIT == 0, rows=self._rows),
+                **constants(whole=end % BLOCK_8BIT == 0, rows=self._rows),
                 num_warps=4,
                 enable_fp_fusion=False,
             )
 
     def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Add `values` to `sums` (fp32), both 1-D on the device, and return the new sums' `ordered_norm` (0-dim)."""
+        """Add `values` to `sums` (fp32), both 1-D on the device, and return the new sums' ordered norm (0-dim)."""
         parts, piece = sums, piece_width(sums.numel(), ordered=True)
         with torch.cuda.device_of(sums):
             while parts is sums or parts.numel() > 1:

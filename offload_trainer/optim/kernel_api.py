@@ -3,21 +3,23 @@
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
 A page is a range of elements of one unit (a flat buffer of weights). There are three kernels: torch's operations
-(`TorchKernel`, for all formats of state), adam.cpp (`native_adam.py`), and Triton's for GPU memory (`cuda_adam.py`).
+(`TorchKernel`, for all formats of state), adam.cpp (`native_kernel.py`), and Triton's for GPU memory (`cuda_adam.py`).
+Those of the CPU also add gradients, and compute the checksums of state on NVMe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from offload_trainer.optim.moments import Bits, Noise, stored_moment
-from offload_trainer.optim.muon import Muon
-from offload_trainer.optim.rules import Hyper
-from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS, StateFormat
+from offload_trainer.optim.norms import Pieces
+from offload_trainer.optim.rules import Hyper, Muon
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ def clip_ranges(ranges: Sequence[ParamRange], start: int, end: int) -> list[Para
     ]
 
 
+# CRC-32 with zlib's polynomial, without the inversions before and after, so that bytes that are all zero have the
+# checksum 0. The compiled function is several times as fast as zlib.
+Sum = Callable[[torch.Tensor], int]  # takes a contiguous uint8 tensor in host memory
+
+
+def zlib_sum(data: torch.Tensor) -> int:
+    return zlib.crc32(data.numpy().data, 0xFFFFFFFF) ^ 0xFFFFFFFF
+
+
 # Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
 # last-level cache, and each of the three calls takes longer than its overhead. 2^19 was the fastest size of 2^13 to
 # 2^21 (EPYC, 32 MB L3).
@@ -112,31 +123,54 @@ class TorchKernel:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(CHUNK)
+        self.checksum: Sum = zlib_sum
 
     @torch.no_grad()
     def update_page(self, page: PageUpdate) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
-        fields, grad, out, parts, scale = page.fields, page.grad, page.out, page.parts, page.scale
-        if page.format.moments is not FP32:
-            # Cut the parts at multiples of CHUNK, so that elements outside the parts are not even converted.
-            parts = [
-                replace(part, start=start + part.start, end=start + part.end)
-                for start in range(0, grad.numel(), CHUNK)
-                for part in clip_ranges(parts, start, min(start + CHUNK, grad.numel()))
-            ]
+        fields, size = page.fields, self._scratch.numel()
+        # Cut the parts at multiples of the chunk, so that elements outside the parts are not even converted.
+        parts = [
+            replace(part, start=start + part.start, end=start + part.end)
+            for start in range(0, page.grad.numel(), size)
+            for part in clip_ranges(page.parts, start, start + size)
+        ]
         for part in parts:
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in MOMENTS.values()]
-            wide = [moment.read() for moment in stored]
-            master = fields["master"][here]
-            for start in range(0, part.end - part.start, self._scratch.numel()):
-                piece = slice(start, min(start + self._scratch.numel(), part.end - part.start))
-                scaled = self._scratch[: piece.stop - start].copy_(grad[here][piece])
-                if scale != 1.0:
-                    scaled.mul_(scale)
-                assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
-                part.hyper.update(master[piece], [values[piece] for values in wide], scaled, step=part.step)
-                if out is not None:
-                    out[here][piece].copy_(master[piece])
+            wide, master = [moment.read() for moment in stored], fields["master"][here]
+            scaled = self._scratch[: part.end - part.start].copy_(page.grad[here])
+            if page.scale != 1.0:
+                scaled.mul_(page.scale)
+            assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
+            part.hyper.update(master, wide, scaled, step=part.step)
+            if page.out is not None:
+                page.out[here].copy_(master)
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=page.bits(moment.moment.name, here.start))
+
+    def add(
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        on_torch_threads: bool = False,
+    ) -> torch.Tensor:
+        """Add gradients to sums, and return the partial results of the new sums. All are 1-D and contiguous.
+
+        Args:
+            sums: the sums in host memory (fp32, bf16 or fp16), changed in place with the bits of `Tensor.add_`.
+            values: as many gradients; None: the sums are only measured.
+            first: the gradients replace the sums.
+            pieces: how the sums are measured; None: not at all, and the result is empty.
+            on_torch_threads: the caller is the thread that computes with torch. Its OpenMP threads spin for
+                milliseconds after each operation, and would take the cores from other threads.
+
+        Returns:
+            fp32, one result a piece.
+        """
+        if values is not None:
+            sums.copy_(values) if first else sums.add_(values)
+        return torch.empty(0) if pieces is None else pieces.measure(sums)

@@ -16,11 +16,12 @@ import platform
 import stat
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS, key_of, place_prebuilt, texts_of
+from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS, SOURCE, key_of, place_prebuilt, texts_of
 from offload_trainer.safe_files import file_bytes, open_file
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
@@ -41,9 +42,8 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
     key = key_of(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *texts_of(source))
-    file = cache_directory() / "kernels" / key / source.with_suffix(".so").name
+    file = private_directory(key) / source.with_suffix(".so").name
     try:
-        _make_private(file.parent)
         if not _is_whole(file):
             with exclusive_lock(file.parent / "turn", say=write_now):
                 if not _is_whole(file):  # another process may have built it while this one waited for the lock
@@ -55,8 +55,8 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     return file
 
 
-def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
-    """Return the best prebuilt library of `source` that this CPU can run, from the package or else from the cache.
+def prebuilt() -> Path | None:
+    """Return the best prebuilt library that this CPU can run, from the package or else from the cache.
 
     Return None if nothing is prebuilt: the package was installed from a checkout.
 
@@ -65,13 +65,16 @@ def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
     """
     here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
     fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
-    places = [place_prebuilt(source, flags=flags, level=level) for level in fitting]
+    places = [place_prebuilt(level) for level in fitting]
     for place in places:
         if _is_whole(FOLDER / place, opener=partial(open_file, links=True)):  # some installers make links
             return FOLDER / place
-    for place in places:
-        if file := _prebuilt_in_cache(place):
-            return file
+    for file in (cache_directory() / "kernels" / place for place in places):
+        with suppress(OSError):  # `built` reports a cache that cannot be used
+            if file.exists():
+                _make_private(file.parent)
+                if _is_whole(file):
+                    return file
     if not FOLDER.is_dir():
         return None
     if not fitting:
@@ -80,19 +83,7 @@ def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
         raise TrainerError(f"the prebuilt ones need a CPU of {lowest} or later, and this one {cpu}")
     if any((FOLDER / place).exists() for place in places):
         raise TrainerError(f"the prebuilt one in {FOLDER} is damaged; install the package again")
-    raise TrainerError(f"the prebuilt ones were made from other sources than those in {source.parent}")
-
-
-def _prebuilt_in_cache(place: Path) -> Path | None:
-    file = cache_directory() / "kernels" / place
-    try:
-        if file.exists():
-            _make_private(file.parent)
-            if _is_whole(file):
-                return file
-    except OSError:
-        pass  # `built` reports a cache that cannot be used
-    return None
+    raise TrainerError(f"the prebuilt ones were made from other sources than those in {SOURCE.parent}")
 
 
 def private_directory(name: str) -> Path:

@@ -10,13 +10,17 @@ import torch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
+from offload_trainer.optim.kernel_cache import prebuilt
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
+from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 
+CpuKernel = TorchKernel | NativeKernel
 
-def choose_kernel(name: str) -> tuple[Kernel, str]:
+
+def choose_kernel(name: str) -> tuple[CpuKernel, str]:
     """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
     "auto" selects the native kernel if it is prebuilt or can be built, and matches torch's bit for bit, otherwise
@@ -46,21 +50,62 @@ def _checked_native() -> tuple[NativeKernel, str]:
     Raises:
         TrainerError: it can neither be had prebuilt nor be compiled, or it does not match torch's kernel.
     """
-    kernel = NativeKernel()
-    level, misfit = kernel.library.level, kernel.library.misfit
-    matches = matches_bitwise(TorchKernel(), kernel)
-    if level and matches:
-        return kernel, f"prebuilt for {level}"
-    if level:
-        misfit = f"the prebuilt one for {level} differs from torch's in its last bits"
-        try:
-            kernel = NativeKernel(use_prebuilt=False)
-        except TrainerError as error:
-            raise TrainerError(f"{error}; {misfit}") from error
-        matches = matches_bitwise(TorchKernel(), kernel)
-    if not matches:
+    misfit = ""
+    try:
+        if path := prebuilt():
+            kernel = NativeKernel(path)
+            if _has_torchs_bits(kernel):
+                return kernel, f"prebuilt for {kernel.level}"
+            misfit = f"the prebuilt one for {kernel.level} differs from torch's in its last bits"
+    except TrainerError as error:
+        misfit = str(error)
+    try:
+        kernel = NativeKernel()
+    except TrainerError as error:
+        raise TrainerError(f"{error}; {misfit}" if misfit else str(error)) from error
+    if not _has_torchs_bits(kernel):
         raise TrainerError("on this machine its results differ from torch's in their last bits")
     return kernel, f"built for this machine{f' ({misfit})' if misfit else ''}"
+
+
+def _has_torchs_bits(kernel: NativeKernel) -> bool:
+    """Return whether the kernel updates pages and adds gradients with torch's bits; find the order of torch's norm."""
+    for lanes in (*ORDERS, UNKNOWN):
+        kernel.lanes = lanes
+        if adds_like_torch(kernel):
+            return matches_bitwise(TorchKernel(), kernel)
+    return False
+
+
+def adds_like_torch(kernel: NativeKernel) -> bool:
+    """Return whether a kernel adds gradients, and measures the sums in the order `kernel.lanes`, as `TorchKernel` does.
+
+    A wrong order of addition changes the result of few pieces, so that many small pieces of all lengths are compared.
+    """
+    random, small = torch.Generator().manual_seed(3), Pieces(256, halving=False)
+    both: tuple[CpuKernel, CpuKernel] = (kernel, TorchKernel())
+    for length in (length for length in range(1, 32) for _ in range(30)):
+        sums = torch.randn(length, generator=random)
+        if not torch.equal(kernel.add(sums, None, pieces=small), small.measure(sums)):
+            return False
+    for count, given, stored in (
+        (80 * 256 + 203, torch.bfloat16, torch.float32),
+        (80 * 256, torch.float32, torch.float32),
+        (777, torch.float16, torch.float16),
+        (80 * 256 + 6, torch.bfloat16, torch.bfloat16),
+    ):
+        size = torch.empty(count).uniform_(-3, 3, generator=random).exp_()
+        before, more = (torch.randn(2, count, generator=random) * size).unbind()
+        for pieces in (small, Pieces(4096, halving=True), None):
+            results = []
+            for candidate in both:
+                sums = before.to(stored, copy=True)
+                measured = candidate.add(sums, more.to(given), pieces=pieces)
+                again = candidate.add(sums, None, pieces=pieces)
+                results.append((sums, measured, again))
+            if not all(map(torch.equal, *results)):
+                return False
+    return True
 
 
 # The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.

@@ -88,11 +88,6 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
         out[piece].view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
 
 
-def decode_bf16(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Widen `values` (bf16[n]) to fp32[n] in `out`."""
-    out.copy_(values)
-
-
 def encode_8bit(
     values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool, noise: Bits | None = None
 ) -> None:
@@ -141,7 +136,7 @@ class StoredMoment:
             return self.values
         wide = torch.empty(self.values.numel())
         if self.scales is None:
-            decode_bf16(self.values, wide)
+            wide.copy_(self.values)
         else:
             decode_8bit(self.values, self.scales, wide, signed=self.moment.signed)
         return wide

@@ -1,35 +1,36 @@
-"""Muon's arithmetic: momentum, and its orthogonalisation by a Newton-Schulz iteration, for one whole matrix.
+"""Muon: momentum, and its orthogonalisation by a Newton-Schulz iteration, matrix by matrix; other weights follow AdamW.
 
     gradient ──momentum, Nesterov──> direction (bf16) ──Newton-Schulz──> nearly orthogonal ──rate──> master
 
 The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape is that of Liu et al. 2025,
-Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. Here they
-are computed in double precision and rounded to fp32, which is the same on every device.
+Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. `TorchMuon`
+computes them in double precision and rounds to fp32, which is the same on every device.
+
+Where the matrices are orthogonalised is decided once: on the GPU if there is one, even for pages that the CPU updates.
+Each matrix then moves there and back with 16 bits an element, which is a hundredth of what the CPU's products take.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 
 from offload_trainer.optim.cpu_units import has_native_16bit
+from offload_trainer.optim.kernel_api import Kernel, PageUpdate
+from offload_trainer.optim.native_kernel import NativeKernel
+from offload_trainer.optim.rules import Muon, to_fp32
 from offload_trainer.plan.step_time import ITERATIONS
+from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial
 _EPS = 1e-7
 _PIECE = 1 << 18  # elements that are computed in double precision at a time
 _ROWS = 256  # about the rows of a product that one thread computes at a time
-
-AdjustLr = Literal["original", "match_rms_adamw"]
-# What a run of the command uses: updates are as large as AdamW's, so its rate and weight decay can be kept.
-SETTINGS: Mapping[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class Products:
@@ -97,59 +98,13 @@ class Products:
         return out
 
 
-@dataclass(frozen=True)
-class Lerp:
-    """torch's start + weight * (end - start), which is computed from the end that is nearer."""
-
-    factor: float  # the weight if that is below 1/2, else the weight minus 1, in fp32
-    from_end: bool
-
-    @classmethod
-    def of(cls, weight: float) -> Lerp:
-        rounded = to_fp32(weight)
-        return cls(rounded, from_end=False) if rounded < 0.5 else cls(to_fp32(rounded - 1), from_end=True)
-
-    def __call__(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Return the result for fp32 tensors, rounded twice: the difference, and the whole."""
-        way = (end - start).double()
-        return torch.add((end if self.from_end else start).double(), way, alpha=self.factor).float()
-
-
-@dataclass(frozen=True)
-class Muon:
-    """The hyperparameters of one matrix in one step."""
-
-    lr: float
-    momentum: float
-    decay: float  # the matrix is multiplied by 1 - lr * decay
-    adjust: AdjustLr
-    shape: tuple[int, int]
-
-    @property
-    def adjusted_lr(self) -> float:
-        """Return the rate of this shape, as torch.optim.Muon's `adjust_lr_fn` defines it."""
-        rows, columns = self.shape
-        ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
-        return self.lr * ratio
-
-    @property
-    def keep(self) -> float:
-        """Return the factor of weight decay."""
-        return 1 - self.lr * self.decay
-
-    @property
-    def lerps(self) -> tuple[Lerp, Lerp]:
-        """Return the lerp from the momentum to the gradient, and the one from the gradient to the new momentum."""
-        return Lerp.of(1 - self.momentum), Lerp.of(self.momentum)
-
-
 class TorchMuon:
     """The elementwise part of Muon for one matrix, by torch's operations on any device.
 
     All tensors are 1-D, contiguous and on one device.
     """
 
-    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         """Add a gradient times `scale` to the momentum (fp32); return the direction to orthogonalise (bf16)."""
         average, nesterov = hyper.lerps
         found = torch.empty(grad.numel(), dtype=torch.bfloat16, device=grad.device)
@@ -159,7 +114,7 @@ class TorchMuon:
             found[piece] = nesterov(scaled, exp_avg[piece])
         return found
 
-    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+    def muon_step(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
         """Update the master (fp32) in place by the orthogonal direction (bf16), and round it to `out`, if any."""
         for piece in _pieces(master):
             kept = master[piece].mul_(hyper.keep).double()
@@ -172,11 +127,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + _PIECE) for start in range(0, tensor.numel(), _PIECE))
 
 
-def to_fp32(value: float) -> float:
-    """Round a constant as torch's fp32 kernels do."""
-    return ctypes.c_float(value).value
-
-
 def orthogonalised(direction: torch.Tensor, products: Products) -> torch.Tensor:
     """Return the matrix (bf16) with its singular values pushed to about 1; overwrites `direction`."""
     tall = direction.shape[0] > direction.shape[1]
@@ -187,3 +137,73 @@ def orthogonalised(direction: torch.Tensor, products: Products) -> torch.Tensor:
         gram = products.addmm(gram, gram, gram, beta=_B, alpha=_C)
         matrix = products.addmm(matrix, gram, matrix, beta=_A, alpha=1.0)
     return matrix.T if tall else matrix
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+class MatrixKernel:
+    """A kernel for Muon, whose results depend neither on placement nor on the number of threads."""
+
+    name = "muon"
+
+    def __init__(self, elementwise: Kernel, *, gpu: torch.device | None, threads: int = 1) -> None:
+        """Update pages of other weights with `elementwise`.
+
+        `gpu` orthogonalises the matrices; None: `threads` of the CPU do.
+        """
+        self._elementwise, self._gpu = elementwise, gpu
+        self._stream = None if gpu is None else torch.cuda.Stream(gpu)
+        self._products = Products(threads if gpu is None else None)
+        self._arithmetic: TorchMuon | NativeKernel = TorchMuon()
+        if isinstance(elementwise, NativeKernel) and has_torchs_muon(elementwise):
+            self._arithmetic = elementwise
+
+    @torch.no_grad()
+    def update_page(self, page: PageUpdate) -> None:
+        """Update the page; see `Kernel.update_page`. A part of a page of matrices is one weight's, without padding."""
+        if not page.parts:
+            return
+        if not isinstance(page.parts[0].hyper, Muon):
+            self._elementwise.update_page(replace(page, format=StateFormat(ADAMW, page.format.moments)))
+            return
+        for part in page.parts:
+            assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"
+            size = math.prod(part.hyper.shape)
+            for start in range(part.start, part.end, size):
+                self._update(slice(start, start + size), part.hyper, page)
+
+    def _update(self, here: slice, hyper: Muon, page: PageUpdate) -> None:
+        """Update one matrix, at the page's elements `here`."""
+        fields, out = page.fields, page.out
+        direction = self._arithmetic.muon_direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
+        orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
+        self._arithmetic.muon_step(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
+
+    def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
+        """Return the orthogonalised direction, contiguous and where `direction` is."""
+        if self._gpu is None or direction.is_cuda:
+            return orthogonalised(direction, self._products).contiguous()
+        with torch.cuda.stream(self._stream):  # on the default stream it would wait for the model's products
+            return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
+
+
+def has_torchs_muon(kernel: NativeKernel) -> bool:
+    """Return whether the kernel has the bits of `TorchMuon` on the CPU, for numbers of all magnitudes."""
+    random, n = torch.Generator().manual_seed(1), 70_001
+    both: tuple[TorchMuon | NativeKernel, ...] = (TorchMuon(), kernel)
+    for dtype, hyper in (
+        (torch.bfloat16, Muon(3e-3, 0.95, 0.1, "match_rms_adamw", (1, n))),
+        (torch.float32, Muon(0.02, 0.3, 0.0, "original", (n, 1))),
+    ):
+        size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
+        master, grad, average, way = torch.randn(4, n, generator=random) * size
+        results = []
+        for arithmetic in both:
+            held, changed, out = average.clone(), master.clone(), torch.empty(n, dtype=dtype)
+            direction = arithmetic.muon_direction(hyper, grad.to(dtype), held, scale=0.37)
+            arithmetic.muon_step(hyper, changed, way.bfloat16(), out)
+            results.append((held, changed, out, direction))
+        if not all(map(torch.equal, *results)):
+            return False
+    return True

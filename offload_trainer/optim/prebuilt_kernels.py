@@ -49,9 +49,9 @@ LEVELS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 
 
-def place_prebuilt(source: Path, *, flags: tuple[str, ...], level: str) -> Path:
-    """Return the path of the library of `source` for `level`, relative to the folder of all keys."""
-    return Path(key_of(level, *LEVELS[level][0], *flags, *texts_of(source))) / f"{source.stem}.{level}.so"
+def place_prebuilt(level: str) -> Path:
+    """Return the path of the library for `level`, relative to the folder of all keys."""
+    return Path(key_of(level, *LEVELS[level][0], *FLAGS, *texts_of(SOURCE))) / f"{SOURCE.stem}.{level}.so"
 
 
 def build_prebuilt(level: str, *, folder: Path = FOLDER) -> Path:
@@ -61,7 +61,7 @@ def build_prebuilt(level: str, *, folder: Path = FOLDER) -> Path:
         OSError: there is no compiler.
         CalledProcessError: it failed; its messages are on stderr.
     """
-    file = folder / place_prebuilt(SOURCE, flags=FLAGS, level=level)
+    file = folder / place_prebuilt(level)
     file.parent.mkdir(parents=True, exist_ok=True)
     options = (*LEVELS[level][0], *(flag for flag in FLAGS if flag != "-march=native"), *_STATIC)
     subprocess.run([os.environ.get("CXX", "g++"), *options, "-o", str(file), str(SOURCE)], check=True)

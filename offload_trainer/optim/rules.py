@@ -4,8 +4,8 @@ AdamW updates elements one by one, so pages and the ranges of ranks may begin an
 described in `plan/tiered/state_formats.py`. native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py
 reads them by number, and `kernels.py` has the numbers that kernels are compared with: change all of them together.
 
-A rule on whole matrices (Muon, `muon.py`) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
-of ranks inside a matrix, `MatrixKernel` updates a page matrix by matrix, and all other weights follow AdamW.
+A rule on whole matrices (Muon) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
+of ranks inside a matrix, `MatrixKernel` (muon.py) updates a page matrix by matrix, and all other weights follow AdamW.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from offload_trainer.optim.muon import Muon
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import UpdateRule
 
@@ -29,6 +28,10 @@ _LINE = 16
 
 # The values of `enum Type` in adam.cpp.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+# What a run of the command uses: updates are as large as AdamW's, so its rate and weight decay can be kept.
+MUON_SETTINGS: Mapping[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class AdamStep(ctypes.Structure):
@@ -65,23 +68,17 @@ class AdamW:
         tensors = [master, *moments, grad]
         left = master.numel() % _LINE
         whole = master.numel() - left
-        self._fused(*(tensor[:whole] for tensor in tensors), step=step)
+        parts = [[tensor[:whole] for tensor in tensors]]
         if left:
-            padded = [torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors]
-            self._fused(*padded, step=step)
-            for tensor, result in zip(tensors, padded, strict=True):
-                tensor[whole:] = result[:left]
-
-    def _fused(
-        self, master: torch.Tensor, average: torch.Tensor, square: torch.Tensor, grad: torch.Tensor, *, step: int
-    ) -> None:
+            parts.append([torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors])
+        masters, averages, squares, grads = map(list, zip(*parts, strict=True))
         torch._fused_adamw_(
-            [master],
-            [grad],
-            [average],
-            [square],
+            masters,
+            grads,
+            averages,
+            squares,
             [],
-            [torch.tensor(float(step))],
+            [torch.tensor(float(step)) for _ in parts],
             lr=self.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -90,9 +87,63 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
+        if left:
+            for tensor, result in zip(tensors, parts[1], strict=True):
+                tensor[whole:] = result[:left]
+
+
+@dataclass(frozen=True)
+class Lerp:
+    """torch's start + weight * (end - start), which is computed from the end that is nearer."""
+
+    factor: float  # the weight if that is below 1/2, else the weight minus 1, in fp32
+    from_end: bool
+
+    @classmethod
+    def of(cls, weight: float) -> Lerp:
+        rounded = to_fp32(weight)
+        return cls(rounded, from_end=False) if rounded < 0.5 else cls(to_fp32(rounded - 1), from_end=True)
+
+    def __call__(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Return the result for fp32 tensors, rounded twice: the difference, and the whole."""
+        way = (end - start).double()
+        return torch.add((end if self.from_end else start).double(), way, alpha=self.factor).float()
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The hyperparameters of one matrix in one step."""
+
+    lr: float
+    momentum: float
+    decay: float  # the matrix is multiplied by 1 - lr * decay
+    adjust: AdjustLr
+    shape: tuple[int, int]
+
+    @property
+    def adjusted_lr(self) -> float:
+        """Return the rate of this shape, as torch.optim.Muon's `adjust_lr_fn` defines it."""
+        rows, columns = self.shape
+        ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
+        return self.lr * ratio
+
+    @property
+    def keep(self) -> float:
+        """Return the factor of weight decay."""
+        return 1 - self.lr * self.decay
+
+    @property
+    def lerps(self) -> tuple[Lerp, Lerp]:
+        """Return the lerp from the momentum to the gradient, and the one from the gradient to the new momentum."""
+        return Lerp.of(1 - self.momentum), Lerp.of(self.momentum)
 
 
 Hyper = AdamW | Muon
+
+
+def to_fp32(value: float) -> float:
+    """Round a constant as torch's fp32 kernels do."""
+    return ctypes.c_float(value).value
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,8 +153,7 @@ def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     They are computed as torch computes them: in double precision, then rounded to nearest even.
     """
     beta1, beta2 = hyper.betas
-    rest1 = ctypes.c_float(1 - beta1).value
-    from_gradient = abs(rest1) >= 0.5  # torch's lerp starts from the nearer end
+    lerp = Lerp.of(1 - beta1)  # from exp_avg to the gradient
     # torch's fused kernel is compiled with fused multiply-add, so lr * decay is not rounded before the subtraction. The
     # two differ where the product is close to 1.
     keep = 1 - hyper.lr * hyper.decay
@@ -112,8 +162,8 @@ def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     return AdamStep(
         scale,
         keep,
-        rest1 - 1 if from_gradient else rest1,
-        from_gradient,
+        lerp.factor,
+        lerp.from_end,
         beta2,
         1 - beta2,
         (1 - beta2**step) ** 0.5,
@@ -134,10 +184,9 @@ def adamw_of(group: Mapping[str, Any]) -> AdamW:
 def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
     """Return the current hyperparameters of the weights of a group by name."""
     others = adamw_of(group)
-    found: dict[str, Hyper] = {}
-    for weight in weights:
-        found[weight.name] = _muon(group, weight.matrix) if rule.matrices and weight.matrix else others
-    return found
+    return {
+        weight.name: _muon(group, weight.matrix) if rule.matrices and weight.matrix else others for weight in weights
+    }
 
 
 def _muon(group: Mapping[str, Any], shape: tuple[int, int]) -> Muon:

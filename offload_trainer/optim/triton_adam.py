@@ -7,8 +7,8 @@
 
 Its results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements,
 which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer
-arithmetic rounds them in the same way on every card. Every operation rounds to nearest even. FMA is written where the
-CPU fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
+arithmetic rounds them in the same way on every card. Every operation rounds to nearest even. FMA is written where a
+CPU with FMA fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
 
 cuda_adam.py launches these functions. Only that module imports this one: Triton comes with torch's CUDA wheels, and not
 with the ones for CPUs.
@@ -40,7 +40,6 @@ def adamw(
     nearest,  # moments.py, nearest_table(True)
     lower,  # moments.py, lower_table()
     cells,  # moments.py, cells()
-    FUSES: tl.constexpr,
     WHOLE: tl.constexpr,  # all parts end at the end of a row
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -74,8 +73,8 @@ def adamw(
 
     # The same operations in the same order as adam.cpp's `adam`.
     start = tl.where(tl.load(part + 3) != 0, g, m)
-    m = _fused(_constant(part, 2), g - m, start, FUSES)
-    v = _fused(_constant(part, 5) * g, g, v * _constant(part, 4), FUSES)
+    m = tl.fma(_constant(part, 2), g - m, start)
+    v = tl.fma(_constant(part, 5) * g, g, v * _constant(part, 4))
     denominator = tl.div_rn(tl.sqrt_rn(v), _constant(part, 6)) + _constant(part, 7)
     w = w * _constant(part, 1) + tl.div_rn(_constant(part, 8) * m, denominator)
 
@@ -112,7 +111,7 @@ def add_gradient(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Add the sums, or their squares, that are `width` apart, in the order of gradient_kernel.py's `sum_by_halves`."""
+    """Add the sums, or their squares, that are `width` apart, in the order of norms.py's `_sum_by_halves`."""
     result = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     first = result // width * (width * ROWS) + result % width
     total = _added(sums, values, first, width, count, SQUARES, ROWS)
@@ -148,11 +147,6 @@ def _offsets(rows, lanes):
 def _constant(part, NUMBER: tl.constexpr):
     """Return a number of rules.py's `AdamStep`."""
     return _number(tl.load(part + NUMBER))
-
-
-@triton.jit
-def _fused(a, b, c, FUSES: tl.constexpr):
-    return tl.fma(a, b, c) if FUSES else a * b + c
 
 
 @triton.jit

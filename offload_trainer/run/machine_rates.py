@@ -83,7 +83,7 @@ def bench_here(
     subjects = Subjects(
         updates=timed_updates.available_updates(say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
-        kernels=timed_updates.gradient_kernels("auto", "torch"),
+        kernels=timed_updates.cpu_kernels("auto", "torch"),
         orthogonalise=timed_updates.orthogonalisation,
     )
     timed = bench.bench_machine(machine, subjects, budget=budget, say=say)
@@ -208,7 +208,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         # This may build the kernel, as the run would.
         updates=timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype),
         dtypes=[config.model.dtype],
-        kernels=timed_updates.gradient_kernels(config.optim.kernel),
+        kernels=timed_updates.cpu_kernels(config.optim.kernel),
         orthogonalise=timed_updates.orthogonalisation if has_matrices else None,
     )
     start = time.perf_counter()

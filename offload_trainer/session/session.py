@@ -32,7 +32,7 @@ from offload_trainer.offloading.weights.parameter import (
     refuse_recording,
     refuse_written,
 )
-from offload_trainer.optim.gradient_kernel import clip_factor
+from offload_trainer.optim.norms import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all

@@ -240,17 +240,16 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
     searched.
     """
     removed: list[Path] = []
-    found = [folder for folder in _dead_in(drive) if folder != but]
-    needed = [folder for folder in found if is_listed(folder, but=listed)]
-    for folder in needed:
-        place = _list_of(folder)
-        if place is not None and not os.path.exists(place):
-            say(
-                f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there now. "
-                f"Bring that back, or remove {folder}"
-            )
-    for folder in found:
-        if folder in needed:
+    for folder in _dead_in(drive):
+        if folder == but:
+            continue
+        if is_listed(folder, but=listed):
+            place = _list_of(folder)
+            if place is not None and not os.path.exists(place):
+                say(
+                    f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there "
+                    f"now. Bring that back, or remove {folder}"
+                )
             continue
         try:
             remove_dead(folder, what=_WHAT)

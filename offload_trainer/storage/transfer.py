@@ -95,7 +95,7 @@ class DriveFile:
 
 
 class Future:
-    """A transfer in progress. `wait` blocks until all its parts have ended and raises the first error."""
+    """A transfer in progress. `wait` blocks until all its parts, if any, have ended and raises the first error."""
 
     def __init__(self, parts: int = 1) -> None:
         self._left = parts
@@ -103,6 +103,8 @@ class Future:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._after: list[Callable[[BaseException | None], None]] = []
+        if not parts:
+            self._done.set()
 
     @property
     def done(self) -> bool:
@@ -136,8 +138,6 @@ class Future:
 
 def together(futures: Sequence[Future]) -> Future:
     """Return a future that completes when all `futures` have."""
-    if not futures:
-        return done()
     future = Future(parts=len(futures))
     for one in futures:
         one.then(future.finish_part)
@@ -162,9 +162,7 @@ def followed(future: Future, work: Callable[[], object]) -> Future:
 
 def done() -> Future:
     """Return a completed future."""
-    future = Future()
-    future.finish_part()
-    return future
+    return Future(parts=0)
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:

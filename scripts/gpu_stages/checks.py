@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 # Files with tests marked gpu. They are named, since pytest would import every other file too, and some need packages
 # that a machine without network lacks.
-MARKED = ("tests/optim/test_cuda_adam.py", "tests/offload/test_tiered.py")
+MARKED = ("tests/optim/test_adam_kernels.py", "tests/offload/test_tiered.py")
 # Files whose tests build engines, on the GPU where there is one.
 COMPUTING = (
     "tests/offload/test_pairs.py",

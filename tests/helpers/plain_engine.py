@@ -21,8 +21,8 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.optim.gradient_kernel import clip_factor, norm_of
 from offload_trainer.optim.loss_scale import LossScale
+from offload_trainer.optim.norms import clip_factor, norm_of
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
     EngineState,

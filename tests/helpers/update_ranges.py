@@ -28,24 +28,6 @@ def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW)
     return ParamRange(start, end, replace(hyper, decay=decay), step)
 
 
-def update_stretch(
-    kernel: Kernel,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None,
-    *,
-    scale: float,
-    hyper: AdamW,
-    step: int,
-) -> None:
-    """Call `update_page` on a page that is one range, with fp32 moments."""
-    fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    parts = [ParamRange(0, master.numel(), hyper, step)]
-    kernel.update_page(PageUpdate(fields, grad, out, parts, form("fp32"), scale, noise=None))
-
-
 def updated(
     kernel: Kernel,
     page: tuple[dict[str, torch.Tensor], torch.Tensor],
@@ -58,12 +40,18 @@ def updated(
     scale: float = 0.37,
     place: str | torch.device = "cpu",
 ) -> list[torch.Tensor]:
-    """Update copies of a page's fields with its gradient on `place`; return them and the new weights."""
+    """Update copies of a page's fields with its gradient on `place`; return them and the new weights.
+
+    Also assert that the gradient is not modified.
+    """
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
     noise, new = None if states == "fp32" else NOISE, None if wanted is None else out
-    kernel.update_page(PageUpdate(here, grad.to(given).to(place), new, parts, form(states), scale, noise, UNIT, first))
+    there = grad.to(given, copy=True).to(place)
+    before = there.clone()
+    kernel.update_page(PageUpdate(here, there, new, parts, form(states), scale, noise, UNIT, first))
+    assert torch.equal(there.view(torch.uint8), before.view(torch.uint8))
     return [tensor.cpu() for tensor in (*here.values(), out)]
 
 

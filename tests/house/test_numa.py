@@ -19,8 +19,6 @@ def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytes
     nodes = numa.nodes(tmp_path)
     assert nodes == [{1, 2, 8}, {5}, {9}]
     assert numa.nodes(tmp_path / "none") == []
-    assert numa.spread_threads(5, nodes) == [nodes[0]] * 3 + [nodes[1], nodes[2]]
-    assert numa.spread_threads(2, nodes[1:]) == [nodes[1], nodes[2]]
 
 
 def test_a_rank_is_on_the_nodes_of_its_share() -> None:

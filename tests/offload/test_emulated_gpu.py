@@ -24,7 +24,7 @@ from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.gradient_kernel import ordered_norm
+from offload_trainer.optim.norms import norm_of
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer
 
@@ -121,7 +121,7 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
         def add_gradient(self, sums: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
             added.append(sums)
-            return ordered_norm(sums if values is None else sums.add_(values))
+            return norm_of(sums if values is None else sums.add_(values), ordered=True)
 
     for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel())):
         with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:

@@ -22,7 +22,8 @@ from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, Ring
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import Pieces, TorchGradients, norm_of, ordered_norm
+from offload_trainer.optim.kernel_api import TorchKernel
+from offload_trainer.optim.norms import Pieces, norm_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Place, Unit, units_of
 from offload_trainer.storage.transfer import Future, Transfers, together
@@ -73,7 +74,7 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()}
+    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchKernel()}
     made = Gradients(units, store, **words | changes)
     try:
         yield made
@@ -272,7 +273,7 @@ def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, se
     for size in (count, 1_000_003, 300_000, 131_073, 131_072, 100):
         exact = float(gradient[:size].double().norm())
         assert float(norm_of(gradient[:size])) == pytest.approx(exact, rel=bound), size
-        assert float(ordered_norm(gradient[:size])) == pytest.approx(exact, rel=3e-7), size
+        assert float(norm_of(gradient[:size], ordered=True)) == pytest.approx(exact, rel=3e-7), size
         parts = [torch.nn.Parameter(part.float()) for part in gradient[:size].split(1 << 17)]
         for part in parts:
             part.grad = part.detach().clone()
@@ -282,6 +283,11 @@ def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, se
 
 def test_ordered_norms_do_not_depend_on_the_chunk_size() -> None:
     """The norm does not depend on the chunk count (a GPU takes eight, a CPU one), the dtype or the alignment."""
+
+    def ordered_norm(values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
+        pieces = Pieces.of(len(values), ordered=True)
+        return pieces.norm(pieces.measure(values, chunks=chunks))
+
     values = torch.randn(9_500_001, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 10, 9_500_001)
     for size, offset in product((1, 3, 255, 1 << 20, (1 << 20) + 1, 9_500_000), (0, 1)):
         part = values[offset : offset + size]

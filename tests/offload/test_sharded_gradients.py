@@ -23,7 +23,8 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.optim.gradient_kernel import TorchGradients, norm_of, ordered_norm
+from offload_trainer.optim.kernel_api import TorchKernel
+from offload_trainer.optim.norms import norm_of
 from offload_trainer.plan.parallel import comm_cost
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
@@ -113,7 +114,7 @@ def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
         files, homes = [DriveFile(folder / f"sums-{node.number}", sum(sizes))], [home] * len(MODEL)
         store = UnitStore(sizes, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
         gradients = ShardedGradients(
-            MODEL, store, given=torch.bfloat16, device=device(), order=NAMES, node=node, kernel=TorchGradients()
+            MODEL, store, given=torch.bfloat16, device=device(), order=NAMES, node=node, kernel=TorchKernel()
         )
         done = steps(gradients, range(node.rank, MICRO * node.world, node.world), barrier=node.barrier)
         found.append([(norms, of_range(whole, node.rank, node.world)) for norms, whole in done])
@@ -134,8 +135,8 @@ def test_sums_and_norms_are_those_of_one_rank(
         for (norms, whole), *of_step in zip(expected, *found, strict=True):
             assert of_step == [(norms, of_range(whole, rank, world)) for rank in range(world)]
             assert norms.keys() == whole.keys() < set(NAMES)
-            alone_norm = ordered_norm if device is OfGpu else norm_of
-            assert norms == {name: float(alone_norm(whole[name])) for name in whole}
+            alone = {name: float(norm_of(values, ordered=device is OfGpu)) for name, values in whole.items()}
+            assert norms == alone
 
 
 PAGES = [  # pages of each rank

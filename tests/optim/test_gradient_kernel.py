@@ -10,30 +10,22 @@ from itertools import product
 import pytest
 import torch
 
-from offload_trainer.optim.gradient_kernel import (
-    GradientKernel,
-    Lanes,
-    NativeGradients,
-    Pieces,
-    TorchGradients,
-    adds_like_torch,
-    gradient_kernel,
-    norm_of,
-    ordered_norm,
-)
-from offload_trainer.optim.kernel_api import TorchKernel
-from offload_trainer.optim.native_adam import NativeKernel, sum_with, zlib_sum
+from offload_trainer.optim.kernel_api import TorchKernel, zlib_sum
+from offload_trainer.optim.kernels import adds_like_torch, choose_kernel
+from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
+from offload_trainer.optim.norms import Pieces, norm_of
 
 WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
 SIZES = [1, 255, 1025, 131_073, 400_001]  # up to several pieces
 
 
 @pytest.fixture(params=[1, 5], ids="{} threads".format)
-def native(request: pytest.FixtureRequest) -> Iterator[NativeGradients]:
+def native(request: pytest.FixtureRequest) -> Iterator[NativeKernel]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    found = gradient_kernel(NativeKernel())
-    if not isinstance(found, NativeGradients):
+    found, _ = choose_kernel("native")
+    assert isinstance(found, NativeKernel)
+    if found.lanes == UNKNOWN:
         pytest.skip("no order of addition has the bits of torch's norm on this CPU, so torch's operations are used")
     yield found
     torch.set_num_threads(before)
@@ -49,7 +41,7 @@ def numbers(size: int, seed: int, *, spread: float = 8.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> None:
+def test_sums_and_norms_have_torchs_bits(native: NativeKernel, size: int) -> None:
     dtypes = [(WIDE, WIDE), *((WIDE, narrow) for narrow in NARROW), *((narrow, narrow) for narrow in NARROW)]
     before, more = numbers(size + 3, seed=1), numbers(size + 3, seed=2)
     for (stored, given), ordered, first in product(dtypes, (False, True), (False, True)):
@@ -60,7 +52,7 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
             results = native.add(sums, values, first=first, pieces=pieces)
             case = stored, given, ordered, first, offset
             assert torch.equal(sums, right), case
-            alone = (ordered_norm if ordered else norm_of)(right)
+            alone = norm_of(right, ordered=ordered)
             assert torch.equal(pieces.norm(results), alone), case
             assert torch.equal(pieces.norm(native.add(sums, None, pieces=pieces)), alone), case
             assert torch.equal(native.add(sums, None, pieces=pieces), results), case
@@ -68,7 +60,7 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
             assert torch.equal(sums, right.add_(values)), case
 
 
-def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None:
+def test_results_of_parts_are_those_of_the_whole(native: NativeKernel) -> None:
     """A gradient may arrive in parts that consist of whole pieces."""
     sums, more = numbers(700_001, seed=3), numbers(700_001, seed=4).bfloat16()
     for pieces in (Pieces.of(len(sums), ordered=ordered) for ordered in (False, True)):
@@ -78,7 +70,7 @@ def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None
         assert torch.equal(torch.cat(found), whole)
 
 
-def test_overflow_and_nan_reach_the_norm(native: GradientKernel) -> None:
+def test_overflow_and_nan_reach_the_norm(native: NativeKernel) -> None:
     for value, right in ((float("inf"), torch.isinf), (float("nan"), torch.isnan)):
         for at, ordered in product((0, 131_070, 299_999), (False, True)):
             sums = torch.ones(300_000, dtype=torch.float16)
@@ -93,20 +85,11 @@ def test_overflow_and_nan_reach_the_norm(native: GradientKernel) -> None:
 
 def test_a_wrong_order_of_addition_is_found() -> None:
     """Orders with torch's bits differ at most in what cannot matter: groups that are as large as a vector."""
-    library = NativeKernel().library
-    orders = [Lanes(count, fused=False, group=group) for count in (4, 8, 16) for group in (1, 4, 8, 16)]
-    orders += [Lanes(count, fused=True) for count in (4, 8, 16)]
-    right = [order for order in orders if adds_like_torch(NativeGradients(library, order))]
+    kernel, right = NativeKernel(), []
+    for kernel.lanes in ORDERS:
+        if adds_like_torch(kernel):
+            right.append(kernel.lanes)
     assert len({(order.count, order.fused, min(order.group, order.count)) for order in right}) <= 1
-
-
-def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel) -> None:
-    """The elements that fill no vector are added in an order of their own."""
-    random = torch.Generator().manual_seed(1)
-    for size, _ in product(range(1, 40), range(30)):
-        sums = torch.randn(size, generator=random)
-        pieces = Pieces.of(size, ordered=False)
-        assert torch.equal(pieces.norm(native.add(sums, None, pieces=pieces)), norm_of(sums)), size
 
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -114,19 +97,19 @@ PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uin
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_torchs_threads_add_with_the_same_bits(
-    native: NativeGradients, monkeypatch: pytest.MonkeyPatch, *, ordered: bool
+    native: NativeKernel, monkeypatch: pytest.MonkeyPatch, *, ordered: bool
 ) -> None:
     """They are those of the libgomp that torch has loaded, and as many as torch uses."""
-    library, threads = native.library, list[int]()
-    assert library.parallel is not None
-    real = PARALLEL(library.parallel)
+    threads = list[int]()
+    assert native.parallel is not None
+    real = PARALLEL(native.parallel)
 
     @PARALLEL
     def counted(work: int, argument: int, count: int, flags: int) -> None:
         threads.append(count)
         real(work, argument, count, flags)
 
-    monkeypatch.setattr(library, "parallel", ctypes.cast(counted, ctypes.c_void_p).value)
+    monkeypatch.setattr(native, "parallel", ctypes.cast(counted, ctypes.c_void_p).value)
     sums, more = numbers(1_000_003, seed=5), numbers(1_000_003, seed=6).bfloat16()
     pieces = Pieces.of(len(sums), ordered=ordered)
     alone = sums.clone()
@@ -137,13 +120,17 @@ def test_torchs_threads_add_with_the_same_bits(
     assert threads == [torch.get_num_threads()]
 
 
-def test_with_another_update_kernel_torch_adds_gradients() -> None:
-    kernel = gradient_kernel(TorchKernel())
-    assert isinstance(kernel, TorchGradients)
-    sums = torch.ones(70_000)
-    results = kernel.add(sums, torch.ones(70_000).bfloat16(), pieces=Pieces(1 << 16, halving=True))
-    assert torch.equal(results, torch.tensor([4.0 * 65_536, 4.0 * 4_464]))
-    assert torch.equal(sums, torch.full((70_000,), 2.0))
+def test_while_the_order_of_torchs_norm_is_unknown_torch_measures() -> None:
+    for kernel in (NativeKernel(), TorchKernel()):
+        for pieces, right in (
+            (Pieces(1 << 16, halving=True), [4.0 * 65_536, 4.0 * 4_464]),
+            (Pieces(1 << 16, halving=False), [512.0, (4.0 * 4_464) ** 0.5]),
+        ):
+            sums = torch.ones(70_000)
+            results = kernel.add(sums, torch.ones(70_000).bfloat16(), pieces=pieces)
+            assert torch.equal(results, torch.tensor(right))
+            assert torch.equal(kernel.add(sums, None, pieces=pieces), results)
+            assert torch.equal(sums, torch.full((70_000,), 2.0))
 
 
 CHECKED_SIZES = [*range(1, 400), 4095, 4096, 4097, 70_001, 1 << 20]
@@ -157,9 +144,9 @@ def test_the_compiled_checksum_equals_zlibs() -> None:
     kernel = NativeKernel()
     computed = [kernel.page_sum(random_bytes(size)) for size in CHECKED_SIZES]
     if set(computed) == {-1}:
-        assert sum_with(kernel) is zlib_sum
+        assert kernel.checksum is zlib_sum
         pytest.skip("this CPU has no carry-less multiplication")
-    assert sum_with(kernel) == kernel.page_sum
+    assert kernel.checksum == kernel.page_sum
     assert computed == [zlib_sum(random_bytes(size)) for size in CHECKED_SIZES]
     unaligned = random_bytes(5000)[3:4003]
     assert kernel.page_sum(unaligned) == zlib_sum(unaligned)
@@ -171,7 +158,3 @@ def test_the_checksum_is_a_crc_32_with_0_for_zeros() -> None:
         data = random_bytes(size)
         assert zlib_sum(data) == zlib.crc32(data.numpy().tobytes()) ^ zlib.crc32(bytes(size))
         assert zlib_sum(torch.zeros(size, dtype=torch.uint8)) == 0
-
-
-def test_without_the_native_kernel_zlib_is_used() -> None:
-    assert sum_with(TorchKernel()) is zlib_sum

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from native_moments import NativeMoments
-from update_ranges import update_stretch
+from update_ranges import form
 
 from offload_trainer.optim import moments
-from offload_trainer.optim.kernel_api import Kernel, TorchKernel
-from offload_trainer.optim.moments import Bits, Noise, random_bits
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel
+from offload_trainer.optim.kernels import choose_kernel, random_page
+from offload_trainer.optim.moments import Bits, Noise, random_bits, stored_moment
 from offload_trainer.optim.rules import AdamW
-
-BOTH: list[Callable[[], Any]] = [lambda: moments, NativeMoments]
+from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
@@ -32,13 +29,13 @@ def values(n: int, *, signed: bool) -> torch.Tensor:
 
 
 def encoded(
-    codec: Any, x: torch.Tensor, *, signed: bool, noise: Bits | None = None
+    x: torch.Tensor, *, signed: bool, noise: Bits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
     back = torch.empty_like(x)
-    codec.encode_8bit(x, codes, absmax, signed=signed, noise=noise)
-    codec.decode_8bit(codes, absmax, back, signed=signed)
+    moments.encode_8bit(x, codes, absmax, signed=signed, noise=noise)
+    moments.decode_8bit(codes, absmax, back, signed=signed)
     return codes, absmax, back
 
 
@@ -53,7 +50,7 @@ def test_8_bit_is_bitsandbytes(signed: bool) -> None:
     # It finds the nearest code of a double by trying all. Its CPU kernel for floats does not: zero becomes 2e-5, for
     # example.
     theirs, scales = torch.ops.bitsandbytes.quantize_blockwise.default(x.double(), table, 256)
-    codes, absmax, back = encoded(moments, x, signed=signed)
+    codes, absmax, back = encoded(x, signed=signed)
     assert torch.equal(absmax, scales)
     # The one difference: bitsandbytes takes the nearest code, which may be zero for a value that is not.
     if not signed:
@@ -68,49 +65,37 @@ def test_8_bit_is_bitsandbytes(signed: bool) -> None:
     assert torch.equal(back, again)
 
 
-@pytest.mark.parametrize(("n", "first"), [(2048, None), *((70_001, one) for one in (None, 0, 5, 2**32 - 1000))])
-def test_native_8_bit_is_the_same(n: int, first: int | None) -> None:
-    """First moments are rounded to nearest; second moments stochastically, by the noise from element `first` on."""
-    signed, noise = first is None, None if first is None else Noise(1, 2).bits("exp_avg_sq", 3, first)
-    x = values(n, signed=signed)
-    one, other = (encoded(kind(), x, signed=signed, noise=noise) for kind in BOTH)
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert one[2][1024:1536].isnan().all()  # a block that is not finite decodes to NaN
-    assert (one[2][512:768] == 0).all()
-    assert signed or torch.equal(one[0] == 0, ~x.isfinite() | (x == 0) | one[2].isnan())
+@pytest.mark.parametrize("noise", [None, Noise(1, 2).bits("exp_avg_sq", 3, 2**32 - 1000)])
+def test_blocks_that_are_zero_or_not_finite(noise: Bits | None) -> None:
+    """A block that is not finite decodes to NaN, and one of zeros to zeros."""
+    x = values(70_001, signed=noise is None)
+    codes, _, back = encoded(x, signed=noise is None, noise=noise)
+    assert back[1024:1536].isnan().all()
+    assert (back[512:768] == 0).all()
+    assert noise is None or torch.equal(codes == 0, ~x.isfinite() | (x == 0) | back.isnan())
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.7, 1e-25])
 @pytest.mark.parametrize("signed", [True, False])
-def test_native_8_bit_is_the_same_around_every_bound_and_code(signed: bool, scale: float) -> None:
-    """Codes change at bounds to nearest, and at codes stochastically. Division by 1 is exact, so there they do exactly
-    so.
-    """
+def test_codes_change_exactly_at_bounds_and_codes(signed: bool) -> None:
+    """They change at bounds if they are rounded to nearest, and at codes stochastically."""
     table = moments.dynamic_map(signed)
-    ends = (((table[1:] + table[:-1]) / 2 if signed else table[1:]) * scale).view(torch.int32)
+    ends = ((table[1:] + table[:-1]) / 2 if signed else table[1:]).view(torch.int32)
     near = (ends[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
-    x = torch.full((near.numel(), 256), scale)  # the block's largest value keeps its scale unchanged
-    x[:, 7] = near.clamp(max=scale)
+    x = torch.ones(near.numel(), 256)  # the block's largest value keeps its scale unchanged
+    x[:, 7] = near.clamp(max=1.0)
     for noise in [None] if signed else [Noise(1, step).bits("exp_avg_sq", 0, 0) for step in range(5)]:
-        one, other = (encoded(kind(), x.view(-1), signed=signed, noise=noise) for kind in BOTH)
-        assert torch.equal(one[0], other[0])
-        codes = one[0].view(-1, 256)[:, 7].view(-1, 5).int()
-        if scale == 1.0:
-            for column, first in ((0, 0), (4, 1)) if signed else ((2, 1),):
-                assert torch.equal(codes[:, column], torch.arange(first, first + len(codes), dtype=torch.int32))
+        codes = encoded(x.view(-1), signed=signed, noise=noise)[0].view(-1, 256)[:, 7].view(-1, 5).int()
+        for column, first in ((0, 0), (4, 1)) if signed else ((2, 1),):
+            assert torch.equal(codes[:, column], torch.arange(first, first + len(codes), dtype=torch.int32))
 
 
-@pytest.mark.parametrize(
-    ("kind", "noise"),
-    [(BOTH[0], None), *((kind, Noise(1, 2).bits("exp_avg_sq", 0, 0)) for kind in BOTH)],
-)
-def test_only_zero_is_stored_as_a_second_moment_of_zero(kind: Callable[[], Any], noise: Bits | None) -> None:
+@pytest.mark.parametrize("noise", [None, Noise(1, 2).bits("exp_avg_sq", 0, 0)])
+def test_only_zero_is_stored_as_a_second_moment_of_zero(noise: Bits | None) -> None:
     x = torch.zeros(2, 256)
     x[:, 0] = torch.tensor([1.0, 1e-38])
     x[:, 1:200] = torch.logspace(-44, -7, 199)
     x[1, 1:] *= 1e-38  # zero, or the smallest subnormal
-    codes, _, back = encoded(kind(), x.view(-1), signed=False, noise=noise)
+    codes, _, back = encoded(x.view(-1), signed=False, noise=noise)
     assert torch.equal(codes == 0, x.view(-1) == 0)
     least, most = (0.55, 1.6) if noise is None else (0.35, 2.6)
     assert (back.view(2, 256) >= least * x).all()
@@ -140,26 +125,23 @@ def shrinking(elements: int = 1024, steps: int = 400) -> Iterator[torch.Tensor]:
         yield gradient
 
 
-def updates(
-    form: str, kind: type[Kernel], gradients: Iterator[torch.Tensor], *, beta2: float
-) -> tuple[float, torch.Tensor]:
-    """Return the largest change of an element in one step, in units of the rate, and the final weights."""
-    kernel, hyper = kind(), AdamW(LR, (0.9, beta2), 1e-8, 0.0)
-    codec, largest = BOTH[kind is NativeKernel](), 0.0
-    weight, first, second = torch.zeros(3, 1024)
+def largest_update(states: str, gradients: Iterator[torch.Tensor], *, beta2: float) -> float:
+    """Return the largest change of an element in one step, in units of the rate. Both kernels have the same bits."""
+    (fields, _), largest = random_page(1024, form(states)), 0.0
+    fields["master"].zero_()
+    for moment in MOMENTS.values():
+        stored_moment(moment, fields).write(torch.zeros(1024))
+    others = {name: field.clone() for name, field in fields.items()}
+    both = (TorchKernel(), fields), (choose_kernel("native")[0], others)
     for step, gradient in enumerate(gradients, 1):
-        before = weight.clone()
-        update_stretch(kernel, weight, first, second, gradient, None, scale=1.0, hyper=hyper, step=step)
-        largest = max(largest, float((weight - before).abs().max()) / LR)
-        for values, signed in ((first, True), (second, False)):
-            noise = Noise(1, step).bits(str(signed), 0, 0)
-            if form == "8bit":
-                values.copy_(encoded(codec, values.clone(), signed=signed, noise=None if signed else noise)[2])
-            if form == "bf16":
-                small = torch.empty(1024, dtype=torch.bfloat16)
-                codec.encode_bf16(values, small, noise=noise)
-                codec.decode_bf16(small, values)
-    return largest, weight
+        before = fields["master"].clone()
+        parts = [ParamRange(0, 1024, AdamW(LR, (0.9, beta2), 1e-8, 0.0), step)]
+        noise = None if states == "fp32" else Noise(1, step)
+        for kernel, held in both:
+            kernel.update_page(PageUpdate(held, gradient, None, parts, form(states), 1.0, noise))
+        largest = max(largest, float((fields["master"] - before).abs().max()) / LR)
+    assert all(torch.equal(field, others[name]) for name, field in fields.items())
+    return largest
 
 
 def largest_of_bitsandbytes() -> float:
@@ -175,19 +157,16 @@ def largest_of_bitsandbytes() -> float:
     return largest
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
-def test_small_gradients_among_large_ones_make_no_large_update(form: str) -> None:
-    largest, weights = updates(form, TorchKernel, rare(), beta2=0.95)
-    assert largest < (1.5 if form == "fp32" else 3 * largest_of_bitsandbytes())
-    same, others = updates(form, NativeKernel, rare(), beta2=0.95)
-    assert same == largest
-    assert torch.equal(weights, others)
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_small_gradients_among_large_ones_make_no_large_update(states: str) -> None:
+    largest = largest_update(states, rare(), beta2=0.95)
+    assert largest < (1.5 if states == "fp32" else 3 * largest_of_bitsandbytes())
 
 
 def test_gradients_that_shrink_make_no_large_update() -> None:
     """Second moments that should grow would stay with rounding to nearest: updates would reach 9 times the rate."""
-    assert updates("fp32", TorchKernel, shrinking(), beta2=0.999)[0] < 1.1
-    assert updates("8bit", TorchKernel, shrinking(), beta2=0.999)[0] < 4
+    assert largest_update("fp32", shrinking(), beta2=0.999) < 1.1
+    assert largest_update("8bit", shrinking(), beta2=0.999) < 4
 
 
 def below_and_above(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,18 +179,17 @@ def below_and_above(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Ten
     return table[code - 1], table[code]
 
 
-def rounded(codec: Any, x: torch.Tensor, form: str, *, step: int) -> torch.Tensor:
+def rounded(x: torch.Tensor, form: str, *, step: int) -> torch.Tensor:
     noise = Noise(7, step).bits("exp_avg_sq", 0, 3)
     if form == "8bit":
-        return encoded(codec, x, signed=False, noise=noise)[2]
+        return encoded(x, signed=False, noise=noise)[2]
     out = torch.empty(x.numel(), dtype=torch.bfloat16)
-    codec.encode_bf16(x, out, noise=noise)
+    moments.encode_bf16(x, out, noise=noise)
     return out.float()
 
 
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
-@pytest.mark.parametrize("kind", BOTH)
-def test_stochastic_rounding_is_right_on_average(kind: Callable[[], Any], form: str) -> None:
+def test_stochastic_rounding_is_right_on_average(form: str) -> None:
     n, steps = 4099, 200
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     if form == "8bit":
@@ -219,28 +197,21 @@ def test_stochastic_rounding_is_right_on_average(kind: Callable[[], Any], form: 
         x[::256] = 1.0  # the scale of each block
     below, above = below_and_above(x, form)
     share = (x - below) / (above - below)
-    codec = kind()
     ups = torch.zeros(n)
     for number in range(steps):
-        up = (rounded(codec, x, form, step=number) - below) / (above - below)
+        up = (rounded(x, form, step=number) - below) / (above - below)
         assert ((up == 0) | (up == 1)).all()
         ups += up
     assert ((ups - steps * share).abs() - 5 * (steps * share * (1 - share)).sqrt()).max() < 2
     assert abs((ups / steps - share).mean()) < 5 / (4 * steps * n) ** 0.5
 
 
-def test_bf16_keeps_nan_and_infinity_and_native_is_the_same() -> None:
+def test_bf16_keeps_nan_and_infinity() -> None:
     x = values(70_001, signed=True)
-    noise = Noise(1, 2).bits("exp_avg", 3, 2**32 - 7000)
-    one, other = torch.empty(2, x.numel(), dtype=torch.bfloat16)
-    moments.encode_bf16(x, one, noise=noise)
-    BOTH[1]().encode_bf16(x, other, noise=noise)
-    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-    assert torch.equal(one.isnan(), x.isnan())
-    assert torch.equal(one.isinf(), x.isinf())
-    back = torch.empty_like(x)
-    BOTH[1]().decode_bf16(one, back)
-    torch.testing.assert_close(back, one.float(), rtol=0, atol=0, equal_nan=True)
+    out = torch.empty(x.numel(), dtype=torch.bfloat16)
+    moments.encode_bf16(x, out, noise=Noise(1, 2).bits("exp_avg", 3, 2**32 - 7000))
+    assert torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out.isinf(), x.isinf())
 
 
 def test_noise_depends_only_on_the_element() -> None:

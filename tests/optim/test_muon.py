@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.optim.matrix_kernel import MatrixKernel, NativeMuon, has_bits_of
-from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.muon import MatrixKernel, Products, TorchMuon, has_torchs_muon, orthogonalised
+from offload_trainer.optim.native_kernel import NativeKernel
+from offload_trainer.optim.rules import Muon
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan
@@ -194,36 +194,26 @@ def uneven(*shapes: tuple[int, ...]) -> ModelShape:
     return ModelShape(tuple(weights), 3, 60, 500, 64)
 
 
-@pytest.mark.parametrize(("ranks", "page"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
-def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, page: int) -> None:
+@pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
+def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
     shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
         units = units_of(shape, matrices=True)
-        pages = pages_of(units, page=page, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
-        assert sum(one.elements for one in pages) == sum(unit.trained for unit in units)
+        pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
         for unit in units:
-            its = [one for one in pages if one.unit == unit.index]
-            assert its[0].start == 0
-            assert all(one.start + one.elements == after.start for one, after in pairwise(its))
-            for one in its:
-                owners = {rank_of(unit, at, ranks=ranks) for at in (one.start, one.start + one.elements - 1)}
-                assert len(owners) == 1
-                (owner,) = owners
-                first, end = range_of_rank(unit, owner, ranks=ranks)
-                assert first <= one.start
-                assert one.start + one.elements <= end
-            matrices = [
-                (place.start + at, place.start + at + math.prod(place.weight.matrix))
-                for place in unit.places
-                if place.weight.matrix
-                for at in range(0, place.weight.numel, math.prod(place.weight.matrix))
-            ]
-            for first, end in matrices:
-                held = [one for one in its if one.start < end and first < one.start + one.elements]
-                assert len(held) == 1
-                assert held[0].matrices
-            rest = [one for one in its if not one.matrices]
-            assert sum(one.elements for one in rest) == unit.trained - unit.matrices
+            its = [page for page in pages if page.unit == unit.index]
+            starts = [page.start for page in its]
+            assert [*starts, unit.trained] == [0, *accumulate(page.elements for page in its)]
+            ends = {end for rank in range(ranks) for end in range_of_rank(unit, rank, ranks=ranks)}
+            assert ends <= {*starts, unit.trained}
+            for page in its:
+                last = page.start + page.elements - 1
+                assert rank_of(unit, page.start, ranks=ranks) == rank_of(unit, last, ranks=ranks)
+            for place in (place for place in unit.places if place.weight.matrix):
+                size = math.prod(place.weight.matrix)
+                for first in range(place.start, place.start + place.weight.numel, size):
+                    assert not any(first < start < first + size for start in starts)
+            assert sum(page.elements for page in its if not page.matrices) == unit.trained - unit.matrices
 
 
 def test_only_matrices_of_blocks_are_updated_as_such() -> None:
@@ -248,8 +238,7 @@ def test_only_matrices_of_blocks_are_updated_as_such() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
     torch.manual_seed(0)
-    kernel = NativeKernel()
-    arithmetic = NativeMuon(kernel.library) if native else TorchMuon()
+    arithmetic = NativeKernel() if native else TorchMuon()
     weight = torch.randn(shape) * 0.02
     parameter, average = torch.nn.Parameter(weight.clone()), torch.zeros(shape)
     reference, hyper = torch.optim.Muon([parameter], lr=0.01), Muon(0.01, 0.95, 0.1, "original", shape)
@@ -258,9 +247,9 @@ def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
         parameter.grad = torch.randn(shape)
         grad = parameter.grad.clone()
         reference.step()
-        direction = arithmetic.direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
+        direction = arithmetic.muon_direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
         orthogonal = orthogonalised(direction.view(shape), Products()).contiguous()
-        arithmetic.apply(hyper, weight.view(-1), orthogonal.view(-1), out)
+        arithmetic.muon_step(hyper, weight.view(-1), orthogonal.view(-1), out)
         assert torch.equal(average, reference.state[parameter]["momentum_buffer"])
         assert torch.equal(weight, parameter.detach())
         assert torch.equal(out.view(shape), parameter.detach().bfloat16())
@@ -268,14 +257,14 @@ def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
 
 def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NativeKernel()
-    assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, NativeMuon)
-    direction = NativeMuon.direction
+    assert MatrixKernel(kernel, gpu=None)._arithmetic is kernel
+    direction = NativeKernel.muon_direction
 
-    def wrong(self: NativeMuon, hyper: Muon, *tensors: torch.Tensor, scale: float) -> torch.Tensor:
+    def wrong(self: NativeKernel, hyper: Muon, *tensors: torch.Tensor, scale: float) -> torch.Tensor:
         return direction(self, replace(hyper, momentum=0.94), *tensors, scale=scale)
 
-    monkeypatch.setattr(NativeMuon, "direction", wrong)
-    assert not has_bits_of(TorchMuon(), NativeMuon(kernel.library))
+    monkeypatch.setattr(NativeKernel, "muon_direction", wrong)
+    assert not has_torchs_muon(kernel)
     assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, TorchMuon)
 
 

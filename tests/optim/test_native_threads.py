@@ -18,10 +18,9 @@ from commands import HELPERS
 from forked_child import in_a_fork
 from update_ranges import form, part
 
-from offload_trainer import numa
 from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import random_page
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.native_kernel import NativeKernel
 
 N = 1 << 18  # many pieces
 
@@ -120,26 +119,6 @@ def test_threads_persist_and_block_signals() -> None:
         assert len(tasks() - before) == 4
 
     assert in_a_fork(child) == 0
-
-
-def test_threads_are_bound_to_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, page, allowed = NativeKernel(), Page(), os.sched_getaffinity(0)
-    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({min(allowed)})] * 2)
-
-    def child() -> None:
-        before = tasks()
-        page.update(kernel)
-        assert os.sched_getaffinity(0) == allowed
-        assert {status(task, "Cpus_allowed_list") for task in tasks() - before} == {str(min(allowed))}
-        assert len(tasks() - before) == 2
-
-    assert in_a_fork(child) == 0
-
-
-def test_on_one_node_threads_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1})])
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
-    assert Page().update(NativeKernel()) == expected()
 
 
 def test_no_more_threads_can_be_created_and_the_process_ends_while_they_work() -> None:

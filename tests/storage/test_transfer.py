@@ -126,6 +126,7 @@ def test_futures_complete_in_any_order() -> None:
     future.finish_part(error)
     future.then(messages.append)
     assert messages == [error, error]
+    transfer.together([]).wait()
     with pytest.raises(TrainerError, match="broken"):
         future.wait()
 

@@ -16,11 +16,10 @@ import torch
 from fresh_environment import fresh_environment
 from test_wheel import CARRIED
 
-from offload_trainer.optim import kernel_cache, kernels, native_adam
-from offload_trainer.optim.gradient_kernel import gradient_kernel
+from offload_trainer.optim import kernel_cache, kernels, prebuilt_kernels
 from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.prebuilt_kernels import LEVELS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -71,7 +70,7 @@ class Off(NativeKernel):
 
     def update_page(self, page: PageUpdate) -> None:
         super().update_page(page)
-        if self.library.level:
+        if self.level:
             page.fields["exp_avg"].view(torch.uint8)[-1] ^= 1
 
 
@@ -92,7 +91,7 @@ def test_a_prebuilt_kernel_with_a_wrong_bit_is_replaced_by_a_compiled_one(
     wrong = f"the prebuilt one for {LOWEST} differs from torch's in its last bits"
     assert f"built for this machine ({wrong}) and checked" in words
     assert isinstance(kernel, Off)
-    assert not kernel.library.level
+    assert not kernel.level
     request.getfixturevalue("no_compiler")
     kernels._checked_native.cache_clear()
     kernel, words = choose_kernel("auto")
@@ -104,10 +103,10 @@ def of_another_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_other_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(native_adam.SOURCE.parent, folder.parent / "native")
-    with open(folder.parent / "native/muon.h", "a") as file:
+    shutil.copytree(prebuilt_kernels.SOURCE.parent, folder.parent / "native")
+    with open(folder.parent / "native/formats.h", "a") as file:
         file.write("// a newer version\n")
-    monkeypatch.setattr(native_adam, "SOURCE", folder.parent / "native/adam.cpp")
+    monkeypatch.setattr(prebuilt_kernels, "SOURCE", folder.parent / "native/adam.cpp")
 
 
 def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,5 +236,5 @@ def test_each_prebuilt_kernel_has_torchs_bits(
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: f"flags: {' '.join(LEVELS[level][1])}")
     kernel, words = choose_kernel("native")
     assert f"prebuilt for {level} and checked" in words
-    assert gradient_kernel(kernel).name == "native"
+    assert kernel.lanes != UNKNOWN
     assert kernel.page_sum(torch.arange(100, dtype=torch.uint8)) >= 0

@@ -27,8 +27,9 @@ from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces, norm_of, ordered_norm
 from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.norms import Pieces, norm_of
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -88,7 +89,7 @@ class Gradients:
         device: Device,
         ring_bytes: int,
         order: Sequence[str],
-        kernel: GradientKernel,
+        kernel: CpuKernel,
         device_kernel: Kernel | None = None,
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
@@ -238,7 +239,7 @@ class Gradients:
 
     @property
     def _ordered(self) -> bool:
-        """Return whether norms of sums are `ordered_norm`, because a GPU trains and sums may be on it."""
+        """Return whether norms of sums are ordered (`norm_of`), because a GPU trains and sums may be on it."""
         return self._device.place.type != "cpu"
 
     def _pieces(self, name: str) -> Pieces:
@@ -248,7 +249,9 @@ class Gradients:
     def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
         if values.device.type != "cpu":
-            return ordered_norm(values) if self._device_kernel is None else self._device_kernel.add_gradient(values)
+            if self._device_kernel is not None:
+                return self._device_kernel.add_gradient(values)
+            return norm_of(values, ordered=True)
         pieces = self._pieces(name)
         return pieces.norm(self._kernel.add(values.contiguous(), None, pieces=pieces))
 

@@ -43,7 +43,7 @@ from pydantic import Field
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import DamagedPage, PageCopies, PageTable, copies_of_bits
-from offload_trainer.optim.native_adam import zlib_sum
+from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format

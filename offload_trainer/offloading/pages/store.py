@@ -37,7 +37,7 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.native_adam import Sum
+from offload_trainer.optim.kernel_api import Sum
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
 from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.plan.tiered.state_formats import StateFormat

@@ -17,7 +17,7 @@ Norms have the bits of one rank that has the whole sums, although no rank reads 
     own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
              ──end of a piece──> the rank in whose range that piece begins
 
-A piece is a range of a weight of fixed length, counted from the weight's start (`optim/gradient_kernel.py`). For each
+A piece is a range of a weight of fixed length, counted from the weight's start (`optim/norms.py`). For each
 weight a rank sends at most one part of a piece, and receives the ends of one piece. Partial norms of a unit are
 computed while the unit's sums are in memory.
 """
@@ -36,7 +36,8 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
+from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.norms import Pieces
 from offload_trainer.plan.parallel.comm_cost import NormShards, norm_parts
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import OUTBOXES, exchange_bytes
@@ -58,7 +59,7 @@ class ShardedGradients:
         device: Device,
         order: Sequence[str],
         node: Node,
-        kernel: GradientKernel,
+        kernel: CpuKernel,
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
@@ -280,7 +281,7 @@ class ShardedNorms:
         *,
         dtype: torch.dtype,
         ordered: bool,
-        kernel: GradientKernel,
+        kernel: CpuKernel,
     ) -> None:
         """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `Pieces.of`."""
         self._node, self._dtype, self._kernel = node, dtype, kernel

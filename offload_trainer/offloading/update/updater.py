@@ -44,8 +44,8 @@ from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
-from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
@@ -164,7 +164,8 @@ class Updater:
 
         The update runs on a thread if the layout lets it overlap the next forward.
         """
-        homes, sizes, device, kernels = parts.homes, parts.sizes, parts.device, parts.kernels
+        homes, sizes, device = parts.homes, parts.sizes, parts.device
+        kernels: tuple[Kernel, Kernel] = parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device

@@ -1,8 +1,9 @@
 // The CPU update kernel: one step of AdamW over pages in host memory, in one pass. Moments are in fp32, bf16 or 8 bits.
+// Muon, below it, updates one matrix.
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
-// native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are simple, so that the compiler can
+// native_kernel.py builds this with -O3 -march=native -ffp-contract=off. The loops are simple, so that the compiler can
 // vectorise them. FMA is used only where `fused` says so, since it changes the last bit. A block of elements stays in
 // the L1 cache from one loop to the next, so every byte crosses the memory bus once.
 
@@ -35,18 +36,9 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
     alignas(64) uint16_t rounded[BLOCK];
     if (type == NONE) return;
     if (type == F32) return stream(static_cast<float*>(out) + at, from, count * 4);
-    if (type == BF16)
-        for (int64_t i = 0; i < count; i++) rounded[i] = to_bf16(from[i]);
-    else
-        for (int64_t i = 0; i < count; i++) rounded[i] = to_f16(from[i]);
+    narrow(from, type, 0, count, rounded);
     stream(static_cast<uint16_t*>(out) + at, rounded, count * 2);
 }
-
-}  // namespace
-
-#include "muon.h"  // uses the constants and functions above
-
-namespace {
 
 // -- one block -------------------------------------------------------------------------------------------------------
 
@@ -95,7 +87,7 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
 
 extern "C" {
 
-// native_adam.py has the same fields. Moments are F32, BF16 or CODES.
+// native_kernel.py has the same fields. Moments are F32, BF16 or CODES.
 struct Page {
     float* master;
     void *exp_avg, *exp_avg_sq;
@@ -130,8 +122,8 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
     } else if (MOMENTS == BF16) {
         uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
         uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
-        decode_bf16(exp_avg, first, count);
-        decode_bf16(exp_avg_sq, second, count);
+        widen(exp_avg, BF16, 0, count, 1.0f, first);
+        widen(exp_avg_sq, BF16, 0, count, 1.0f, second);
         adam<false>(step, correction, {}, master, first, second, grad, count);
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(first, chance, exp_avg, count);
@@ -165,11 +157,29 @@ void update_piece(const Page& page, const Part* part, int64_t piece) {
         update<MOMENTS>(page, part->step, correction, at, std::min(BLOCK, end - at));
 }
 
+// -- Muon --------------------------------------------------------------------------------------------------------------
+// `TorchMuon` in muon.py is the reference; the products between the two functions are torch's.
+
+// a + weight x (b - a) with torch's roundings, from the end that is nearer.
+struct Lerp {
+    float factor;       // weight if that is below 1/2, else weight - 1
+    int32_t from_end;   // 1: from b
+
+    float operator()(float a, float b) const { return fused(factor, b - a, from_end ? b : a); }
+};
+
+// Call `compute(at, count)` for all blocks of `elements`, on up to `threads` threads.
+template <class Compute>
+void for_blocks(int64_t elements, int32_t threads, const Compute& compute) {
+    share((elements + PIECE - 1) / PIECE, threads, [&](int64_t piece) {
+        const int64_t end = std::min((piece + 1) * PIECE, elements);
+        for (int64_t at = piece * PIECE; at < end; at += BLOCK) compute(at, std::min(BLOCK, end - at));
+    });
+}
+
 }  // namespace
 
 extern "C" {
-
-void hire_threads(int32_t helpers) { the_crew().hire(helpers); }
 
 // Update the elements of `count` parts of a page, on up to `threads` threads.
 void update_page(const Page* page, const Part* parts, int64_t count, int32_t threads) {
@@ -179,6 +189,33 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
                         : page->moments == BF16 ? update_piece<BF16>
                                                 : update_piece<CODES>;
     share(pieces, threads, [=](int64_t piece) { update(*page, parts, piece); });
+}
+
+// Add a gradient times `scale` to the momentum `exp_avg`, and write the direction to `out` (bf16).
+void muon_direction(const void* grad, Type grad_type, float* exp_avg, uint16_t* out, int64_t elements, float scale,
+                    float average, int32_t average_from_end, float nesterov, int32_t nesterov_from_end,
+                    int32_t threads) {
+    const Lerp to_average{average, average_from_end}, to_direction{nesterov, nesterov_from_end};
+    for_blocks(elements, threads, [=](int64_t at, int64_t count) {
+        alignas(64) float wide[BLOCK];
+        widen(grad, grad_type, at, count, scale, wide);
+        for (int64_t i = 0; i < count; i++) {
+            const float momentum = to_average(exp_avg[at + i], wide[i]);
+            exp_avg[at + i] = momentum;
+            out[at + i] = to_bf16(to_direction(wide[i], momentum));
+        }
+    });
+}
+
+// Decay the masters by the factor `keep`, add minus_lr x `orthogonal` (bf16), and round them to `out`, if any.
+void muon_step(float* master, const uint16_t* orthogonal, void* out, Type out_type, int64_t elements, float keep,
+               float minus_lr, int32_t threads) {
+    for_blocks(elements, threads, [=](int64_t at, int64_t count) {
+        float* const here = master + at;
+        for (int64_t i = 0; i < count; i++)
+            here[i] = fused(minus_lr, from_bf16(orthogonal[at + i]), here[i] * keep);
+        write_rounded(here, out_type, at, count, out);
+    });
 }
 
 // Return the checksum of `size` bytes (CRC-32 of zlib), or -1 if this CPU has no carry-less multiplication.

@@ -3,7 +3,7 @@
 
 #include "numbers.h"
 
-// CPUs on which gather instructions are faster than single loads. On others they are slow, or slowed by mitigations.
+// CPUs on which permutations of bytes are known to look codes up faster than single loads.
 #if defined(__AVX512FP16__) && defined(__AVX512VBMI__)
 #define WIDE_TABLES
 #include <immintrin.h>
@@ -19,7 +19,7 @@ struct Cell {
     float end, way;
 };
 
-// The tables of the 8-bit format; native_adam.py has the same fields.
+// The tables of the 8-bit format; native_kernel.py has the same fields.
 struct Tables {
     const float* values[2];      // values of the 256 codes: of second moments, of first moments
     const uint8_t* planes[2];    // the same values by byte: the first bytes of all 256, the second bytes, ...
@@ -70,10 +70,6 @@ inline void encode_bf16(const float* __restrict values, const uint32_t* __restri
         const uint32_t rounded = (word + chance[i]) >> 16;
         out[i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
     }
-}
-
-inline void decode_bf16(const uint16_t* __restrict values, float* __restrict out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) out[i] = from_bf16(values[i]);
 }
 
 #ifdef WIDE_TABLES
@@ -146,86 +142,12 @@ inline void divide(const float* __restrict values, float scale, float* __restric
         }
 }
 
+// Return whether a block can be divided by its greatest magnitude: it is neither zero, infinite nor NaN.
+inline bool usable(uint32_t greatest) { return greatest != 0 && greatest < INFINITE; }
+
 // Lookup tables are indexed by the upper 16 bits of a number. An entry's upper half is the code of the smallest number
 // with those bits. Its lower half is such that adding the number's lower half carries into the code exactly if the number
 // is past the next code's threshold (moments.py, `_search_table`).
-
-#ifdef WIDE_TABLES  // keep all steps of an element in registers
-
-// The same as `divide`, by whole vectors.
-class Parts {
-   public:
-    explicit Parts(float scale)
-        : divisor_(scale),
-          multiplies_(scale >= 0x1p-60f && scale <= 1.0f),
-          value_(_mm512_set1_ps(divisor_.value)),
-          inverse_(_mm512_set1_ps(divisor_.inverse)),
-          rest_(_mm512_set1_ps(divisor_.rest)) {}
-    __m512 of(const float* values) const {
-        const __m512 a = _mm512_loadu_ps(values);
-        if (!multiplies_) return _mm512_div_ps(a, value_);
-        const __m512 close = _mm512_fmadd_ps(a, inverse_, _mm512_mul_ps(a, rest_));
-        return _mm512_fmadd_ps(_mm512_fnmadd_ps(close, value_, a), inverse_, close);
-    }
-
-   private:
-    Divisor divisor_;
-    bool multiplies_;
-    __m512 value_, inverse_, rest_;
-};
-
-inline __m512i entry_of(__m512i words, const uint32_t* table) {
-    const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(words, 16), table, 4);
-    return _mm512_srli_epi32(_mm512_add_epi32(entry, _mm512_and_si512(words, _mm512_set1_epi32(0xffff))), 16);
-}
-
-inline void store_codes(uint8_t* to, __m512i codes) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
-}
-
-// Encode whole vectors of 16 elements; return the number of elements done.
-inline int64_t nearest_codes(const float* __restrict values, float scale, const uint32_t* __restrict table,
-                             uint8_t* __restrict codes, int64_t count) {
-    const Parts parts(scale);
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m512i words = _mm512_castps_si512(parts.of(values + i));
-        store_codes(codes + i, _mm512_xor_si512(entry_of(words, table), _mm512_srai_epi32(words, 31)));
-    }
-    return i;
-}
-
-inline int64_t stochastic_codes(const float* __restrict values, float scale, const Tables& tables,
-                                const uint32_t* __restrict chance, uint8_t* __restrict codes, int64_t count) {
-    const Parts parts(scale);
-    const __m512i ends = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i ways = _mm512_add_epi32(ends, _mm512_set1_epi32(1)), one = _mm512_set1_epi32(1);
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m512 scaled = parts.of(values + i);
-        const __m512i code = entry_of(_mm512_castps_si512(scaled), tables.lower);
-        const __m512 low = _mm512_castsi512_ps(_mm512_i32gather_epi64(_mm512_castsi512_si256(code), tables.cells, 8));
-        const __m512 high =
-            _mm512_castsi512_ps(_mm512_i32gather_epi64(_mm512_extracti64x4_epi64(code, 1), tables.cells, 8));
-        const __m512 end = _mm512_permutex2var_ps(low, ends, high), way = _mm512_permutex2var_ps(low, ways, high);
-        const __m512i drawn = _mm512_loadu_si512(chance + i);
-        const __m512 threshold = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(drawn, drawn), one));
-        const __mmask16 up =
-            _mm512_cmp_ps_mask(_mm512_sub_ps(scaled, end), _mm512_mul_ps(threshold, way), _CMP_GT_OQ);
-        store_codes(codes + i, _mm512_mask_add_epi32(code, up, code, one));
-    }
-    return i;
-}
-
-#else
-
-inline int64_t nearest_codes(const float*, float, const uint32_t*, uint8_t*, int64_t) { return 0; }
-inline int64_t stochastic_codes(const float*, float, const Tables&, const uint32_t*, uint8_t*, int64_t) { return 0; }
-
-#endif
-
-// Return whether a block can be divided by its greatest magnitude: it is neither zero, infinite nor NaN.
-inline bool usable(uint32_t greatest) { return greatest != 0 && greatest < INFINITE; }
 
 inline void encode_8bit(const float* __restrict values, const uint32_t* __restrict table, uint8_t* __restrict codes,
                         float* __restrict absmax, int64_t count) {
@@ -238,9 +160,6 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
         std::memset(codes, int(table[0] >> 16), count);  // the code of zero
         return;
     }
-    const int64_t done = nearest_codes(values, *absmax, table, codes, count);
-    values += done, codes += done, count -= done;
-    if (count <= 0) return;
     divide(values, *absmax, scaled, top, count);
     look_up(table, top, entry, count);
     for (int64_t i = 0; i < count; i++) {
@@ -262,9 +181,6 @@ inline void encode_8bit_stochastically(const float* __restrict values, const Tab
         std::memset(codes, 0, count);
         return;
     }
-    const int64_t done = stochastic_codes(values, *absmax, tables, chance, codes, count);
-    values += done, chance += done, codes += done, count -= done;
-    if (count <= 0) return;
     divide(values, *absmax, scaled, top, count);
     look_up(tables.lower, top, code, count);
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;

@@ -5,8 +5,8 @@
 //
 // torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
 // then the elements that fill no vector. How many lanes there are, and where a square and its addition are fused,
-// depends on how torch was built and on the CPU; gradient_kernel.py finds the order with torch's bits. HALVES is the
-// order of gradient_kernel.py's `ordered_norm`: element i + half is added to element i until one is left.
+// depends on how torch was built and on the CPU; kernels.py finds the order with torch's bits. HALVES is the order of
+// ordered norms (norms.py): element i + half is added to element i until one is left.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace {
 
-enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // gradient_kernel.py has the same numbers
+enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // native_kernel.py has the same numbers
 
 constexpr int64_t STRETCH = 1 << 14;  // elements that a thread claims at a time if nothing is measured
 constexpr int64_t ROW = 1024;  // elements that are added at a time; HALVES adds the squares of whole rows
@@ -36,16 +36,6 @@ struct Addition {
     int32_t group;  // LANES: of the elements that fill no vector, whole groups of so many are not fused, the rest is
 };
 
-void write_sums(const Addition& call, int64_t at, int64_t count, float* __restrict values) {
-    uint16_t* half = static_cast<uint16_t*>(call.sums) + at;
-    if (call.sums_type == F32)
-        std::memcpy(static_cast<float*>(call.sums) + at, values, count * 4);
-    else if (call.sums_type == BF16)
-        for (int64_t i = 0; i < count; i++) half[i] = to_bf16(values[i]);
-    else
-        for (int64_t i = 0; i < count; i++) half[i] = to_f16(values[i]);
-}
-
 // Update the sums of `count` elements from `at` on, at most ROW, and return them in fp32 as they are stored.
 void add_block(const Addition& call, int64_t at, int64_t count, float* __restrict to) {
     if (!call.values) return widen(call.sums, call.sums_type, at, count, 1.0f, to);
@@ -55,7 +45,7 @@ void add_block(const Addition& call, int64_t at, int64_t count, float* __restric
         widen(call.sums, call.sums_type, at, count, 1.0f, before);
         for (int64_t i = 0; i < count; i++) to[i] = before[i] + to[i];
     }
-    write_sums(call, at, count, to);
+    narrow(to, call.sums_type, at, count, call.sums);
     if (call.order != NO_NORM && call.sums_type != F32)
         widen(call.sums, call.sums_type, at, count, 1.0f, to);
 }

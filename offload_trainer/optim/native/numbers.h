@@ -76,6 +76,17 @@ inline void widen(const void* from, Type type, int64_t at, int64_t count, float 
         for (int64_t i = 0; i < count; i++) to[i] = whole[i] * scale;
 }
 
+// Write `count` numbers to `to`, from element `at` on, rounded to its type.
+inline void narrow(const float* __restrict from, Type type, int64_t at, int64_t count, void* to) {
+    uint16_t* const half = static_cast<uint16_t*>(to) + at;
+    if (type == F32)
+        std::memcpy(static_cast<float*>(to) + at, from, count * 4);
+    else if (type == BF16)
+        for (int64_t i = 0; i < count; i++) half[i] = to_bf16(from[i]);
+    else
+        for (int64_t i = 0; i < count; i++) half[i] = to_f16(from[i]);
+}
+
 // A divisor of many numbers. `inverse` + `rest` is 1 / value to twice the precision of fp32.
 struct Divisor {
     float value, inverse, rest;

@@ -1,9 +1,9 @@
 // A persistent thread pool for the CPU kernels.
 //
-//     caller   opens the door ── works ── closes it ── waits until no worker is inside
-//     worker        sees it open ── enters, works, leaves ── waits for the next opening: spins, then sleeps
+//     caller   offers places ── works ── offers none any more ── waits until those who took one have finished
+//     worker       sees an offer ── takes a place ── works ── waits for the next offer: spins, then sleeps
 //
-// A worker that is late finds the door closed, and the caller does not wait for it. Calls are serialised by a mutex.
+// A worker that is late finds no place, and the caller does not wait for it. Calls are serialised by a mutex.
 // A forked child has only the thread that forked, and creates a new pool.
 #pragma once
 
@@ -56,33 +56,21 @@ class Crew {
     // Run work(argument) on this thread and on up to `helpers` others at the same time, until all have returned.
     void run(Work work, void* argument, int helpers) {
         std::lock_guard<std::mutex> mine(turn_);
-        helpers = std::min({helpers, int(MOST), have(helpers)});
+        helpers = std::min(helpers, have(helpers));
         if (helpers <= 0) return work(argument);
-        work_ = work, argument_ = argument;
-        opening_++;
-        door_ = uint64_t(opening_) << 32 | OPEN | uint64_t(helpers) << 12;
+        work_ = work, argument_ = argument, finished_ = 0, taken_ = -1;
+        places_ = helpers;  // from here on workers read what is set above
+        offers_++;
         wake(helpers);
         work(argument);
-        door_ &= ~OPEN;
-        const auto empty = [this] { return inside(door_) == 0; };
-        if (soon(empty)) return;
+        taken_ = helpers - std::max(0, places_.exchange(0));
+        const auto done = [this] { return finished_ == taken_; };
+        if (soon(done)) return;
         std::unique_lock<std::mutex> lock(mutex_);
-        left_.wait(lock, empty);
-    }
-
-    // Ensure that there are `helpers` threads besides the caller's. A new thread inherits the caller's CPU affinity.
-    void hire(int helpers) {
-        std::lock_guard<std::mutex> mine(turn_);
-        have(helpers);
+        left_.wait(lock, done);
     }
 
    private:
-    // The door packs, from the highest bit: 32 bits that count openings, OPEN, how many may be inside, how many are.
-    static constexpr uint64_t OPEN = uint64_t(1) << 31, MOST = (1 << 12) - 1;
-    static uint32_t opening(uint64_t door) { return uint32_t(door >> 32); }
-    static uint64_t inside(uint64_t door) { return door & MOST; }
-    static uint64_t may_enter(uint64_t door) { return door >> 12 & MOST; }
-
     // Start threads until there are `helpers` or the system refuses more; return their number.
     int have(int helpers) {
         while (members_ < helpers && begin()) members_++;
@@ -94,7 +82,7 @@ class Crew {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        const uint32_t seen = opening_;
+        const uint32_t seen = offers_;
         bool made = true;
         try {
             std::thread([this, seen] { serve(seen); }).detach();
@@ -112,37 +100,30 @@ class Crew {
 
     void serve(uint32_t seen) {
         for (;;) {
-            const auto news = [this, seen] { return opening(door_) != seen; };
+            const auto news = [this, seen] { return offers_ != seen; };
             if (!soon(news)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 asleep_++;
                 opened_.wait(lock, news);
                 asleep_--;
             }
-            uint64_t door = door_;
-            seen = opening(door);
-            while ((door & OPEN) && opening(door) == seen && inside(door) < may_enter(door))
-                if (door_.compare_exchange_weak(door, door + 1)) {
-                    work_(argument_);
-                    leave();
-                    break;
-                }
+            seen = offers_;
+            if (places_.fetch_sub(1) <= 0) continue;
+            work_(argument_);
+            if (++finished_ == taken_) {
+                std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss it as it goes to sleep
+                left_.notify_one();
+            }
         }
-    }
-
-    void leave() {
-        const uint64_t door = --door_;
-        if (inside(door) || (door & OPEN)) return;
-        std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss the notification as it goes to sleep
-        left_.notify_one();
     }
 
     std::mutex turn_, mutex_;
     std::condition_variable opened_, left_;
-    std::atomic<uint64_t> door_{0};
+    std::atomic<uint32_t> offers_{0};  // their number
+    std::atomic<int> places_{0};       // that are left; negative if workers came too late
+    std::atomic<int> taken_{-1}, finished_{0};
     Work work_ = nullptr;
     void* argument_ = nullptr;
-    uint32_t opening_ = 0;
     int members_ = 0, asleep_ = 0;
 };
 

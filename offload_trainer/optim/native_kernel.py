@@ -1,0 +1,238 @@
+"""The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
+
+AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones. The library also
+adds and measures gradients in one pass, computes the elementwise part of Muon, and the checksums of state on NVMe. All
+results equal those of torch's operations bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.optim.kernel_api import PageUpdate, Sum, zlib_sum
+from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.norms import Pieces
+from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
+from offload_trainer.optim.rules import TYPES, AdamStep, Muon, step_constants
+from offload_trainer.plan.tiered.state_formats import MOMENTS
+
+_POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+_NO_NORM, _LANES, _FUSED_LANES, _HALVES = range(4)  # gradients.h's Order
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The order in which torch's norm may add squares, as gradients.h's LANES and FUSED_LANES."""
+
+    count: int
+    fused: bool  # each square and its addition are rounded once
+    group: int = 1  # if not: of the elements that fill no vector, whole groups of so many are not fused, the rest is
+
+
+UNKNOWN = Lanes(0, fused=False)
+# The orders of torch's norm on CPUs with AVX2, AVX-512, and neither.
+ORDERS = [
+    lanes
+    for count in (8, 16, 4)
+    for lanes in (*(Lanes(count, fused=False, group=group) for group in (4, 8, 16, 1)), Lanes(count, fused=True))
+]
+
+
+def openmp_parallel() -> int | None:
+    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found.
+
+    Of several in this process it is the one in torch's own directory.
+    """
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
+        own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
+        (path,) = own or mapped
+        return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, ValueError, AttributeError):  # not readable, not exactly one, or another runtime of that name
+        return None
+
+
+class NativeKernel:
+    """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool.
+
+    `level` is the x86-64 level of a prebuilt library, and empty if it was compiled for this CPU. `lanes` is the order
+    of torch's norm; while it is unknown, torch measures what is not ordered (`norms.py`). `parallel` is OpenMP's
+    function that runs another on torch's threads, or None.
+    """
+
+    name = "native"
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Load the library at `path`, by default the one that is compiled for this CPU.
+
+        Raises:
+            TrainerError: it cannot be built or loaded; the message has the compiler's output.
+        """
+        path = path or built(SOURCE, flags=FLAGS)
+        try:
+            self._functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
+        except OSError as error:
+            raise TrainerError(
+                f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
+                "directory with OFFLOAD_TRAINER_CACHE"
+            ) from error
+        self.level = path.stem.partition(".")[2]
+        self.lanes = UNKNOWN
+        self.parallel = openmp_parallel()
+        self._functions.page_sum.restype = _SIZE
+        self._functions.add_gradient.restype = _CHOICE
+        lerp = _NUMBER, _CHOICE
+        state = _POINTER, _CHOICE, _POINTER, _POINTER, _SIZE
+        self._functions.muon_direction.argtypes = (*state, _NUMBER, *lerp, *lerp, _CHOICE)
+        self._functions.muon_step.argtypes = (_POINTER, _POINTER, _POINTER, _CHOICE, _SIZE, _NUMBER, _NUMBER, _CHOICE)
+        tried = torch.arange(1000, dtype=torch.int16).view(torch.uint8)
+        agrees = all(self.page_sum(tried[:size]) == zlib_sum(tried[:size]) for size in (1, 128, 2000))
+        self.checksum: Sum = self.page_sum if agrees else zlib_sum
+
+    def update_page(self, page: PageUpdate) -> None:
+        fields, grad, out, n = page.fields, page.grad, page.out, page.grad.numel()
+        sizes = {name: field.entries(n) for name, field in page.format.fields.items()}
+        for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
+            assert tensor.is_contiguous(), name
+            assert tensor.numel() == sizes.get(name, n), name
+        given = _Page(
+            **{name: tensor.data_ptr() for name, tensor in fields.items()},
+            grad=grad.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            moments=TYPES[fields["exp_avg"].dtype],
+            grad_type=TYPES[grad.dtype],
+            out_type=TYPES[None if out is None else out.dtype],
+        )
+        for moment in MOMENTS:
+            setattr(given, f"{moment}_noise", page.bits(moment) or Bits())
+        if page.format.moments.block:
+            given.tables = ctypes.pointer(_tables()[0])
+        found = [
+            _Part(part.start, part.end, step_constants(part.hyper, scale=page.scale, step=part.step))
+            for part in page.parts
+            if part.end > part.start
+        ]
+        parts = (_Part * len(found))(*found)
+        self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(torch.get_num_threads()))
+
+    def page_sum(self, data: torch.Tensor) -> int:
+        """Return the same as `zlib_sum`, or -1 if this CPU has no carry-less multiplication."""
+        return int(self._functions.page_sum(_POINTER(data.data_ptr()), _SIZE(data.numel() * data.itemsize)))
+
+    def add(
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        on_torch_threads: bool = False,
+    ) -> torch.Tensor:
+        """Add gradients to sums and measure the new sums; see `TorchKernel.add`."""
+        count, order, results = sums.numel(), _NO_NORM, torch.empty(0)
+        assert sums.is_contiguous()
+        assert values is None or (values.is_contiguous() and values.numel() == count)
+        if not count:
+            return results
+        if pieces is not None and (pieces.halving or self.lanes.count):
+            order = _HALVES if pieces.halving else _FUSED_LANES if self.lanes.fused else _LANES
+            results = pieces.results(count)
+        addition = _Addition(
+            sums=sums.data_ptr(),
+            values=None if values is None else values.data_ptr(),
+            count=count,
+            width=1 if pieces is None else pieces.width,
+            results=results.data_ptr(),
+            sums_type=TYPES[sums.dtype],
+            values_type=TYPES[None if values is None else values.dtype],
+            first=first,
+            order=order,
+            lanes=self.lanes.count,
+            group=self.lanes.group,
+        )
+        parallel = _POINTER(self.parallel if on_torch_threads else None)
+        if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads()), parallel):
+            raise TrainerError(f"no memory to measure a gradient of {count} elements")
+        return pieces.measure(sums) if pieces is not None and order == _NO_NORM else results
+
+    def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+        out = torch.empty(grad.numel(), dtype=torch.bfloat16)
+        tensors = grad.data_ptr(), TYPES[grad.dtype], exp_avg.data_ptr(), out.data_ptr(), grad.numel()
+        lerps = (value for lerp in hyper.lerps for value in (lerp.factor, lerp.from_end))
+        self._functions.muon_direction(*tensors, scale, *lerps, torch.get_num_threads())
+        return out
+
+    def muon_step(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+        to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
+        rates = hyper.keep, -hyper.adjusted_lr
+        self._functions.muon_step(
+            master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, torch.get_num_threads()
+        )
+
+
+# -- structures of native/ -------------------------------------------------------------------------------------------
+
+
+def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names)
+
+
+class _Part(ctypes.Structure):
+    """adam.cpp's Part."""
+
+    _fields_ = (("start", _SIZE), ("end", _SIZE), ("step", AdamStep))
+
+
+class _Tables(ctypes.Structure):
+    """formats.h's Tables."""
+
+    _fields_ = (
+        *_fields(_POINTER * 2, "values", "planes"),
+        *_fields(_POINTER, "nearest", "lower", "cells"),
+    )
+
+
+class _Page(ctypes.Structure):
+    """adam.cpp's Page."""
+
+    _fields_ = (
+        *_fields(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
+        ("tables", ctypes.POINTER(_Tables)),
+        *_fields(Bits, "exp_avg_noise", "exp_avg_sq_noise"),
+        *_fields(_CHOICE, "moments", "grad_type", "out_type"),
+    )
+
+
+class _Addition(ctypes.Structure):
+    """gradients.h's Addition."""
+
+    _fields_ = (
+        *_fields(_POINTER, "sums", "values"),
+        *_fields(_SIZE, "count", "width"),
+        ("results", _POINTER),
+        *_fields(_CHOICE, "sums_type", "values_type", "first", "order", "lanes", "group"),
+    )
+
+
+@functools.cache
+def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
+    """Return the tables of the 8-bit format, and the tensors that own their memory."""
+    steps = cells() * torch.tensor([1.0, 2.0**-17])
+    steps[0, 1] = 0.0
+    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
+    nearest[:, :0x3F81] = nearest_table(True)
+    values = [dynamic_map(False), dynamic_map(True)]
+    planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
+    kept = (*values, *planes, nearest, lower_table(), steps)
+    at = [tensor.data_ptr() for tensor in kept]
+    pair = _POINTER * 2
+    return _Tables(pair(*at[:2]), pair(*at[2:4]), *at[4:]), kept

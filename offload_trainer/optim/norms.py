@@ -1,0 +1,114 @@
+"""Norms of gradients and of their sums, for clipping and logging, with the same bits wherever the values are placed.
+
+    one gradient                    `norm_of`, on the device that computed it
+    a sum over micro-batches        `norm_of` if a CPU trains; ordered if a GPU trains, wherever the sum is
+
+With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
+Ordered norms therefore consist of single additions in a fixed order. In host memory both kinds are combined from one
+partial result for each of several `Pieces`, which kernels compute while they add gradients (`TorchKernel.add`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer.plan.parallel.comm_cost import piece_width
+
+_CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Values are measured in pieces of `width` elements, a multiple of 256 unless there is one piece.
+
+    `halving`: a piece's result is its sum of squares, added by halves; `width` is a power of two. Otherwise it is the
+    norm of the piece with the bits of torch on this CPU.
+    """
+
+    width: int
+    halving: bool
+
+    @classmethod
+    def of(cls, numel: int, *, ordered: bool) -> Pieces:
+        """Return the pieces of a weight of `numel` elements, counted from its start, for `norm_of` with `ordered`."""
+        return cls(piece_width(numel, ordered=ordered), halving=ordered)
+
+    def results(self, elements: int) -> torch.Tensor:
+        """Return memory (fp32) for the results of `elements` elements."""
+        return torch.empty(-(-elements // self.width))
+
+    def measure(self, values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
+        """Return the partial results (fp32) of 1-D values, one a piece, by torch's operations.
+
+        `chunks` pieces are halved at a time: by default one on the CPU, which fits its cache, and several on a GPU.
+        """
+        if self.halving:
+            at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)
+            return torch.cat([_sums_of_squares(part, self.width) for part in values.split(self.width * at_a_time)])
+        # The pieces' copy and norms use two preallocated tensors, because small allocations between freed copies would
+        # fragment the heap.
+        results, copy = self.results(values.numel()), torch.empty(min(self.width, values.numel()))
+        for index, piece in enumerate(values.split(self.width)):
+            torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=results[index])
+        return results
+
+    def norm(self, results: torch.Tensor) -> torch.Tensor:
+        """Return the norm (fp32, 0-dim) from the partial results of all pieces, which several ranks may compute."""
+        if not self.halving:
+            return torch.linalg.vector_norm(results)
+        filled = results.new_zeros(1, 1 << max(0, results.numel() - 1).bit_length())  # the next power of two
+        filled[0, : results.numel()].copy_(results)
+        return _sum_by_halves(filled)[0].sqrt()
+
+
+def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the sum of squares (fp32) of each `width` elements, added by halves, on the device of `part`."""
+    rows = -(-part.numel() // width)
+    squares = torch.zeros(rows * width, dtype=torch.float32, device=part.device)
+    values = squares[: part.numel()].copy_(part)
+    values.mul_(values)
+    return _sum_by_halves(squares.view(rows, width))
+
+
+def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
+    """Return each row's sum, computed in place by halving; the row length is a power of two."""
+    length = rows.shape[1]
+    while length > 1:
+        length //= 2
+        rows[:, :length].add_(rows[:, length : 2 * length])
+    return rows[:, 0]
+
+
+def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
+    """Return the fp32 norm (0-dim) of 1-D values, on their device.
+
+    On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
+    with an error of 1 % at 9e7 elements.
+
+    `ordered` norms have the same bits on every device. The squares of each chunk of 2^20 elements are summed by
+    halving: element i + half is added to element i, until one is left. The chunks' sums are added in the same way.
+    Each step is one fp32 operation per element, rounded once, which every device computes identically, and padding
+    with zeros changes nothing.
+    """
+    if not ordered and flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat, dtype=torch.float32)
+    pieces = Pieces.of(flat.numel(), ordered=ordered)
+    return pieces.norm(pieces.measure(flat.contiguous()))
+
+
+def global_norm(norms: Mapping[str, torch.Tensor]) -> float:
+    """Return the norm of all gradients from each weight's, in the model's order; infinite or NaN if any element is."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
+
+
+def clip_factor(norm: float, *, limit: float) -> float:
+    """Return the factor that clips gradients of this norm to `limit`; 1 if `limit` is 0 (no clipping).
+
+    The operations are those of torch.nn.utils.clip_grad_norm_, in fp32, for the same bits.
+    """
+    if not limit:
+        return 1.0
+    return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))

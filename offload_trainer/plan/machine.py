@@ -197,11 +197,6 @@ class MachineProfile:
         return self.packages is not None and package not in self.packages
 
 
-def _catalogue() -> dict[str, Any]:
-    """Return the named machines, each with the names of its parts, and the parts."""
-    return parsed((files(__package__) / "machines.json").read_bytes(), dict)
-
-
 def _merged(one: Any, other: Any) -> Any:
     """Return `other` on top of `one`: mappings are merged at every depth, all else is replaced."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
@@ -209,14 +204,9 @@ def _merged(one: Any, other: Any) -> Any:
     return one | {key: _merged(one.get(key), value) for key, value in other.items()}
 
 
-def named_machines() -> list[str]:
-    """Return the names of the machines in machines.json, sorted."""
-    return sorted(_catalogue()["machines"])
-
-
 def read_machine(name: str) -> MachineProfile:
     """Return a named machine's profile, or the one in the file `name`; raise UserError if there is neither."""
-    catalogue = _catalogue()
+    catalogue = parsed((files(__package__) / "machines.json").read_bytes(), dict)
     if own := catalogue["machines"].get(name):
         parts = [catalogue["parts"][part] for part in own.pop("parts")]
         return as_kind(reduce(_merged, [*parts, own]), MachineProfile)

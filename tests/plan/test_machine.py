@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import pytest
 from update_ranges import form
 
 from offload_trainer.config import PlacementSection
-from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
+from offload_trainer.engine import timed_updates
+from offload_trainer.engine.timed_updates import TimedUpdate, available_updates, make_pages
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 from offload_trainer.plan.machine import (
     Latency,
     Links,
@@ -30,9 +32,7 @@ from offload_trainer.plan.machine import (
     Rates,
     describe_rates,
     layer_key,
-    named_machines,
     read_machine,
-    update_key,
 )
 from offload_trainer.run import machine_rates, process_setup
 from offload_trainer.run.commands.plan import described
@@ -60,16 +60,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
     """Return this machine's profile, timed with a tiny budget."""
     drive = tmp_path_factory.mktemp("drive")
-    kernel, _ = choose_kernel("torch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "_PIECE", 1 << 20)
         patch.setattr(bench, "_repeat", _a_few)
         return bench.bench_machine(
             probe_machine(PlacementSection(nvme=(str(drive),)), output=str(drive)),
-            bench.Subjects(
-                updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
-                dtypes=["fp32"],
-            ),
+            [TimedUpdate(TorchKernel())],
+            dtypes=["fp32"],
+            matrices=False,
             budget=bench.Budget(
                 drive_bytes=24 << 20,
                 contention_seconds=0.2,
@@ -128,29 +126,35 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
     monkeypatch.setattr(bench, "_drive", None)
     monkeypatch.setattr(bench, "_triad", None)
     monkeypatch.setattr(bench, "_repeat", _a_few)
-    how: dict[str, Any] = {"budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
-    again = bench.bench_machine(timed, bench.Subjects([("torch", None)], ["fp32"]), **how)  # type: ignore[list-item]
+    how: dict[str, Any] = {"matrices": False, "budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
+    again = bench.bench_machine(timed, [TimedUpdate(TorchKernel())], dtypes=["fp32"], **how)
     assert again == timed
     layer = bench.LayerSizes((8, 8, 8), 8, 64)
-    more = bench.bench_machine(timed, bench.Subjects([], ["bf16"]), layer=layer, **how)
+    more = bench.bench_machine(timed, [], dtypes=["bf16"], layer=layer, **how)
     assert set(more.rates.matmul) == {"fp32", "bf16"}
     assert more.rates.matmul["fp32"] == timed.rates.matmul["fp32"]
 
 
 def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the cache of all tests has compiled kernels
-    made = dict(available_updates(say=lambda line: None))
+    made = {update.name: update for update in available_updates(say=lambda line: None)}
     assert {"native", "native.bf16", "native.8bit", "torch"} <= set(made)
-    pages = make_buffers(70_000, page=32_768, format=form("8bit"))
-    assert [page.grad.numel() for page in pages] == [32_768, 32_768, 4464]
-    for states in ("fp32", "bf16", "8bit"):
-        pages = make_buffers(70_000, page=32_768, format=form(states))
-        before = [page.fields["master"].clone() for page in pages]
-        kernel_update(choose_kernel("native")[0], pages, format=form(states))(1)
-        for page, old in zip(pages, before, strict=True):  # Every number changes, and none becomes NaN.
+    pages = make_pages(70_000, page=32_768, format=form("8bit"))
+    assert [(page.first, page.grad.numel()) for page in pages] == [(0, 32_768), (32_768, 32_768), (65_536, 4464)]
+    for name in ("native", "native.bf16", "native.8bit"):
+        kept: list[PageUpdate] = []
+
+        def pages_of(*size: int, kept: list[PageUpdate] = kept, **how: Any) -> list[PageUpdate]:
+            kept += make_pages(*size, **how)
+            return kept
+
+        monkeypatch.setattr(timed_updates, "make_pages", pages_of)
+        step = made[name].begin(70_000, 32_768)
+        before = [page.fields["master"].clone() for page in kept]
+        step(1)
+        for page, old in zip(kept, before, strict=True):  # Every number changes, and none becomes NaN.
             assert (page.fields["master"] != old).float().mean() > 0.99
             assert (page.fields["master"] - old).abs().max() < 1e-3
-        made[update_key("native", states)](70_000, 32_768)(1)
 
 
 def test_a_profile_round_trips_through_json(timed: MachineProfile) -> None:
@@ -214,7 +218,6 @@ def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) 
 
 
 def test_named_machines() -> None:
-    assert named_machines() == NAMED
     for name in NAMED:
         machine = read_machine(name)
         assert machine.gpu
@@ -228,7 +231,9 @@ def test_named_machines() -> None:
         cited = ["github.com/" in rate.source for rate in every if rate and rate.origin == "measured"]
         assert all(cited)
         assert len(cited) >= 2
-    with pytest.raises(UserError, match="neither a file"):
+    with pytest.raises(
+        UserError, match=re.escape(f"neither a file nor a known machine ({', '.join(NAMED)}); did you mean")
+    ):
         read_machine("v100")
 
 

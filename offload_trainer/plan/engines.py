@@ -14,7 +14,7 @@ from offload_trainer.config import (
     TieredSection,
     TrainConfig,
 )
-from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
+from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import TierKind, kind_asked

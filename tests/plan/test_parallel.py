@@ -14,7 +14,7 @@ from sample_plans import SHAPES, cluster, rate, wish
 
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import gathered, zero_sizes
+from offload_trainer.plan.deepspeed import gathered, zero_sizes
 from offload_trainer.plan.parallel.collectives import (
     Collective,
     all_to_alls,

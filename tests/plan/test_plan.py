@@ -21,7 +21,7 @@ from sample_plans import GB, SHAPES, least_ram, machine, wish
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.deepspeed import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import zero_sizes
+from offload_trainer.plan.deepspeed import zero_sizes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight

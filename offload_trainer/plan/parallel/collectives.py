@@ -9,7 +9,7 @@ sends, and receives, this many bytes in a step:
     ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
                 buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids
     ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
-                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed/memory.py)
+                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed.py)
     tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
                 The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
                 gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd

@@ -12,14 +12,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.step_time import correction
-from offload_trainer.safe_files import Count, Kind, Line, as_kind, file_bytes, is_there, lenient_record, parsed, shown
+from offload_trainer.safe_files import Count, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
@@ -28,6 +28,7 @@ from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
 _DRIVE_METHOD = 3  # the same for drives
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
+_Ratios = dict[Line, list[Ratio]]  # of recent runs, by the key of a correction
 
 
 def cache_file() -> Path:
@@ -41,6 +42,18 @@ def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
+def _rates_key(machine: MachineProfile, threads: int | None = None) -> str:
+    return f"rates {fingerprint(machine, threads)}"
+
+
+def _ratios_key(machine: MachineProfile) -> str:
+    return f"ratios {fingerprint(machine)}"
+
+
+def _free_key(machine: MachineProfile) -> str:
+    return f"kept free of {machine.gpu}"
+
+
 def threads_of_all_ranks(machine: MachineProfile) -> int:
     """Return the number of threads of all local ranks together.
 
@@ -52,36 +65,23 @@ def threads_of_all_ranks(machine: MachineProfile) -> int:
 
 def _links_key(machine: MachineProfile) -> str:
     """Return the cache key of link rates, which do not depend on the threads of each rank."""
-    return f"{machine.cpu}, {machine.gpu}"
+    return f"links {machine.cpu}, {machine.gpu}"
 
 
 def _drive_key(drive: DriveFacts) -> str:
-    facts = (drive.disk or drive.device, drive.filesystem, drive.throttle, f"method {_DRIVE_METHOD}")
+    facts = ("drive", drive.disk or drive.device, drive.filesystem, drive.throttle, f"method {_DRIVE_METHOD}")
     return " ".join(str(fact) for fact in facts if fact)
 
 
-@lenient_record
-class _Kept:
-    """The content of the file. Entries are validated one by one, since other versions may have written some."""
+def _read() -> dict[str, Any]:
+    """Return the cached entries, or none without a file. Raises ValueError if it cannot be read.
 
-    machines: dict[str, Any] = field(default_factory=dict)
-    drives: dict[str, Any] = field(default_factory=dict)
-    links: dict[str, Any] = field(default_factory=dict)
-    kept_free: dict[str, Any] = field(default_factory=dict)  # bytes, by the GPU's name
-
-
-@lenient_record
-class _OfMachine:
-    rates: Rates
-    ratios: dict[Line, list[Ratio]] = field(default_factory=dict)
-
-
-def _read() -> _Kept:
-    """Return the cached rates, or an empty cache without a file. Raises ValueError if it cannot be read."""
+    They are validated one by one, since other versions may have written some.
+    """
     try:
-        return parsed(file_bytes(cache_file(), opener=open_owned), _Kept)
+        return parsed(file_bytes(cache_file(), opener=open_owned), dict[str, Any])
     except FileNotFoundError:
-        return _Kept()
+        return {}
 
 
 @contextmanager
@@ -95,9 +95,9 @@ def _changed() -> Iterator[dict[str, Any]]:
     # without locks another process's numbers may be lost; they are then measured again
     with exclusive_lock(path.with_name(f"{path.name}.lock"), say=write_now):
         try:
-            stored = asdict(_read())
+            stored = _read()
         except ValueError:
-            stored = asdict(_Kept())
+            stored = {}
         yield stored
         write_text(path, json.dumps(stored, indent=1), mode=MODE)
 
@@ -125,9 +125,9 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     """Return the machine with its cached rates, and with notes on cache entries that cannot be read."""
     notes: list[str] = []
 
-    def known(entries: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
+    def known(key: str, kind: type[Kind]) -> Kind | None:
         try:
-            return as_kind(entries[key], kind) if key in entries else None
+            return as_kind(stored[key], kind) if key in stored else None
         except ValueError as error:
             notes.append(
                 f"{cache_file()}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)"
@@ -138,17 +138,16 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         stored = _read()
     except ValueError as error:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
-        stored = _Kept()
-    here = known(stored.machines, fingerprint(machine), _OfMachine) or _OfMachine(Rates())
+        stored = {}
+    rates = known(_rates_key(machine), Rates) or Rates()
     notes += _timed_with_others(stored, machine)
-    corrections = {key: correction(ratios) for key, ratios in here.ratios.items()}
-    drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
-    rates = replace(here.rates, corrections=corrections)
-    links = known(stored.links, _links_key(machine), Links) or machine.links
-    kept_free = known(stored.kept_free, machine.gpu or "", Count) or 0
+    ratios = known(_ratios_key(machine), _Ratios) or {}
+    drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
+    links = known(_links_key(machine), Links) or machine.links
+    kept_free = known(_free_key(machine), Count) or 0
     return replace(
         machine,
-        rates=rates,
+        rates=replace(rates, corrections={key: correction(found) for key, found in ratios.items()}),
         links=links,
         drives=tuple(drives),
         kept_free=kept_free,
@@ -156,11 +155,11 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     )
 
 
-def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
+def _timed_with_others(stored: dict[str, Any], machine: MachineProfile) -> list[str]:
     """Return a note if rates are cached for this machine only with other numbers of threads."""
     threads = threads_of_all_ranks(machine)
-    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if fingerprint(machine, count) in stored.machines]
-    if not counts or fingerprint(machine) in stored.machines:
+    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if _rates_key(machine, count) in stored]
+    if not counts or _rates_key(machine) in stored:
         return []
     return [
         f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "
@@ -174,21 +173,21 @@ def keep_rates(machine: MachineProfile) -> None:
     values = asdict(machine.rates)
     values.pop("corrections")
     with _changed() as stored:
-        before = stored["machines"].get(fingerprint(machine), {})
-        if not isinstance(before, dict) or before.get("rates") != parsed(json.dumps(values), dict):
-            stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
+        if stored.get(_rates_key(machine)) != parsed(json.dumps(values), dict):
+            stored[_rates_key(machine)] = values
+            stored.pop(_ratios_key(machine), None)
         if machine.links != Links():
-            stored["links"][_links_key(machine)] = asdict(machine.links)
+            stored[_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:
             if drive.rates is not None:
-                stored["drives"][_drive_key(drive)] = asdict(drive.rates)
+                stored[_drive_key(drive)] = asdict(drive.rates)
 
 
 def keep_free(machine: MachineProfile, *, more: int) -> None:
     """Store that plans for this GPU leave `more` bytes of it free than so far, at most a quarter in all."""
     with _changed() as stored:
-        before = stored["kept_free"].get(machine.gpu)
-        stored["kept_free"][machine.gpu] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
+        before = stored.get(_free_key(machine))
+        stored[_free_key(machine)] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
@@ -199,11 +198,13 @@ def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
     if not cache_file().exists():
         return
     with _changed() as stored:
-        try:
-            kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
-        except ValueError:  # the machine has not been timed
+        if _rates_key(machine) not in stored:  # the machine has not been timed
             return
+        try:
+            kept = as_kind(stored.get(_ratios_key(machine), {}), _Ratios)
+        except ValueError:  # of another version
+            kept = {}
         for key, ratio in ratios.items():
             # The run's prediction already included the correction, so multiply by it.
             kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
-        stored["machines"][fingerprint(machine)]["ratios"] = kept
+        stored[_ratios_key(machine)] = kept

@@ -461,7 +461,6 @@ class DeepSpeedCandidate:
             return self._tiers.drives[0] if self._tiers.drives else Tier(kind, 0)
         return self._tiers.device if kind == TierKind.GPU else self._tiers.ram
 
-
     def _process(self) -> list[Item]:
         here, row = self.work.here, self.work.seq_len
         items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")

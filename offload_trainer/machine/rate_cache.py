@@ -42,18 +42,6 @@ def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _rates_key(machine: MachineProfile, threads: int | None = None) -> str:
-    return f"rates {fingerprint(machine, threads)}"
-
-
-def _ratios_key(machine: MachineProfile) -> str:
-    return f"ratios {fingerprint(machine)}"
-
-
-def _free_key(machine: MachineProfile) -> str:
-    return f"kept free of {machine.gpu}"
-
-
 def threads_of_all_ranks(machine: MachineProfile) -> int:
     """Return the number of threads of all local ranks together.
 
@@ -139,18 +127,16 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     except ValueError as error:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = {}
-    rates = known(_rates_key(machine), Rates) or Rates()
+    key = fingerprint(machine)
+    rates, ratios = known(f"rates {key}", Rates) or Rates(), known(f"ratios {key}", _Ratios) or {}
     notes += _timed_with_others(stored, machine)
-    ratios = known(_ratios_key(machine), _Ratios) or {}
     drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
-    links = known(_links_key(machine), Links) or machine.links
-    kept_free = known(_free_key(machine), Count) or 0
     return replace(
         machine,
         rates=replace(rates, corrections={key: correction(found) for key, found in ratios.items()}),
-        links=links,
+        links=known(_links_key(machine), Links) or machine.links,
         drives=tuple(drives),
-        kept_free=kept_free,
+        kept_free=known(f"kept free of {machine.gpu}", Count) or 0,
         notes=(*machine.notes, *dict.fromkeys(notes)),
     )
 
@@ -158,8 +144,9 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 def _timed_with_others(stored: dict[str, Any], machine: MachineProfile) -> list[str]:
     """Return a note if rates are cached for this machine only with other numbers of threads."""
     threads = threads_of_all_ranks(machine)
-    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if _rates_key(machine, count) in stored]
-    if not counts or _rates_key(machine) in stored:
+    every = range(1, (os.cpu_count() or 1) + 1)
+    counts = [count for count in every if f"rates {fingerprint(machine, count)}" in stored]
+    if not counts or f"rates {fingerprint(machine)}" in stored:
         return []
     return [
         f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "
@@ -172,10 +159,11 @@ def keep_rates(machine: MachineProfile) -> None:
     """Store measured rates. The ratios of earlier runs apply to the old rates and are dropped if these change."""
     values = asdict(machine.rates)
     values.pop("corrections")
+    key = fingerprint(machine)
     with _changed() as stored:
-        if stored.get(_rates_key(machine)) != parsed(json.dumps(values), dict):
-            stored[_rates_key(machine)] = values
-            stored.pop(_ratios_key(machine), None)
+        if stored.get(f"rates {key}") != parsed(json.dumps(values), dict):
+            stored[f"rates {key}"] = values
+            stored.pop(f"ratios {key}", None)
         if machine.links != Links():
             stored[_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:
@@ -185,9 +173,10 @@ def keep_rates(machine: MachineProfile) -> None:
 
 def keep_free(machine: MachineProfile, *, more: int) -> None:
     """Store that plans for this GPU leave `more` bytes of it free than so far, at most a quarter in all."""
+    key = f"kept free of {machine.gpu}"
     with _changed() as stored:
-        before = stored.get(_free_key(machine))
-        stored[_free_key(machine)] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
+        before = stored.get(key)
+        stored[key] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
@@ -198,13 +187,13 @@ def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
     if not cache_file().exists():
         return
     with _changed() as stored:
-        if _rates_key(machine) not in stored:  # the machine has not been timed
+        if f"rates {fingerprint(machine)}" not in stored:  # the machine has not been timed
             return
         try:
-            kept = as_kind(stored.get(_ratios_key(machine), {}), _Ratios)
+            kept = as_kind(stored.get(f"ratios {fingerprint(machine)}", {}), _Ratios)
         except ValueError:  # of another version
             kept = {}
         for key, ratio in ratios.items():
             # The run's prediction already included the correction, so multiply by it.
             kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
-        stored[_ratios_key(machine)] = kept
+        stored[f"ratios {fingerprint(machine)}"] = kept

@@ -339,7 +339,7 @@ class DeepSpeedCandidate:
 
     def _bounds(self) -> list[Bound]:
         """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
-        hidden = as_traffic([one for one in self._collectives if one.hides != "nothing"], here=self.work.here)
+        hidden = as_traffic([one for one in self._collectives if one.hides], here=self.work.here)
         update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
         if self.machine.gpu is None or self.placement.optimizer != TierKind.GPU:
             count, rate = self.trained, update_rate(self.work, self.machine)  # parameters per second of a node
@@ -376,7 +376,7 @@ class DeepSpeedCandidate:
         if copies := self._copies_in_turn:
             waits["backward"] += copies[1]
         for one in self._collectives:
-            if one.hides == "nothing":
+            if not one.hides:
                 waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
         return waits
 

@@ -19,7 +19,8 @@ sends, and receives, this many bytes in a step:
 
 Ranks of a tensor group are adjacent; then come those of a sequence, and of data. A ring that spans nodes enters and
 leaves each node once, and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives
-overlap matrix products, those of ZeRO-1 only the last micro-batch's; those of tensor and sequence do not overlap.
+overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of tensor
+and sequence do not overlap.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Collective:
     group: int  # ranks per group
     stride: int  # rank distance between neighbours of a group
     kind: Literal["ring", "all-to-all"] = "ring"
-    hides: Literal["all", "last", "nothing"] = "nothing"  # overlaps the phase's products, or the last micro-batch's
+    hides: bool = False  # it overlaps the phase's products
 
     def network(self, here: int) -> float:
         """Return the bytes each way through the network of a node with `here` ranks."""
@@ -70,10 +71,9 @@ def zero_collectives(
         if phase == "update":
             yield Collective(phase, size * count, 1, alike, stride)
         else:
-            yield Collective(phase, micro * size * count, micro, alike, stride, hides="all")
+            yield Collective(phase, micro * size * count, micro, alike, stride, hides=True)
     times = 1 if stage == 1 else micro
-    hides: Literal["all", "last"] = "last" if stage == 1 else "all"
-    yield Collective("backward", times * size * trained, times, alike, stride, hides=hides)
+    yield Collective("backward", times * size * trained, times, alike, stride, hides=True)
     if stage < 3:
         yield Collective("update", size * trained, 1, alike, stride)
 

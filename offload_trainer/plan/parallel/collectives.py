@@ -19,8 +19,8 @@ sends, and receives, this many bytes in a step:
 
 Ranks of a tensor group are adjacent; then come those of a sequence, and of data. A ring that spans nodes enters and
 leaves each node once, and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives
-overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of tensor
-and sequence do not overlap.
+overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of
+tensor and sequence do not overlap.
 """
 
 from __future__ import annotations

@@ -218,57 +218,56 @@ def test_ratios_of_overlapping_phases_are_not_stored() -> None:
 # -- overlap with the backward -----------------------------------------------------------------------------------------
 
 
-ON_DRIVES = EarlyPages(on_drives=1.0)
-FIRST = pytest.approx(0.001, rel=0.01)  # the first page is updated after one of the blocks
+DRIVE, LITTLE = (Bound("update", seconds, "", "drive", "sda") for seconds in (4.0, 0.5))
+ADAMW, COMPUTE = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
+WEIGHTS, ADDING = (Bound("backward", 0.5, "", kind, "sda") for kind in ("drive", "memory"))
+ON_DRIVES, IN_RAM = EarlyPages(on_drives=1.0), EarlyPages(0.0, in_ram=1.0)
+
+# The update's seconds and the bounds, its early pages, and other arguments; seconds of the update that are done during
+# the backward, and those saved (None: not computed by hand).
+OVERLAPS: list[tuple[tuple[float, *tuple[Bound, ...]], EarlyPages, dict[str, Any], float | None, float | None]] = [
+    # The last backward hides as much of the drives as it takes.
+    ((4.0, DRIVE, COMPUTE), ON_DRIVES, {}, 1.0, 1.0),
+    ((4.0, DRIVE, COMPUTE), ON_DRIVES, {"micro_batches": 4}, 0.25, 0.25),
+    ((0.5, LITTLE, COMPUTE), ON_DRIVES, {}, 0.5, 0.5),
+    ((4.0, DRIVE, COMPUTE), EarlyPages(0.0), {}, 0.0, 0.0),
+    ((0.5, LITTLE, COMPUTE), EarlyPages(1.0, last=0.2), {}, 0.4, None),
+    # A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time. It
+    # is not free while it adds gradients either, which the backward takes in addition to its computation.
+    ((4.0, DRIVE, WEIGHTS), ON_DRIVES, {}, None, 0.5),
+    ((4.0, DRIVE, ADAMW, COMPUTE), ON_DRIVES, {}, 4 / 3, 1.0),  # four seconds of the drive with one of the CPU
+    ((1.0, ADAMW, COMPUTE), ON_DRIVES, {}, None, 0.0),
+    ((1.0, ADAMW, replace(COMPUTE, seconds=0.6)), ON_DRIVES, {}, None, 0.0),
+    # Transfers take computation from the backward. The share `last` of the drive's seconds waits for units before the
+    # blocks, and so does its cost to the cores.
+    ((4.0, replace(DRIVE, lost=1.0), COMPUTE), ON_DRIVES, {}, 4 / 3, 1.0),
+    ((4.0, replace(DRIVE, lost=1.0), COMPUTE), EarlyPages(on_drives=1.0, last=0.5), {}, 4 / 3, 1.0),
+    ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {}, None, 0.2),
+    ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {"gpu": True}, None, 0.5),
+    # A GPU computes the model: pages with shadow memory take seconds of a free CPU. Copying the old bytes takes time in
+    # which no page is updated; adding gradients takes half of the memory's bandwidth.
+    *(((0.8, replace(ADAMW, seconds=0.8), COMPUTE), EarlyPages(0.0, in_ram=share), {"gpu": True}, *(2 * [0.8 * share]))
+      for share in (0.0, 0.25, 0.5, 1.0)),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE), IN_RAM, {"gpu": True}, 1.0, None),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE), replace(IN_RAM, copying=3.0), {"gpu": True}, 0.5, None),
+    ((0.4, replace(ADAMW, seconds=0.4), COMPUTE), replace(IN_RAM, copying=0.4), {"gpu": True}, 0.4, 0.4),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE, ADDING), IN_RAM, {"gpu": True}, None, 0.5),
+    # Where the CPU computes the model, starting early costs the copies.
+    ((0.4, replace(ADAMW, seconds=0.4), COMPUTE), replace(IN_RAM, copying=0.1), {}, 0.4, -0.1),
+]  # fmt: skip
 
 
-def behind_the_backward(
-    update: float, *bounds: Bound, micro_batches: int = 1, early: EarlyPages = ON_DRIVES, gpu: bool = False
-) -> BackwardOverlap:
-    """Return the overlap of an update with a backward of 1 s over 1000 blocks."""
-    shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
-    found, units = forecast(update, 1.0, *bounds), units_of(shape)
-    return ahead_of(found, units, early, micro_batches=micro_batches, gpu=gpu)
-
-
-def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
-    drive, cpu = (Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 1.0, "", "compute"))
-    assert behind_the_backward(4.0, drive, cpu).hidden == pytest.approx(1.0, rel=0.01)
-    assert behind_the_backward(4.0, drive, cpu, micro_batches=4).hidden == pytest.approx(0.25, rel=0.01)
-    little = replace(drive, seconds=0.5)
-    assert behind_the_backward(0.5, little, cpu) == BackwardOverlap(pytest.approx(0.5), pytest.approx(0.5), FIRST)
-    assert behind_the_backward(4.0, drive, cpu, early=EarlyPages(0.0)) == BackwardOverlap(0.0, 0.0)
-    assert behind_the_backward(0.5, little, cpu, early=EarlyPages(1.0, last=0.2)).done == pytest.approx(0.4)
-
-
-def test_shared_resources_lengthen_the_backward() -> None:
-    """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time.
-
-    It is not free while it adds gradients either, which the backward takes in addition to its computation.
-    """
-    drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
-    assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
-    adamw, cpu = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(4.0, drive, adamw, cpu)  # four seconds of the drive with one of the CPU
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    for compute in (1.0, 0.6):
-        assert behind_the_backward(1.0, adamw, replace(cpu, seconds=compute)).hidden == pytest.approx(0.0, abs=1e-9)
-
-
-def test_early_pages_of_drives_take_computation_from_the_backward() -> None:
-    """The share `last` of the drive's seconds waits for units before the blocks, and so does its cost to the cores."""
-    drive, cpu = Bound("update", 4.0, "", "drive", "sda", lost=1.0), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(4.0, drive, cpu)
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    early = EarlyPages(on_drives=1.0, last=0.5)  # two seconds of the drive and half a second of the cores
-    found = behind_the_backward(4.0, drive, cpu, early=early)
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    little = replace(drive, seconds=0.5, lost=0.3)
-    assert behind_the_backward(0.5, little, cpu).hidden == pytest.approx(0.2)
-    assert behind_the_backward(0.5, little, cpu, gpu=True).hidden == pytest.approx(0.5)
+def test_what_the_backward_hides_of_an_update_by_hand() -> None:
+    """A backward of 1 s over 1000 blocks; the first page is updated after one of them."""
+    weights = tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000))
+    units = units_of(replace(SHAPES["gpt2"], weights=weights))
+    for (update, *bounds), early, how, done, hidden in OVERLAPS:
+        found = ahead_of(forecast(update, 1.0, *bounds), units, early, **{"micro_batches": 1, "gpu": False} | how)
+        told = (update, bounds, early, how)
+        assert done is None or found.done == pytest.approx(done, rel=0.01), told
+        assert hidden is None or found.hidden == pytest.approx(hidden, rel=0.01, abs=1e-9), told
+    found = ahead_of(forecast(0.5, 1.0, LITTLE, COMPUTE), units, ON_DRIVES, micro_batches=1, gpu=False)
+    assert found.first == pytest.approx(0.001, rel=0.01)
 
 
 def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
@@ -277,31 +276,6 @@ def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
         bounds = Bound("update", 4.0, "", "drive", "sda", lost=lost), Bound("forward", 1.0, "", "compute")
         found = hidden_seconds(forecast(4.0, 1.0, *bounds), parts, micro_batches=1, gpu=False)
         assert found == pytest.approx(hidden, abs=0.02)
-
-
-def test_pages_in_ram_with_shadow_memory_take_seconds_of_a_cpu_that_is_free() -> None:
-    """A GPU computes the model. Copying the old bytes takes time in which no page is updated."""
-    adamw, compute = Bound("update", 0.8, "", "adamw"), Bound("backward", 1.0, "", "compute")
-
-    def found(update: float, *more: Bound, **early: float) -> BackwardOverlap:
-        bounds = replace(adamw, seconds=update), compute, *more
-        return behind_the_backward(update, *bounds, early=EarlyPages(0.0, **early), gpu=True)
-
-    for share in (0.25, 0.5, 1.0):
-        its = pytest.approx(0.8 * share)
-        assert found(0.8, in_ram=share) == BackwardOverlap(its, its, FIRST)
-    assert found(0.8, in_ram=0.0) == BackwardOverlap(0.0, 0.0)
-    assert found(3.0, in_ram=1.0).done == pytest.approx(1.0, rel=0.01)
-    assert found(3.0, in_ram=1.0, copying=3.0).done == pytest.approx(0.5, rel=0.01)
-    assert found(0.4, in_ram=1.0, copying=0.4) == BackwardOverlap(pytest.approx(0.4), pytest.approx(0.4), FIRST)
-    adding = Bound("backward", 0.5, "", "memory")  # takes half of the memory's bandwidth
-    assert found(3.0, adding, in_ram=1.0).hidden == pytest.approx(0.5, rel=0.01)
-
-
-def test_where_the_cpu_computes_the_model_starting_early_costs_the_copies() -> None:
-    adamw, compute = Bound("update", 0.4, "", "adamw"), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(0.4, adamw, compute, early=EarlyPages(0.0, in_ram=1.0, copying=0.1))
-    assert found == BackwardOverlap(pytest.approx(0.4), pytest.approx(-0.1), FIRST)
 
 
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:

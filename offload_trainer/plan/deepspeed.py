@@ -115,37 +115,33 @@ class DeepSpeed:
 
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each."""
-        place, mistakes = self.place, []
+        place, stage = self.place, self.section.zero_stage
         params, optimizer = kind_asked(place.params), kind_asked(place.optimizer)
-        if len(place.nvme) > 1:
-            mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
-        if self.moments == "8bit" and optimizer in (TierKind.RAM, TierKind.DRIVES):
-            mistakes.append(
-                f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' "
-                "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
-            )
-        if params == TierKind.DRIVES and self.section.prefetch_bucket_size not in ("auto", 0):
-            # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
-            mistakes.append(
-                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
-                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
-            )
         off_gpu = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
-        if self.tensor > 1 and off_gpu:
-            mistakes.append(
-                f"parallel.tensor={self.tensor} divides the weights over GPUs and keeps the state there or in RAM: use "
-                "--params gpu, and --optimizer gpu or cpu"
-            )
-        if self.tensor == 1 and self.section.zero_stage in (1, 2) and off_gpu:
-            mistakes.append(
-                f"deepspeed.zero_stage={self.section.zero_stage} keeps whole weights on each GPU, and the state there "
-                "or in RAM: use --params gpu, and --optimizer gpu or cpu"
-            )
-        if self.tensor > 1 and self.section.zero_stage not in ("auto", 1):
-            mistakes.append(f"parallel.tensor={self.tensor} works with ZeRO-1 only: leave deepspeed.zero_stage out")
-        if self.tensor > 1 and self.moments == "8bit":
-            mistakes.append(f"parallel.tensor={self.tensor} with optim.moment_dtype=8bit is untested: use fp32")
-        return mistakes
+        tensor, on_gpu = f"parallel.tensor={self.tensor}", "use --params gpu, and --optimizer gpu or cpu"
+        found = {
+            f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one": len(place.nvme) > 1,
+            f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit "
+            "AdamW runs on the GPU; use --optimizer gpu, or --engine tiered": (
+                self.moments == "8bit" and optimizer in (TierKind.RAM, TierKind.DRIVES)
+            ),
+            # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
+            "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+            "step (`already assigned swap buffer`); leave it at auto, which is 0 there": (
+                params == TierKind.DRIVES and self.section.prefetch_bucket_size not in ("auto", 0)
+            ),
+            f"{tensor} divides the weights over GPUs and keeps the state there or in RAM: {on_gpu}": (
+                self.tensor > 1 and off_gpu
+            ),
+            f"deepspeed.zero_stage={stage} keeps whole weights on each GPU, and the state there or in RAM: {on_gpu}": (
+                self.tensor == 1 and stage in (1, 2) and off_gpu
+            ),
+            f"{tensor} works with ZeRO-1 only: leave deepspeed.zero_stage out": (
+                self.tensor > 1 and stage not in ("auto", 1)
+            ),
+            f"{tensor} with optim.moment_dtype=8bit is untested: use fp32": self.tensor > 1 and self.moments == "8bit",
+        }
+        return [sentence for sentence, wrong in found.items() if wrong]
 
     def packages(self) -> list[tuple[str, str]]:
         """Return (setting, package) for each package that the settings need and that is not always installed."""

@@ -149,21 +149,28 @@ class DeepSpeed:
         return [("--engine deepspeed", "deepspeed"), *eight]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
-        """Raise UserError for settings that this machine or this step makes impossible."""
-        if machine.gpu is None and work.dtype == "fp16":
-            raise UserError(
-                "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
-                "tiered"
-            )
-        if self._sums_need_ram(work) and (kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"):
-            setting = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
-            raise UserError(
-                f"{setting} --optimizer gpu with fp32 sums of several bf16 micro-batches: DeepSpeed uses another "
-                "optimizer then, which is untested; use --optimizer cpu, --accumulate 1, or "
-                "optim.accumulate_dtype=model"
-            )
-        if self.tensor > 1:
-            self._refuse_dividing(work)
+        """Raise UserError for settings that this machine, this step, the ranks or the model make impossible."""
+        tensor, several, reason = (
+            f"parallel.tensor={self.tensor}",
+            self.tensor > 1,
+            refusal(work.shape, tensor=self.tensor),
+        )
+        on_gpu = kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"
+        found = {
+            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
+            "tiered": machine.gpu is None and work.dtype == "fp16",
+            f"{tensor if several else 'deepspeed.zero_stage=1'} --optimizer gpu with fp32 sums of several bf16 "
+            "micro-batches: DeepSpeed uses another optimizer then, which is untested; use --optimizer cpu, "
+            "--accumulate 1, or optim.accumulate_dtype=model": self._sums_need_ram(work) and on_gpu,
+            f"{tensor} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)": (
+                several and work.world % self.tensor
+            ),
+            f"{tensor}: transformers has no tensor-parallel plan for this architecture that splits each matrix of a "
+            "block by rows or columns only; use 1": several and not any(weight.split for weight in work.shape.weights),
+            f"{tensor}: {reason}": several and reason,
+        }
+        if wrong := next((sentence for sentence, is_wrong in found.items() if is_wrong), ""):
+            raise UserError(wrong)
 
     @property
     def _zero(self) -> int | None:
@@ -171,19 +178,6 @@ class DeepSpeed:
         if self.tensor > 1:
             return 1
         return None if self.section.zero_stage == "auto" else self.section.zero_stage
-
-    def _refuse_dividing(self, work: Workload) -> None:
-        """Raise UserError if the ranks or the model cannot be divided by `tensor`."""
-        setting = f"parallel.tensor={self.tensor}"
-        if work.world % self.tensor:
-            raise UserError(f"{setting} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
-        if not any(weight.split for weight in work.shape.weights):
-            raise UserError(
-                f"{setting}: transformers has no tensor-parallel plan for this architecture that splits each matrix of "
-                "a block by rows or columns only; use 1"
-            )
-        if reason := refusal(work.shape, tensor=self.tensor):
-            raise UserError(f"{setting}: {reason}")
 
     def _sums_need_ram(self, work: Workload) -> bool:
         """Return whether the state must be in RAM: elsewhere DeepSpeed has another class for ZeRO-1 with fp32 sums."""

@@ -150,11 +150,8 @@ class DeepSpeed:
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that this machine, this step, the ranks or the model make impossible."""
-        tensor, several, reason = (
-            f"parallel.tensor={self.tensor}",
-            self.tensor > 1,
-            refusal(work.shape, tensor=self.tensor),
-        )
+        tensor, several = f"parallel.tensor={self.tensor}", self.tensor > 1
+        reason = refusal(work.shape, tensor=self.tensor)
         on_gpu = kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"
         found = {
             "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "

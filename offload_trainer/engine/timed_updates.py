@@ -120,7 +120,8 @@ def updates_of_run(kernel: str, moments: str) -> list[TimedUpdate]:
     """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses."""
     chosen, _ = choose_kernel(kernel)
     there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
-    return [TimedUpdate(kernel, moments) for kernel in (chosen, there) if kernel is not None]
+    found = [TimedUpdate(chosen, moments)]
+    return found if there is None else [*found, TimedUpdate(there, moments)]
 
 
 def _stock_step(elements: int) -> Step:

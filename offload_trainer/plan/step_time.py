@@ -438,8 +438,8 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
     """
     first = first_block(units)
     there = Counter[int]()
-    for page in homes.pages if homes else ():
-        there[page.unit] += page.elements * (page.home == DEVICE)
+    for one in homes.page_groups if homes else ():
+        there[one.page.unit] += one.elements * (one.page.home == DEVICE)
     inside = there.total()
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
     outside = sum(unit.trained for unit in units) - inside
@@ -526,16 +526,16 @@ class EarlyPages:
 def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     first = first_block(units)
-    outside = sum(page.elements for page in homes.pages if page.home != DEVICE) or 1
-    on_drives = [page for page in homes.pages if on_drive(page.home)]
-    away = sum(page.elements for page in on_drives)
-    last = sum(page.elements for page in on_drives if page.unit < first)
+    outside = sum(one.elements for one in homes.page_groups if one.page.home != DEVICE) or 1
+    on_drives = [one for one in homes.page_groups if on_drive(one.page.home)]
+    away = sum(one.elements for one in on_drives)
+    last = sum(one.elements for one in on_drives if one.page.unit < first)
     in_ram = sum(homes.pages[number].elements for number in homes.shadows)
     return EarlyPages(
         away / outside,
         in_ram / outside,
         last=last / (away or 1),
-        read=min(1.0, buffers // 2 / (len(on_drives) or 1)),
+        read=min(1.0, buffers // 2 / (sum(one.count for one in on_drives) or 1)),
         copying=copying,
     )
 

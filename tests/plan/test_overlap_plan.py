@@ -563,9 +563,10 @@ def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() ->
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
 def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
     units = units_of(SHAPE)
-    pages = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
+    cut = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
+    pages = cut.pages
     kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
-    homes = with_shadows(homes_of(units, pages, **kinds, speeds=(), ranks=ranks), units, share=share)
+    homes = with_shadows(homes_of(units, cut, **kinds, speeds=()), units, share=share)
     blocks = [unit for unit in units if unit.block]
     assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
     for unit in blocks:

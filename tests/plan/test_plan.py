@@ -31,7 +31,6 @@ from offload_trainer.plan.tiered.layout import (
     RAM,
     Unit,
     aligned,
-    homes_of,
     pages_of,
     range_of_rank,
     rank_of,
@@ -181,10 +180,9 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
     """
     units = units_of(SHAPES["gpt2"])
     pages = pages_of(units, page=100_000, shares=[(RAM, 0.5)], speeds=[1.0], ranks=ranks)
-    homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
     ends = dict.fromkeys(range(len(units)), 0)
     held: Counter[tuple[int, int]] = Counter()
-    for page, owner in zip(homes.pages, homes.owners, strict=True):
+    for page, owner in zip(pages.pages, pages.owners, strict=True):
         assert page.start == ends[page.unit]
         ends[page.unit] += page.elements
         first, end = range_of_rank(units[page.unit], owner, ranks=ranks)
@@ -261,7 +259,7 @@ def test_tiers_sum_to_the_state() -> None:
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
     cases = product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5]), (False, True))
     for (gpu, ram), speeds, ahead in cases:
-        pages = pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, ahead=ahead)
+        pages = pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, ahead=ahead).pages
         ends = dict.fromkeys(range(len(units)), 0)
         for page in pages:
             assert page.start == ends[page.unit]
@@ -272,7 +270,7 @@ def test_tiers_sum_to_the_state() -> None:
         on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
         assert 0 <= on_gpu - gpu * total < ALIGN
         assert abs(in_ram - ram * total) < ALIGN
-        assert pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, 1 - gpu)], speeds=[])  # no rest remains
+        assert pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, 1 - gpu)], speeds=[]).pages  # no rest remains
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
             assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
@@ -435,14 +433,11 @@ def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
 
 
 def test_page_groups_count_the_pages_of_each_kind() -> None:
-    units, placed = units_of(SHAPES["gpt2-medium"]), {"speeds": [2.0, 1.0], "ranks": 4}
-    pages = pages_of(units, page=1 << 18, shares=[(RAM, 0.4)], **placed)
-    homes = homes_of(units, pages, params="gpu", gradients="nvme", **placed)
-    kinds = Counter(
-        (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
-        for page, rank in zip(pages, homes.owners, strict=True)
-    )
-    found = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.page_groups}
+    cut = pages_of(units_of(SHAPES["gpt2-medium"]), page=1 << 18, shares=[(RAM, 0.4)], speeds=[2.0, 1.0], ranks=4)
+    placed = zip(cut.pages, cut.owners, strict=True)
+    kinds = Counter((rank, page.unit, page.home, page.elements) for page, rank in placed)
+    found = {(one.rank, one.page.unit, one.page.home, one.page.elements): one for one in cut.groups}
+    assert all(cut.pages[one.number] is one.page and cut.owners[one.number] == one.rank for one in cut.groups)
     assert {kind: one.count for kind, one in found.items()} == kinds
 
 

@@ -250,7 +250,7 @@ def tiered_traffic(
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step."""
     move = _Moved()
-    _move_pages(move, work, homes.page_groups, format=sizes.format)
+    _move_pages(move, work, homes, homes.page_groups, format=sizes.format)
     _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
         inputs = inputs_of(work)
@@ -267,16 +267,18 @@ def tiered_traffic(
 def traffic_beside_matrices(work: Workload, homes: TierMap, *, format: StateFormat, tiers: Tiers) -> list[Traffic]:
     """Return the bytes that the update moves for pages without matrices, of those that `tiered_traffic` returns."""
     move = _Moved()
-    _move_pages(move, work, [one for one in homes.page_groups if not one.page.matrices], format=format)
+    _move_pages(move, work, homes, [one for one in homes.page_groups if not one.page.matrices], format=format)
     return move.traffic(tiers)
 
 
-def _move_pages(move: _Moved, work: Workload, groups: Sequence[PageGroup], *, format: StateFormat) -> None:
+def _move_pages(
+    move: _Moved, work: Workload, homes: TierMap, groups: Sequence[PageGroup], *, format: StateFormat
+) -> None:
     """Count state, gradients and new weights of the update."""
     e, g = work.item_bytes, work.gradient_bytes
     for one in groups:
-        weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
-        elements = one.count * one.page.elements
+        weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]
+        elements, inside = one.elements, one.page.home == DEVICE
         if one.page.home == ELSEWHERE:
             if weights != DEVICE:
                 move(weights, "update", written=e * elements)

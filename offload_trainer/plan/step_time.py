@@ -438,7 +438,7 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
     """
     first = first_block(units)
     there = Counter[int]()
-    for one in homes.page_groups if homes else ():
+    for one in homes.cut.groups if homes else ():
         there[one.page.unit] += one.elements * (one.page.home == DEVICE)
     inside = there.total()
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
@@ -526,8 +526,8 @@ class EarlyPages:
 def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     first = first_block(units)
-    outside = sum(one.elements for one in homes.page_groups if one.page.home != DEVICE) or 1
-    on_drives = [one for one in homes.page_groups if on_drive(one.page.home)]
+    outside = sum(one.elements for one in homes.cut.groups if one.page.home != DEVICE) or 1
+    on_drives = [one for one in homes.cut.groups if on_drive(one.page.home)]
     away = sum(one.elements for one in on_drives)
     last = sum(one.elements for one in on_drives if one.page.unit < first)
     in_ram = sum(homes.pages[number].elements for number in homes.shadows)

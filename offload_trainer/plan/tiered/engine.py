@@ -449,7 +449,7 @@ class TieredCandidate:
 
     def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
-        pages = sum(group.count for group in self._laid_out.page_groups if on_drive(group.page.home))
+        pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         micro, buffers, read = self.work.passes, self.sizes.page_buffers, 0.0
         if self._weights_precede_state:
             read = read_before_update(found, pages, buffers=buffers, micro_batches=micro)

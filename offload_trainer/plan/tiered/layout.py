@@ -427,10 +427,6 @@ class TierMap:
     def pages(self) -> tuple[Page, ...]:
         return self.cut.pages
 
-    @property
-    def page_groups(self) -> tuple[PageGroup, ...]:
-        return self.cut.groups
-
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
         return not self.cut.owners or self.cut.owners[number] == rank

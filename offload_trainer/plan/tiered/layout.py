@@ -266,7 +266,7 @@ def pages_of(
             mine = (Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices) for one in mine)
         found += [(page, rank) for page in mine]
     found.sort(key=lambda one: (one[0].unit, one[0].start))
-    return CutPages(tuple(page for page, _ in found), tuple(rank for _, rank in found) if ranks > 1 else ())
+    return CutPages(tuple(page for page, _ in found), tuple(rank for _, rank in found))
 
 
 def _pages_of_rank(
@@ -396,7 +396,7 @@ class CutPages:
     """All pages of optimizer state in element order, as `pages_of` cuts them."""
 
     pages: tuple[Page, ...]
-    owners: tuple[int, ...] = ()  # the rank that updates each page; empty with one rank
+    owners: tuple[int, ...]  # the rank that updates each page
 
     @cached_property
     def groups(self) -> tuple[PageGroup, ...]:
@@ -404,10 +404,9 @@ class CutPages:
 
         A plan may count millions of pages. They are grouped once for all placements that have them.
         """
-        owners = self.owners or (0,) * len(self.pages)
         kinds = [
             (rank, page.unit, page.home, page.elements, page.matrices)
-            for page, rank in zip(self.pages, owners, strict=True)
+            for page, rank in zip(self.pages, self.owners, strict=True)
         ]
         first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
         found = ((count, first[kind], kind[0]) for kind, count in Counter(kinds).items())
@@ -429,7 +428,7 @@ class TierMap:
 
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
-        return not self.cut.owners or self.cut.owners[number] == rank
+        return self.cut.owners[number] == rank
 
 
 def homes_of(
@@ -484,7 +483,7 @@ def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> Tier
     for number, page in enumerate(homes.pages) if share else ():
         if not in_memory(page.home) or page.unit < first:
             continue
-        rank = homes.cut.owners[number] if homes.cut.owners else 0
+        rank = homes.cut.owners[number]
         seen[rank] += page.elements
         if held[rank] + page.elements <= share * seen[rank]:
             held[rank] += page.elements
@@ -495,7 +494,7 @@ def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> Tier
 def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     owners = homes.cut.owners
-    if not owners:
+    if all(rank in here for rank in set(owners)):
         return homes
     pages = tuple(
         page if rank in here else _moved_to(page, ELSEWHERE) for page, rank in zip(homes.pages, owners, strict=True)

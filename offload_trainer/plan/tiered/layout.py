@@ -494,8 +494,6 @@ def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> Tier
 def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     owners = homes.cut.owners
-    if all(rank in here for rank in set(owners)):
-        return homes
     pages = tuple(
         page if rank in here else _moved_to(page, ELSEWHERE) for page, rank in zip(homes.pages, owners, strict=True)
     )

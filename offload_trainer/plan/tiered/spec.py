@@ -151,7 +151,8 @@ class Layouts:
         )
         homes = homes_of(self.units, pages, params=placement.params, gradients=sizes.gradients, speeds=sizes.speeds)
         homes = with_shadows(homes, self.units, share=sizes.shadow_fraction if sizes.ahead else 0.0)
-        return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
+        here = range(node * sizes.here, (node + 1) * sizes.here)
+        return on_node(homes, here) if sizes.nodes > 1 else homes
 
 
 def layouts_of(work: Workload) -> Layouts:

@@ -254,17 +254,14 @@ def _may_keep_heap(work: Workload, machine: MachineProfile) -> bool:
 
 def _why_not_in_pieces(work: Workload) -> str:
     """Return why the rows of this step cannot be divided over ranks (`parallel.sequence`), or "" if they can."""
-    shape = work.shape
-    if work.sequence == 1:
-        return ""
-    if work.world % work.sequence:
-        return f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"
-    if shape.packed:
-        return " with data.packing=on: attention masks between documents need whole rows; leave one out"
-    if not shape.heads:
-        return ": the model's number of attention heads is not known; leave it out"
-    why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-    return why and f": {why}"
+    why = refusal(work.shape, sequence=work.sequence, seq_len=work.seq_len)
+    reasons = {
+        f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)": work.world % work.sequence,
+        " with data.packing=on: attention masks between documents need whole rows; leave one out": work.shape.packed,
+        ": the model's number of attention heads is not known; leave it out": not work.shape.heads,
+        f": {why}": why,
+    }
+    return next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
 
 
 def why_not_breadth_first(work: Workload) -> str:

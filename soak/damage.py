@@ -452,7 +452,6 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    rate_cache.keep_ratios(machine, {"tiered.update": 1.5, "tiered.forward": 0.5})
     shape = preset_shape("gpt2", item_bytes=2)
     assert shape is not None
 

@@ -158,7 +158,6 @@ def bench_machine(
         memory=memory,
         update=before.update | updated,
         sums=before.sums | sums,
-        corrections=before.corrections,
     )
     drives: list[DriveFacts] = []
     for drive in machine.drives:

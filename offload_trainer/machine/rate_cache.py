@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
-from offload_trainer.plan.step_time import correction
-from offload_trainer.safe_files import Count, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
+from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates
+from offload_trainer.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
@@ -27,8 +26,6 @@ from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
 _DRIVE_METHOD = 3  # the same for drives
-_KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
-_Ratios = dict[Line, list[Ratio]]  # of recent runs, by the key of a correction
 
 
 def cache_file() -> Path:
@@ -127,13 +124,12 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     except ValueError as error:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = {}
-    key = fingerprint(machine)
-    rates, ratios = known(f"rates {key}", Rates) or Rates(), known(f"ratios {key}", _Ratios) or {}
+    rates = known(f"rates {fingerprint(machine)}", Rates) or Rates()
     notes += _timed_with_others(stored, machine)
     drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
     return replace(
         machine,
-        rates=replace(rates, corrections={key: correction(found) for key, found in ratios.items()}),
+        rates=rates,
         links=known(_links_key(machine), Links) or machine.links,
         drives=tuple(drives),
         kept_free=known(f"kept free of {machine.gpu}", Count) or 0,
@@ -156,14 +152,9 @@ def _timed_with_others(stored: dict[str, Any], machine: MachineProfile) -> list[
 
 
 def keep_rates(machine: MachineProfile) -> None:
-    """Store measured rates. The ratios of earlier runs apply to the old rates and are dropped if these change."""
-    values = asdict(machine.rates)
-    values.pop("corrections")
-    key = fingerprint(machine)
+    """Store measured rates."""
     with _changed() as stored:
-        if stored.get(f"rates {key}") != parsed(json.dumps(values), dict):
-            stored[f"rates {key}"] = values
-            stored.pop(f"ratios {key}", None)
+        stored[f"rates {fingerprint(machine)}"] = asdict(machine.rates)
         if machine.links != Links():
             stored[_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:
@@ -177,23 +168,3 @@ def keep_free(machine: MachineProfile, *, more: int) -> None:
     with _changed() as stored:
         before = stored.get(key)
         stored[key] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
-
-
-def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
-    """Store a run's ratios of measured to predicted seconds for later plans on this machine.
-
-    Their keys are "engine.phase.bound".
-    """
-    if not cache_file().exists():
-        return
-    with _changed() as stored:
-        if f"rates {fingerprint(machine)}" not in stored:  # the machine has not been timed
-            return
-        try:
-            kept = as_kind(stored.get(f"ratios {fingerprint(machine)}", {}), _Ratios)
-        except ValueError:  # of another version
-            kept = {}
-        for key, ratio in ratios.items():
-            # The run's prediction already included the correction, so multiply by it.
-            kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
-        stored[f"ratios {fingerprint(machine)}"] = kept

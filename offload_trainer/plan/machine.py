@@ -27,7 +27,6 @@ _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
-Ratio = Annotated[Number, Field(ge=1e-6, le=1e6)]
 Several = Annotated[Count, Field(ge=1)]
 
 
@@ -95,8 +94,6 @@ class Rates:
     from_device: Rate | None = None  # bytes/s, into pinned memory
     both_ways: Rate | None = None  # bytes/s into the device, pinned, while as much or more leaves it
     both_ways_out: Rate | None = None  # bytes/s out of it meanwhile; None: as fast as into it
-    # "engine.phase.bound" -> measured / predicted seconds of earlier runs
-    corrections: dict[Line, Ratio] = field(default_factory=dict)
 
 
 def layer_key(dtype: str, part: str, phase: str) -> str:

@@ -157,14 +157,10 @@ def test_unreadable_rates_are_reported_once_and_timed_again(tmp_path: Path, monk
     (note,) = found.notes
     assert "warp is not known to" in note
     assert note.isprintable()
-    rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # the machine was not timed, so nothing is stored
     rate_cache.keep_rates(MACHINE)
-    for _ in range(2):
-        rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
     again = rate_cache.with_cached_rates(MACHINE)
     assert again.notes == ()
     assert again.rates.memory == MACHINE.rates.memory
-    assert again.rates.corrections == {"tiered.update": 1.5}
 
 
 def test_rates_that_others_may_have_written_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

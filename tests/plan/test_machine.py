@@ -188,6 +188,8 @@ def test_cached_rates_are_used_on_the_same_machine_only(
     assert rate_cache.with_cached_rates(replace(bare, cores=bare.cores + 1)).rates == Rates()
     boxed = replace(bare, drives=(replace(bare.drives[0], throttle="read_bps_device 254:0 1000"),))
     assert rate_cache.with_cached_rates(boxed).drives[0].rates is None
+    rate_cache.cache_file().write_text("{torn")
+    assert rate_cache.with_cached_rates(bare).rates == Rates()
 
 
 def test_threads_that_were_not_timed_are_named(
@@ -211,24 +213,6 @@ def test_threads_that_were_not_timed_are_named(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     of_rank = replace(machine, cores=3)  # on its own NUMA node
     assert rate_cache.with_cached_rates(of_rank).rates == timed.rates
-
-
-def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) -> None:
-    rate_cache.keep_rates(timed)
-    key = "tiered.update.drive"
-    rate_cache.keep_ratios(timed, {key: 1.2})
-    # a single run may have shared the machine
-    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: 1.0}
-    rate_cache.keep_ratios(timed, {key: 1.2})
-    twice = rate_cache.with_cached_rates(timed)
-    assert twice.rates.corrections == {key: 1.2}
-    # The second run was planned with 1.2 and measured as planned, so the true ratio is still 1.2. One run that shares
-    # the machine changes nothing.
-    rate_cache.keep_ratios(twice, {key: 1.0})
-    rate_cache.keep_ratios(twice, {key: 3.0})
-    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: pytest.approx(1.2)}
-    rate_cache.cache_file().write_text("{torn")
-    assert rate_cache.with_cached_rates(timed).rates == Rates()
 
 
 def test_named_machines() -> None:

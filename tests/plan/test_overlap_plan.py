@@ -30,7 +30,6 @@ from offload_trainer.plan.step_time import (
     parts_left,
     parts_of,
     read_before_update,
-    steady_ratios,
 )
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
@@ -210,16 +209,6 @@ def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> No
         assert same == pytest.approx([same[0]] * 3)
 
 
-def test_ratios_of_overlapping_phases_are_not_stored() -> None:
-    def kept(how: str) -> set[str]:
-        found = planned("--ram-fraction", "0", f"tiered.overlap={how}").forecast
-        taken = {phase: [1.2 * (seconds or 0.0)] * 12 for phase, seconds in found.seconds.items()}
-        return {key.split(".")[1] for key in steady_ratios(found, taken, engine="tiered", ranks=1)}
-
-    assert kept("off") == {"forward", "backward", "update"}
-    assert kept("forward") == {"backward"}
-
-
 # -- overlap with the backward -----------------------------------------------------------------------------------------
 
 
@@ -327,7 +316,6 @@ def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks:
     unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
-    assert full.apart == ()
     second = [item for item in plans["backward"].items if item.name == "state, second copy"]
     assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
     said = plans["backward"].describe(full=True)

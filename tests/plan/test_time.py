@@ -11,7 +11,7 @@ from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 
 from offload_trainer.plan.machine import layer_key
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.plan.step_time import UPDATE_START, Forecast, correction, steady_ratios
+from offload_trainer.plan.step_time import UPDATE_START
 from offload_trainer.plan.tiered.spec import TierSizes
 
 
@@ -139,23 +139,6 @@ def test_two_directories_on_one_disk_share_its_speed() -> None:
     assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.02)
 
 
-def test_earlier_runs_correct_the_next_plan() -> None:
-    """A correction applies to the resource that bounds the phase: a drive-bound forward does not correct a computing
-    one.
-    """
-    here = timed()
-    kept = {"tiered.forward.compute": 1.5, "tiered.forward.drive": 7.0, "deepspeed.forward.compute": 9.0}
-    corrected = replace(here, rates=replace(here.rates, corrections=kept))
-    before, after = (make_plan(wish(), SHAPES["gpt2"], where).forecast.seconds for where in (here, corrected))
-    assert after["forward"] == pytest.approx(1.5 * before["forward"])
-    assert after["update"] == before["update"]
-    two = [make_plan(wish(), SHAPES["gpt2"], where, world=2).forecast.seconds for where in (here, corrected)]
-    assert two[0] == two[1]
-    of_two = {"tiered.forward.compute.2 ranks": 1.5}
-    told = replace(here, rates=replace(here.rates, corrections=of_two))
-    assert make_plan(wish(), SHAPES["gpt2"], told, world=2).forecast.seconds["forward"] == 1.5 * two[0]["forward"]
-
-
 def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
     """All state in RAM with weights on a fast drive is faster than half of the state on the drive."""
     shape = SHAPES["gpt2-xl"]
@@ -231,26 +214,6 @@ def test_drives_share_the_state_by_their_measured_speeds() -> None:
         found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0"), SHAPES["gpt2"], where).sizes
         assert isinstance(found, TierSizes)
         assert found.speeds == speeds
-
-
-def test_only_steady_ratios_correct_later_plans() -> None:
-    """Short runs, uneven steps, phases of milliseconds and ratios that only a wrong rate explains are ignored."""
-    words = ("--ram-fraction", "0", "tiered.overlap=off")
-    found = make_plan(wish(*words), SHAPES["gpt2"], timed()).forecast
-    update = found.seconds["update"]
-
-    def kept(*seconds: float, of: Forecast = found) -> dict[str, float]:
-        return steady_ratios(of, {"update": seconds, "data": seconds}, engine="tiered", ranks=1)
-
-    assert kept(*[1.5 * update] * 9, 20 * update) == {"tiered.update.drive": pytest.approx(1.5)}
-    assert kept(*[1.5 * update] * 7) == {}
-    assert kept(*[update, 2 * update] * 6) == {}
-    assert kept(*[44 * update] * 12) == {}
-    short = Forecast({"update": 0.001}, found.bounds)
-    assert kept(*[0.002] * 12, of=short) == {}
-    assert [correction(r) for r in ([], [8.5], [8.5, 1.2], [8.5, 1.2, 1.3], [1.1, 1.2, 58.7, 1.3, 44])] == [
-        *(1.0, 1.0, 1.2, 1.3, 1.3)
-    ]
 
 
 def test_the_update_uses_the_rate_of_its_moment_format() -> None:

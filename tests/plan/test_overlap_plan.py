@@ -161,19 +161,6 @@ def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not
     assert hidden_seconds(forecast(1.0, 4.0, *cpu), parts, micro_batches=1, gpu=True) == pytest.approx(1.0, rel=0.01)
 
 
-def test_the_plan_counts_it_and_says_so() -> None:
-    plans = {how: planned("--ram-fraction", "0.5", f"tiered.overlap={how}") for how in ("off", "forward")}
-    off, on = (plan.forecast for plan in plans.values())
-    assert on.seconds == off.seconds
-    assert off.hidden == 0 < on.hidden
-    assert on.step == pytest.approx(off.step - on.hidden)
-    assert sum(seconds or 0.0 for seconds in on.in_line.values()) == pytest.approx(on.step)
-    assert off.in_line == off.seconds
-    assert plans["forward"].to_json()["hidden"] == on.hidden
-    assert "update overlap with the next forward" in plans["forward"].describe(full=True)
-    assert "update overlap with" not in plans["off"].describe(full=True)
-
-
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`forward` is taken for less than 5 % of a step of 10 s; `backward` must then gain 5 % of those 10 s."""
     placed, seconds = planner._best_placement, {"data": 0.0, "forward": 3.0, "backward": 3.0, "update": 4.0}
@@ -304,25 +291,32 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
 
 
 @pytest.mark.parametrize(("share", "ranks"), [("0", 1), ("0.5", 1), ("0.5", 2)])
-def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks: int) -> None:
+def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> None:
     words = ("--ram-fraction", share, "--engine", "tiered")
-    plans = {how: planned(*words, f"tiered.overlap={how}", world=ranks) for how in ("forward", "backward")}
-    forward, full = (plan.forecast for plan in plans.values())
-    assert full.seconds == forward.seconds
-    assert full.step == pytest.approx(sum(seconds or 0.0 for seconds in full.seconds.values()) - full.hidden)
-    assert full.hidden > forward.hidden
+    plans = {how: planned(*words, how, world=ranks) for how in EVERY}
+    off, forward, full = (plan.forecast for plan in plans.values())
+    assert full.seconds == forward.seconds == off.seconds == off.in_line
+    assert off.hidden == 0 < forward.hidden < full.hidden
+    for found in (forward, full):
+        assert found.step == pytest.approx(off.step - found.hidden)
+        assert sum(seconds or 0.0 for seconds in found.in_line.values()) == pytest.approx(found.step)
     units = units_of(SHAPE)
     # A clipped step's update starts again, with nothing read in advance.
     unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
-    second = [item for item in plans["backward"].items if item.name == "state, second copy"]
-    assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
-    said = plans["backward"].describe(full=True)
-    assert "update overlap with the backward and the next forward" in said
-    assert f"skipped: up to {format_seconds(full.if_clipped)} more" in said
-    assert "skipped: up to" not in plans["forward"].describe(full=True)
-    assert [plans[way].to_json()["if_clipped"] for way in ("backward", "forward")] == [full.if_clipped, 0.0]
+    names = ("state", "state, second copy")
+    first, second = ([item.bytes for item in plans[FULL].items if item.name == name] for name in names)
+    assert first == second
+    said = [plan.describe(full=True) for plan in plans.values()]
+    for words, shown in (
+        ("update overlap with the next forward", FORWARD),
+        ("update overlap with the backward and the next forward", FULL),
+        (f"skipped: up to {format_seconds(full.if_clipped)} more", FULL),
+    ):
+        assert [words in text for text in said] == [how == shown for how in EVERY]
+    assert [plan.to_json()["hidden"] for plan in plans.values()] == [0.0, forward.hidden, full.hidden]
+    assert [plan.to_json()["if_clipped"] for plan in plans.values()] == [0.0, 0.0, full.if_clipped]
 
 
 # -- what `auto` chooses -----------------------------------------------------------------------------------------------

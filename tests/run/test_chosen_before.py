@@ -22,8 +22,7 @@ def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
 
     def resumed(key: str, before: int | str, *more: str, on_gpu: bool = True) -> int | str:
         kept = _with_resumed_choices(load_config([*words, *more]), {"model": {key: before}}, models, on_gpu=on_gpu)
-        found: int | str = getattr(kept.model, key)
-        return found
+        return getattr(kept.model, key)
 
     for chunk in (256, "off"):
         assert resumed("mlp_chunk", chunk) == chunk

@@ -510,7 +510,9 @@ def test_the_screen_says_bytes_seconds_and_the_run_of_its_steps() -> None:
 
 
 def test_the_screen_of_a_machine_without_rates_names_the_command_that_measures() -> None:
-    text = screen_of(make_plan(wish("--optimizer", "nvme"), SHAPES["gpt2"], machine()))
+    plan = make_plan(wish("--optimizer", "nvme"), SHAPES["gpt2"], machine())
+    text = screen_of(plan)
+    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
     assert "seconds a step: unknown" in text
     assert "run `offload-train bench --nvme /ssd` once" in text
 

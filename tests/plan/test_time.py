@@ -15,12 +15,6 @@ from offload_trainer.plan.step_time import UPDATE_START
 from offload_trainer.plan.tiered.spec import TierSizes
 
 
-def test_without_rates_seconds_are_unknown() -> None:
-    plan = make_plan(wish(), SHAPES["gpt2"], machine())
-    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
-    assert "unknown" in plan.describe(full=True)
-
-
 def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
     shape = SHAPES["gpt2"]
     state = 12 * shape.trainable

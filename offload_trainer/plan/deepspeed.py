@@ -246,7 +246,6 @@ class DeepSpeedCandidate:
         return None
 
     @cached_property
-    @cached_property
     def _tiers(self) -> Tiers:
         return tiers_of(self.machine)
 

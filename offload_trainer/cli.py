@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.run.launcher import has_launcher, start_ranks
@@ -195,21 +195,15 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
     refuse_taken(path)
     config = prepared(words, check=refuse_missing)
-    from offload_trainer.machine.rate_cache import keep_ratios
-    from offload_trainer.run.commands.tune import ratios, steered_phase, tune
+    from offload_trainer.run.commands.tune import steered_phase, tune
     from offload_trainer.run.planning import plan_run
 
-    planned = plan_run(config)
-    plan = planned.plan
+    plan = plan_run(config).plan
     _say(plan.describe(steps=config.train.known_steps))
     plan.refuse(force=config.placement.force)
     trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=given.trial_steps, say=_say)
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
-    try:
-        keep_ratios(planned.machine, ratios(plan, as_planned))
-    except OSError as error:  # the configuration is already written, so this is not fatal
-        _say(f"note: measured / predicted seconds could not be kept for later plans: {reason(error)}")
     best = f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {as_planned.seconds:.2f}"
     _answer([trial.to_json() for trial in trials], as_json=given.json, told=lambda: f"{best}; {path}")
 

@@ -450,7 +450,6 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    rate_cache.keep_ratios(machine, {"tiered.update": 1.5, "tiered.forward": 0.5})
     shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
 
     def use() -> None:

@@ -38,7 +38,7 @@ from offload_trainer.optim.state_files import (
     read_tensors,
     state_files,
 )
-from offload_trainer.plan.deepspeed.memory import ZeroSizes
+from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape, Weight, decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS

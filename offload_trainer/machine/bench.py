@@ -16,6 +16,7 @@ rate is the slowest rank's, since all ranks wait for it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -32,9 +33,11 @@ import torch
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
+from offload_trainer.engine.timed_updates import TimedUpdate
 from offload_trainer.errors import STORE, TrainerError
 from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.kernels import CpuKernel
+from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,
@@ -100,62 +103,33 @@ class Budget:
     update_page: int = 4 << 20  # elements
     copy_seconds: float = 0.5  # per direction between host memory and a GPU
 
-    def written(self, *, drives: int) -> int:
-        """Return the maximum bytes written to the drives.
-
-        They are written when filling the file, and twice when reading and writing together: alone, and while the cores
-        compute.
-        """
-        return 3 * self.drive_bytes * drives
-
-
-@dataclass(frozen=True)
-class Subjects:
-    """What is timed in addition to memory, copies, layers and the loss."""
-
-    # Pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in elements, it
-    # returns a function that performs update number `step`.
-    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]]
-    dtypes: Sequence[str]  # of matrix products
-    kernels: Sequence[CpuKernel] = ()  # they add gradients to sums in RAM
-    orthogonalise: Callable[[int], Callable[[], object]] | None = None  # takes a matrix's width, returns what is timed
-
 
 def bench_machine(
     machine: MachineProfile,
-    subjects: Subjects,
+    updates: Sequence[TimedUpdate],
     *,
+    dtypes: Sequence[str],
+    matrices: bool,
     budget: Budget,
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
 ) -> MachineProfile:
     """Return `machine` with the rates that it lacks; those that it has are not measured again.
 
-    `layer` are the sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
+    Args:
+        machine: the profile; its drives are timed too.
+        updates: the updates to time. What their CPU kernels take to add gradients in RAM is timed as well.
+        dtypes: of matrix products.
+        matrices: also time the products that orthogonalise a matrix.
+        budget: limits on time and bytes.
+        say: prints progress.
+        layer: sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
 
     Raises TrainerError if a drive fails or has too little room.
     """
-    rates = _compute_rates(machine, subjects, budget=budget, say=say, layer=layer)
-    drives: list[DriveFacts] = []
-    for drive in machine.drives:
-        if drive.rates is None:
-            say(f"bench: {drive.directory}")
-            drive = replace(drive, rates=_drive(drive, budget, say))
-        drives.append(drive)
-    return replace(machine, rates=rates, drives=tuple(drives))
-
-
-def _compute_rates(
-    machine: MachineProfile,
-    subjects: Subjects,
-    *,
-    budget: Budget,
-    say: Callable[[str], None],
-    layer: LayerSizes | None,
-) -> Rates:
     before, gpu = machine.rates, machine.gpu is not None
     layer = layer or (ON_GPU if gpu else ON_CPU)
-    lacking = [dtype for dtype in subjects.dtypes if dtype not in before.matmul]
+    lacking = [dtype for dtype in dtypes if dtype not in before.matmul]
     say("bench: products")
     matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
     say("bench: layers and the loss")
@@ -165,31 +139,34 @@ def _compute_rates(
         if not gpu:
             known = Rates(matmul=matmul, layers=layers)
             layers |= _rates_of_few_tokens(dtype, layer, known=known, seconds=budget.layer_seconds)
-    if subjects.orthogonalise is not None and RATE not in before.layers:
+    if matrices and RATE not in before.layers:
         say("bench: orthogonalising matrices")
-        taken = _repeat(subjects.orthogonalise(layer.width), seconds=budget.layer_seconds)
-        layers[RATE] = _rate(
-            products_of((layer.width, layer.width)), taken, f"a matrix of {layer.width} x {layer.width}"
-        )
+        layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=budget.layer_seconds)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements)
     sums: dict[str, Rate] = {}
-    for kernel in subjects.kernels:
+    kernels = [update.kernel for update in updates if isinstance(update.kernel, CpuKernel)]
+    for kernel in {one.name: one for one in kernels}.values():
         if sums_key(kernel.name, measured=True) not in before.sums:
             say(f"bench: adding gradients, {kernel.name}")
             sums |= _rates_of_adding(kernel, 2 * budget.memory_elements, layer.width, halving=gpu)
     say("bench: AdamW")
-    update = {name: _update(make, budget) for name, make in subjects.updates if name not in before.update}
-    copied = _copies(budget.copy_seconds) if gpu and before.to_device is None else before
-    return replace(
-        copied,
+    updated = {update.name: _update(update, budget) for update in updates if update.name not in before.update}
+    rates = replace(
+        _copies(budget.copy_seconds) if gpu and before.to_device is None else before,
         matmul=before.matmul | matmul,
         layers=before.layers | layers,
         memory=memory,
-        update=before.update | update,
+        update=before.update | updated,
         sums=before.sums | sums,
-        corrections=before.corrections,
     )
+    drives: list[DriveFacts] = []
+    for drive in machine.drives:
+        if drive.rates is None:
+            say(f"bench: {drive.directory}")
+            drive = replace(drive, rates=_drive(drive, budget, say))
+        drives.append(drive)
+    return replace(machine, rates=rates, drives=tuple(drives))
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
@@ -272,16 +249,18 @@ def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool)
     return found
 
 
-def _update(make: Callable[[int, int], Callable[[int], None]], budget: Budget) -> Rate:
-    elements, page, step = budget.update_elements, budget.update_page, 0
-    work = make(elements, page)
+def _orthogonalising(width: int, *, gpu: bool, seconds: float) -> Rate:
+    """Time the orthogonalisation of a square matrix, on the GPU if there is one."""
+    products = Products(None if gpu else torch.get_num_threads())
+    matrix = torch.randn(width, width, device="cuda" if gpu else "cpu").bfloat16()
+    taken = _repeat(lambda: orthogonalised(matrix.clone(), products), seconds=seconds)
+    return _rate(products_of((width, width)), taken, f"a matrix of {width} x {width}")
 
-    def once() -> None:
-        nonlocal step
-        step += 1
-        work(step)
 
-    taken = _repeat(once, seconds=budget.update_seconds, least=5)
+def _update(update: TimedUpdate, budget: Budget) -> Rate:
+    elements, page = budget.update_elements, budget.update_page
+    work, steps = update.begin(elements, page), itertools.count(1)
+    taken = _repeat(lambda: work(next(steps)), seconds=budget.update_seconds, least=5)
     pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
     return _rate(elements, taken, f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out")
 

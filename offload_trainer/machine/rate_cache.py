@@ -12,14 +12,13 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
-from offload_trainer.plan.step_time import correction
-from offload_trainer.safe_files import Count, Kind, Line, as_kind, file_bytes, is_there, lenient_record, parsed, shown
+from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates
+from offload_trainer.safe_files import Count, Kind, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.locks import exclusive_lock
@@ -27,7 +26,6 @@ from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
 _DRIVE_METHOD = 3  # the same for drives
-_KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 
 
 def cache_file() -> Path:
@@ -52,36 +50,23 @@ def threads_of_all_ranks(machine: MachineProfile) -> int:
 
 def _links_key(machine: MachineProfile) -> str:
     """Return the cache key of link rates, which do not depend on the threads of each rank."""
-    return f"{machine.cpu}, {machine.gpu}"
+    return f"links {machine.cpu}, {machine.gpu}"
 
 
 def _drive_key(drive: DriveFacts) -> str:
-    facts = (drive.disk or drive.device, drive.filesystem, drive.throttle, f"method {_DRIVE_METHOD}")
+    facts = ("drive", drive.disk or drive.device, drive.filesystem, drive.throttle, f"method {_DRIVE_METHOD}")
     return " ".join(str(fact) for fact in facts if fact)
 
 
-@lenient_record
-class _Kept:
-    """The content of the file. Entries are validated one by one, since other versions may have written some."""
+def _read() -> dict[str, Any]:
+    """Return the cached entries, or none without a file. Raises ValueError if it cannot be read.
 
-    machines: dict[str, Any] = field(default_factory=dict)
-    drives: dict[str, Any] = field(default_factory=dict)
-    links: dict[str, Any] = field(default_factory=dict)
-    kept_free: dict[str, Any] = field(default_factory=dict)  # bytes, by the GPU's name
-
-
-@lenient_record
-class _OfMachine:
-    rates: Rates
-    ratios: dict[Line, list[Ratio]] = field(default_factory=dict)
-
-
-def _read() -> _Kept:
-    """Return the cached rates, or an empty cache without a file. Raises ValueError if it cannot be read."""
+    They are validated one by one, since other versions may have written some.
+    """
     try:
-        return parsed(file_bytes(cache_file(), opener=open_owned), _Kept)
+        return parsed(file_bytes(cache_file(), opener=open_owned), dict[str, Any])
     except FileNotFoundError:
-        return _Kept()
+        return {}
 
 
 @contextmanager
@@ -95,9 +80,9 @@ def _changed() -> Iterator[dict[str, Any]]:
     # without locks another process's numbers may be lost; they are then measured again
     with exclusive_lock(path.with_name(f"{path.name}.lock"), say=write_now):
         try:
-            stored = asdict(_read())
+            stored = _read()
         except ValueError:
-            stored = asdict(_Kept())
+            stored = {}
         yield stored
         write_text(path, json.dumps(stored, indent=1), mode=MODE)
 
@@ -125,9 +110,9 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     """Return the machine with its cached rates, and with notes on cache entries that cannot be read."""
     notes: list[str] = []
 
-    def known(entries: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
+    def known(key: str, kind: type[Kind]) -> Kind | None:
         try:
-            return as_kind(entries[key], kind) if key in entries else None
+            return as_kind(stored[key], kind) if key in stored else None
         except ValueError as error:
             notes.append(
                 f"{cache_file()}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)"
@@ -138,29 +123,26 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         stored = _read()
     except ValueError as error:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
-        stored = _Kept()
-    here = known(stored.machines, fingerprint(machine), _OfMachine) or _OfMachine(Rates())
+        stored = {}
+    rates = known(f"rates {fingerprint(machine)}", Rates) or Rates()
     notes += _timed_with_others(stored, machine)
-    corrections = {key: correction(ratios) for key, ratios in here.ratios.items()}
-    drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
-    rates = replace(here.rates, corrections=corrections)
-    links = known(stored.links, _links_key(machine), Links) or machine.links
-    kept_free = known(stored.kept_free, machine.gpu or "", Count) or 0
+    drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
     return replace(
         machine,
         rates=rates,
-        links=links,
+        links=known(_links_key(machine), Links) or machine.links,
         drives=tuple(drives),
-        kept_free=kept_free,
+        kept_free=known(f"kept free of {machine.gpu}", Count) or 0,
         notes=(*machine.notes, *dict.fromkeys(notes)),
     )
 
 
-def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
+def _timed_with_others(stored: dict[str, Any], machine: MachineProfile) -> list[str]:
     """Return a note if rates are cached for this machine only with other numbers of threads."""
     threads = threads_of_all_ranks(machine)
-    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if fingerprint(machine, count) in stored.machines]
-    if not counts or fingerprint(machine) in stored.machines:
+    every = range(1, (os.cpu_count() or 1) + 1)
+    counts = [count for count in every if f"rates {fingerprint(machine, count)}" in stored]
+    if not counts or f"rates {fingerprint(machine)}" in stored:
         return []
     return [
         f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "
@@ -170,40 +152,19 @@ def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
 
 
 def keep_rates(machine: MachineProfile) -> None:
-    """Store measured rates. The ratios of earlier runs apply to the old rates and are dropped if these change."""
-    values = asdict(machine.rates)
-    values.pop("corrections")
+    """Store measured rates."""
     with _changed() as stored:
-        before = stored["machines"].get(fingerprint(machine), {})
-        if not isinstance(before, dict) or before.get("rates") != parsed(json.dumps(values), dict):
-            stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
+        stored[f"rates {fingerprint(machine)}"] = asdict(machine.rates)
         if machine.links != Links():
-            stored["links"][_links_key(machine)] = asdict(machine.links)
+            stored[_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:
             if drive.rates is not None:
-                stored["drives"][_drive_key(drive)] = asdict(drive.rates)
+                stored[_drive_key(drive)] = asdict(drive.rates)
 
 
 def keep_free(machine: MachineProfile, *, more: int) -> None:
     """Store that plans for this GPU leave `more` bytes of it free than so far, at most a quarter in all."""
+    key = f"kept free of {machine.gpu}"
     with _changed() as stored:
-        before = stored["kept_free"].get(machine.gpu)
-        stored["kept_free"][machine.gpu] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)
-
-
-def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
-    """Store a run's ratios of measured to predicted seconds for later plans on this machine.
-
-    Their keys are "engine.phase.bound".
-    """
-    if not cache_file().exists():
-        return
-    with _changed() as stored:
-        try:
-            kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
-        except ValueError:  # the machine has not been timed
-            return
-        for key, ratio in ratios.items():
-            # The run's prediction already included the correction, so multiply by it.
-            kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
-        stored["machines"][fingerprint(machine)]["ratios"] = kept
+        before = stored.get(key)
+        stored[key] = min((before if type(before) is int else 0) + more, machine.gpu_bytes // 4)

@@ -10,11 +10,10 @@ from offload_trainer.config import (
     STREAM,
     DeepSpeedSection,
     OptimSection,
-    ParallelSection,
     TieredSection,
     TrainConfig,
 )
-from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
+from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import TierKind, kind_asked
@@ -34,7 +33,7 @@ def engine_of(config: TrainConfig) -> Engine:
 def combination_mistakes(config: TrainConfig) -> list[str]:
     """Return errors in combinations of settings, one sentence each, with what to change."""
     place, model, optim, train, engine = config.placement, config.model, config.optim, config.train, engine_of(config)
-    inputs = model.offload_activations
+    data, parallel, rule, inputs = config.data, config.parallel, RULES[optim.name], model.offload_activations
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
     homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
     if isinstance(engine, Tiered):
@@ -55,33 +54,35 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             train.epochs != "auto" and "steps" in train.model_fields_set
         ),
     }
-    mistakes = [sentence for sentence, wrong in found.items() if wrong]
-    mistakes += mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else []
-    mistakes += mistakes_of_data(config) + mistakes_of_division(config.parallel, engine=engine.name)
-    return mistakes + mistakes_of_rule(optim)
-
-
-def mistakes_of_data(config: TrainConfig) -> list[str]:
-    """Return settings that a streamed data set does not have, and mixtures that do not fit, one sentence each."""
-    data, mistakes = config.data, []
-    weights, texts = len(data.mixture), len(data.path)
-    if weights not in (0, texts):
-        mistakes.append(f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each")
-    if weights and not data.shuffle:
-        mistakes.append("data.mixture needs shuffled rows: leave data.shuffle=false out")
+    found |= dict.fromkeys(mistakes_of_length(optim, steps=train.steps) if train.epochs == "auto" else [], True)
+    stream = next((path for path in data.path if path.startswith(STREAM)), "")
     for flag, paths in (("--data", data.path), ("--validation-data", data.validation_path)):
-        named = [path for path in paths if path.startswith(STREAM)]
-        if named and len(paths) + (flag == "--data" and len(data.mixture)) > 1:
-            told = f"a stream is neither mixed nor joined with other text: let it be the only {flag}"
-            mistakes.append(f"{named[0]}: {told}")
-    if data.shuffled_block and not data.streamed:
-        mistakes.append(
-            f"data.shuffle={data.shuffle} is for --data stream:NAME; all rows of other data are shuffled: leave it out"
-        )
-    if data.streamed and config.train.epochs != "auto":
-        stream = next(path for path in data.path if path.startswith(STREAM))
-        mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
-    return mistakes
+        named, more = [path for path in paths if path.startswith(STREAM)], len(data.mixture) * (flag == "--data")
+        told = f"a stream is neither mixed nor joined with other text: let it be the only {flag}"
+        found |= {f"{path}: {told}": len(paths) + more > 1 for path in named[:1]}
+    weights, texts = len(data.mixture), len(data.path)
+    found |= {
+        f"data.mixture has {weights} weights, and data.path {texts} texts: give one for each": (
+            weights not in (0, texts)
+        ),
+        "data.mixture needs shuffled rows: leave data.shuffle=false out": bool(weights) and not data.shuffle,
+        f"data.shuffle={data.shuffle} is for --data stream:NAME; all rows of other data are shuffled: leave it out": (
+            data.shuffled_block and not data.streamed
+        ),
+        f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps": (
+            data.streamed and train.epochs != "auto"
+        ),
+        f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
+        "rows and state": parallel.tensor != 1 and engine.name != "deepspeed",
+        f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine.name}": (
+            parallel.sequence > 1 and engine.name != "tiered"
+        ),
+        f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
+            MOMENT_FORMATS[optim.moment_dtype] not in rule.formats
+        ),
+        f"optim.betas={list(optim.betas)}: both must be below 1": max(optim.betas) >= 1,
+    }
+    return [sentence for sentence, wrong in found.items() if wrong]
 
 
 def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
@@ -123,30 +124,8 @@ def _only_of_tiered(engine: DeepSpeed, config: TrainConfig) -> list[str]:
     return mistakes
 
 
-def mistakes_of_division(parallel: ParallelSection, *, engine: str) -> list[str]:
-    """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
-    found = {
-        f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
-        "rows and state": parallel.tensor != 1 and engine != "deepspeed",
-        f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}": (
-            parallel.sequence > 1 and engine != "tiered"
-        ),
-    }
-    return [sentence for sentence, wrong in found.items() if wrong]
-
-
 def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
     """Return an error if the warmup is longer than the run of `steps` steps."""
     if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
         return []
     return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]
-
-
-def mistakes_of_rule(optim: OptimSection) -> list[str]:
-    """Return errors in the optimizer, its moment format and its hyperparameters."""
-    mistakes, rule = [], RULES[optim.name]
-    if MOMENT_FORMATS[optim.moment_dtype] not in rule.formats:
-        mistakes.append(f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}")
-    if max(optim.betas) >= 1:
-        mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
-    return mistakes

@@ -1,8 +1,9 @@
 """The machine profile that plans are computed from: memory sizes, drives, links and measured rates, with their origin.
 
 A profile is probed (`machine/probe.py`), benchmarked (`machine/bench.py`), or read from a file. Files are the output of
-`offload-train bench --json` on another machine, or one of the named machines in machines/, whose numbers are published
-measurements, specifications or assumptions. This module does not import torch, so that planning stays light.
+`offload-train bench --json` on another machine. Named machines are put together from the parts in machines.json (cards,
+buses, memory, drives), whose numbers are published measurements, specifications or assumptions. This module does not
+import torch, so that planning stays light.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 import os
 import re
 from dataclasses import asdict, field
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,14 +20,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Flag, Line, Number, exact_record, parsed, read_back
+from offload_trainer.safe_files import Count, Flag, Line, Number, as_kind, exact_record, parsed, read_back
 
 _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
 
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
-Ratio = Annotated[Number, Field(ge=1e-6, le=1e6)]
 Several = Annotated[Count, Field(ge=1)]
 
 
@@ -93,8 +94,6 @@ class Rates:
     from_device: Rate | None = None  # bytes/s, into pinned memory
     both_ways: Rate | None = None  # bytes/s into the device, pinned, while as much or more leaves it
     both_ways_out: Rate | None = None  # bytes/s out of it meanwhile; None: as fast as into it
-    # "engine.phase.bound" -> measured / predicted seconds of earlier runs
-    corrections: dict[Line, Ratio] = field(default_factory=dict)
 
 
 def layer_key(dtype: str, part: str, phase: str) -> str:
@@ -195,18 +194,22 @@ class MachineProfile:
         return self.packages is not None and package not in self.packages
 
 
-def named_machines() -> list[str]:
-    """Return the names of the profiles in machines/, sorted."""
-    return sorted(item.name.removesuffix(".json") for item in (files(__package__) / "machines").iterdir())
+def _merged(one: Any, other: Any) -> Any:
+    """Return `other` on top of `one`: mappings are merged at every depth, all else is replaced."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
 
 
 def read_machine(name: str) -> MachineProfile:
     """Return a named machine's profile, or the one in the file `name`; raise UserError if there is neither."""
-    if name in named_machines():
-        return parsed((files(__package__) / "machines" / f"{name}.json").read_bytes(), MachineProfile)
+    catalogue = parsed((files(__package__) / "machines.json").read_bytes(), dict)
+    if own := catalogue["machines"].get(name):
+        parts = [catalogue["parts"][part] for part in own.pop("parts")]
+        return as_kind(reduce(_merged, [*parts, own]), MachineProfile)
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
-        known = named_machines()
+        known = sorted(catalogue["machines"])
         near = [each for each in known if name.lower() in each] or difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"--machine {name}: neither a file nor a known machine ({', '.join(known)}){hint}")

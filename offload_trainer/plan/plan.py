@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import ZeroSizes
+from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traffic, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement

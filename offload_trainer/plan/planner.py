@@ -339,7 +339,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
     costs, sizes = one.costs(), one.sizes
-    found = forecast(one.work, machine, costs, engine=engine)
+    found = forecast(one.work, machine, costs)
     if isinstance(one, TieredCandidate):
         sizes, found = one.settled(found)
     saved = saved_items(work, output=machine.output.directory)

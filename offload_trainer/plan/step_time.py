@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from operator import add
-from statistics import median, quantiles
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from, without_frozen
@@ -86,20 +85,10 @@ class Forecast:
             return self.seconds
         return {**self.seconds, "update": 0.0, "wait": update - self.hidden}
 
-    @property
-    def apart(self) -> tuple[str, ...]:
-        """Return the phases that do not overlap with others, so that a measurement can correct their prediction."""
-        return () if self.ahead else ("backward",) if self.behind else PHASES
-
     def slowest(self, phase: str) -> Bound:
         """Return the phase's slowest bound; if nothing was measured, one without a kind."""
         known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
         return max(known, key=lambda bound: bound.seconds or 0.0, default=Bound(phase, None, "not timed", ""))
-
-
-def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
-    """Return the key under which a ratio of measured to predicted seconds is stored."""
-    return f"{engine}.{phase}.{kind}{f'.{ranks} ranks' if ranks > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -113,8 +102,8 @@ class Costs:
     on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
 
 
-def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: str) -> Forecast:
-    """Predict the seconds of a step. Corrections of `machine` from earlier runs of `engine` are applied."""
+def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
+    """Predict the seconds of a step."""
     every = [*computing_bounds(work, machine), *costs.bounds]
     for phase in PHASES:
         longer = costs.stretch if phase == "update" else 1.0
@@ -126,21 +115,10 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: s
                     every[number] = replace(bound, seconds=bound.seconds and bound.seconds + lost)
             moving = [replace(bound, lost=0.0) for bound in moving]
         every += moving
-    ratios = machine.rates.corrections
-
-    def ratio(phase: str, kind: str) -> float:
-        return ratios.get(correction_key(engine, phase, kind, ranks=work.world), 1.0)
-
-    # Each resource is corrected separately, so that a slow one also counts in plans that another one limits.
-    every = [
-        replace(bound, seconds=bound.seconds and bound.seconds * ratio(bound.phase, bound.kind)) for bound in every
-    ]
     found = Forecast({"data": 0.0}, tuple(every))
     for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
-        if known is not None:
-            known += ratio(phase, found.slowest(phase).kind) * costs.on_top.get(phase, 0.0)
-        found.seconds[phase] = known
+        found.seconds[phase] = None if known is None else known + costs.on_top.get(phase, 0.0)
     return found
 
 
@@ -438,8 +416,8 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
     """
     first = first_block(units)
     there = Counter[int]()
-    for page in homes.pages if homes else ():
-        there[page.unit] += page.elements * (page.home == DEVICE)
+    for one in homes.cut.groups if homes else ():
+        there[one.page.unit] += one.elements * (one.page.home == DEVICE)
     inside = there.total()
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
     outside = sum(unit.trained for unit in units) - inside
@@ -526,16 +504,16 @@ class EarlyPages:
 def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     first = first_block(units)
-    outside = sum(page.elements for page in homes.pages if page.home != DEVICE) or 1
-    on_drives = [page for page in homes.pages if on_drive(page.home)]
-    away = sum(page.elements for page in on_drives)
-    last = sum(page.elements for page in on_drives if page.unit < first)
+    outside = sum(one.elements for one in homes.cut.groups if one.page.home != DEVICE) or 1
+    on_drives = [one for one in homes.cut.groups if on_drive(one.page.home)]
+    away = sum(one.elements for one in on_drives)
+    last = sum(one.elements for one in on_drives if one.page.unit < first)
     in_ram = sum(homes.pages[number].elements for number in homes.shadows)
     return EarlyPages(
         away / outside,
         in_ram / outside,
         last=last / (away or 1),
-        read=min(1.0, buffers // 2 / (len(on_drives) or 1)),
+        read=min(1.0, buffers // 2 / (sum(one.count for one in on_drives) or 1)),
         copying=copying,
     )
 
@@ -641,41 +619,3 @@ def _asked_of(bound: Bound, *, gpu: bool) -> str:
     if bound.kind in ("adamw", "compute", "memory"):
         return "gpu" if gpu and bound.kind == "compute" else "cpu"
     return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)
-
-
-# -- calibration
-#
-# Ratios of a run's measured seconds to the predicted ones correct later plans. They are stored by engine, phase,
-# bounding resource and number of ranks, so a slow drive does not correct the prediction of computation. Ratios are not
-# stored for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or
-# beyond a factor of four, which only a wrong rate explains.
-
-LEAST_STEPS = 8
-_LEAST_SECONDS = 0.05
-_SPREAD = 0.3  # largest interquartile range, relative to the median
-_FARTHEST = 4.0  # largest ratio either way
-_OUTVOTE = 3  # the median is taken of at least this many ratios
-
-
-def steady_ratios(
-    found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str, ranks: int
-) -> dict[str, float]:
-    """Return the ratios worth storing, by `correction_key`; `taken` maps phases to their seconds in the counted steps.
-
-    Overlapping phases have no ratio, because they slow each other down.
-    """
-    kept = {}
-    for phase, seconds in taken.items():
-        predicted = found.seconds.get(phase)
-        if phase not in found.apart or predicted is None or predicted < _LEAST_SECONDS or len(seconds) < LEAST_STEPS:
-            continue
-        middle = median(seconds)
-        low, _, high = quantiles(seconds, n=4)
-        if high - low <= _SPREAD * middle and 1 / _FARTHEST <= middle / predicted <= _FARTHEST:
-            kept[correction_key(engine, phase, found.slowest(phase).kind, ranks=ranks)] = middle / predicted
-    return kept
-
-
-def correction(ratios: Sequence[float]) -> float:
-    """Return the median of the last runs' ratios, with 1 for each missing one if there are fewer than three."""
-    return median([*ratios, *(1.0,) * (_OUTVOTE - len(ratios))])

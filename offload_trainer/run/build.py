@@ -28,7 +28,7 @@ from offload_trainer.data.tokenizer import text_bytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import ZeroSizes
+from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.planner import workload

@@ -22,7 +22,7 @@ from offload_trainer.engine import timed_updates
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.machine import bench
-from offload_trainer.machine.bench import Budget, LayerSizes, Subjects
+from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
 from offload_trainer.optim import cpu_units
@@ -78,15 +78,17 @@ def bench_here(
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
     if machine.drives:
-        most = format_bytes(budget.written(drives=len(machine.drives)))
+        # written when a file is filled, and twice while it is read: alone, and while the cores compute
+        most = format_bytes(3 * budget.drive_bytes * len(machine.drives))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
-    subjects = Subjects(
-        updates=timed_updates.available_updates(say=say),
+    timed = bench.bench_machine(
+        machine,
+        timed_updates.available_updates(say=say),
         dtypes=bench.dtypes_to_time(machine, dtype),
-        kernels=timed_updates.cpu_kernels("auto", "torch"),
-        orthogonalise=timed_updates.orthogonalisation,
+        matrices=True,
+        budget=budget,
+        say=say,
     )
-    timed = bench.bench_machine(machine, subjects, budget=budget, say=say)
     if ranks > 1:
         timed = replace(timed, links=bench.bench_links(timed.links, ranks=ranks, say=say))
     _keep(timed, say=say)
@@ -203,21 +205,21 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         copy_seconds=0.05,
     )
     layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
-    has_matrices = state_format(config.optim.name, config.optim.moment_dtype).rule.matrices
-    subjects = Subjects(
-        # This may build the kernel, as the run would.
-        updates=timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype),
-        dtypes=[config.model.dtype],
-        kernels=timed_updates.cpu_kernels(config.optim.kernel),
-        orthogonalise=timed_updates.orthogonalisation if has_matrices else None,
-    )
+    # This may build the kernel, as the run would.
+    updates = timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype)
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.
         with torch.random.fork_rng(devices=[] if machine.gpu is None else [torch.cuda.current_device()]):
             drives = tuple(drive for drive in machine.drives if drive.directory in used)
             timed = bench.bench_machine(
-                replace(machine, drives=drives), subjects, budget=budget, say=lambda _: None, layer=layer
+                replace(machine, drives=drives),
+                updates,
+                dtypes=[config.model.dtype],
+                matrices=state_format(config.optim.name, config.optim.moment_dtype).rule.matrices,
+                budget=budget,
+                say=lambda _: None,
+                layer=layer,
             )
     except TrainerError as error:
         say(

@@ -35,8 +35,7 @@ from offload_trainer.errors import (
     gpu_full_told,
 )
 from offload_trainer.export.directory import write_final
-from offload_trainer.machine.rate_cache import keep_free, keep_ratios
-from offload_trainer.plan.step_time import steady_ratios
+from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.ranks import (
     end_if_rank_vanishes,
     from_rank_zero,
@@ -377,7 +376,7 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 def _report(setup: Setup, job: Job) -> None:
-    """Write the last report.html of this process, and keep the timing ratios for later plans, if a step was finished.
+    """Write the last report.html of this process, and print the timing ratios, if a step was finished.
 
     Does nothing on ranks without telemetry.
     """
@@ -386,7 +385,7 @@ def _report(setup: Setup, job: Job) -> None:
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     if rows:
         job.telemetry.report.end()
-        _keep_ratios(setup, rows)
+        _tell_ratios(setup, rows)
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
@@ -435,8 +434,8 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
     return table
 
 
-def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    """Print measured / predicted seconds per phase and store the stable ratios for later plans."""
+def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
+    """Print measured / predicted seconds per phase."""
     plan, log = setup.plan, setup.log
     seconds, rows = median_phases(rows), steady(rows)
     off = {
@@ -445,11 +444,3 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
     if not off or len(rows) < _TELLING:
         return
     log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
-    try:
-        taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
-        keep_ratios(
-            setup.machine,
-            steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world),
-        )
-    except (OSError, TrainerError) as error:  # the run itself has succeeded
-        log.say(f"note: these ratios could not be saved for later plans: {error}")

@@ -16,7 +16,7 @@ from offload_trainer import config as schema
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.deepspeed import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import zero_sizes
+from offload_trainer.plan.deepspeed import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.run import launcher

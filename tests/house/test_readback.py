@@ -150,21 +150,17 @@ MACHINE = MachineProfile(
 
 def test_unreadable_rates_are_reported_once_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    rates = {"rates": {"warp": {"value": 1}}}  # of another version
-    rate_cache.cache_file().write_text(json.dumps({"machines": {rate_cache.fingerprint(MACHINE): rates}}))
+    rates = {"warp": {"value": 1}}  # of another version
+    rate_cache.cache_file().write_text(json.dumps({f"rates {rate_cache.fingerprint(MACHINE)}": rates}))
     found = rate_cache.with_cached_rates(MACHINE)
     assert found.rates == Rates()
     (note,) = found.notes
     assert "warp is not known to" in note
     assert note.isprintable()
-    rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # the machine was not timed, so nothing is stored
     rate_cache.keep_rates(MACHINE)
-    for _ in range(2):
-        rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
     again = rate_cache.with_cached_rates(MACHINE)
     assert again.notes == ()
     assert again.rates.memory == MACHINE.rates.memory
-    assert again.rates.corrections == {"tiered.update": 1.5}
 
 
 def test_rates_that_others_may_have_written_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +182,11 @@ def test_rates_that_others_may_have_written_are_not_used(tmp_path: Path, monkeyp
 
 def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    other = {"rates": {"warp": 9}, "more": [1]}
-    rate_cache.cache_file().write_text(json.dumps({"machines": {"other": other}, "drives": {}}))
+    other = {"warp": 9, "more": [1]}
+    rate_cache.cache_file().write_text(json.dumps({"rates other": other, "drives": {}}))
     assert rate_cache.with_cached_rates(MACHINE).notes == ()
     rate_cache.keep_rates(MACHINE)
-    assert json.loads(rate_cache.cache_file().read_text())["machines"]["other"] == other
+    assert json.loads(rate_cache.cache_file().read_text())["rates other"] == other
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish, with_products
@@ -15,7 +13,6 @@ from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan
-from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices
 
 SHAPE = SHAPES["gpt2-10b"]
 BATCH = ("--micro-batch", "4", "--accumulate", "8")
@@ -122,19 +119,3 @@ def test_numbers_that_a_model_or_an_engine_does_not_have_are_refused() -> None:
     assert wish("model.activation_checkpointing=0").model.activation_checkpointing == "off"
     stock = TrainConfig.model_validate({"placement": {"engine": "deepspeed"}, "model": {"activation_checkpointing": 3}})
     assert any("model.activation_checkpointing=3 belongs to" in mistake for mistake in combination_mistakes(stock))
-
-
-def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path) -> None:
-    """On a CPU the bits do not depend on it, so the plan chooses again."""
-    config = wish(*BATCH, "model.mlp_chunk=off", "tiered.fetch_granularity=block", "--output", str(tmp_path))
-    models = MemoryFallbacks(lambda: SimpleNamespace(shape=SHAPE))
-
-    def resumed(before: int | str, *, on_gpu: bool, more: str = "false") -> int | str:
-        settings = {"model": {"activation_checkpointing": before}}
-        asked = config.model_copy(update={"model": wish(f"model.offload_activations={more}").model})
-        return _with_resumed_choices(asked, settings, models, on_gpu=on_gpu).model.activation_checkpointing
-
-    for number in (45, "on", "off"):
-        assert resumed(number, on_gpu=True) == number
-        assert resumed(number, on_gpu=False) == "auto"
-    assert resumed("off", on_gpu=True, more="cpu") == "auto"  # nothing could be offloaded

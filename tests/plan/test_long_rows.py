@@ -14,7 +14,7 @@ import pytest
 from commands import ask
 from sample_plans import GB, SHAPES, machine, wish
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.blocks import with_tiles
@@ -24,7 +24,6 @@ from offload_trainer.plan.planner import longest_row, make_plan, resolve_and_pla
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere
-from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices
 from offload_trainer.settings import load_config
 
 WIDE = {"n_positions": 65536, "n_layer": 2, "n_embd": 256, "n_inner": 16384, "n_head": 4}
@@ -79,21 +78,6 @@ def test_auto_is_resolved_for_the_engine_as_planned() -> None:
     assert (plan.mlp_chunk, config.model.mlp_chunk, workload(config, wide()).mlp_chunk) == (0, "off", 0)
     off = make_plan(wish(*ROWS, "--params", "nvme", "model.mlp_chunk=off"), wide(), machine(gpu=int(small * GB)))
     assert not off.fits
-
-
-def test_a_resumed_run_keeps_its_pieces() -> None:
-    """Pieces change bits, so a run keeps them although more memory is free; a model without such modules has none."""
-    models, config = MemoryFallbacks(lambda: resolve_model(ModelSection(overrides=WIDE), seed=0)), wish(*ROWS)
-
-    def resumed(before: int | str, asked: TrainConfig = config) -> int | str:
-        settings = {"model": {"mlp_chunk": before}}
-        return _with_resumed_choices(asked, settings, models, on_gpu=False).model.mlp_chunk
-
-    assert [resumed(chunk) for chunk in (256, "off")] == [256, "off"]
-    assert resumed(256, wish(*ROWS, "model.mlp_chunk=off")) == "off"
-    kept = config.with_keys("model", mlp_chunk=resumed(256))
-    assert planned(40).mlp_chunk == 0
-    assert make_plan(kept, wide(), machine(gpu=40 * GB)).mlp_chunk == 256
 
 
 def test_pieces_as_long_as_a_micro_batch_are_not_tiles() -> None:

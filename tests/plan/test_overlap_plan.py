@@ -1,4 +1,6 @@
-"""Tests of plans in which the update overlaps the next forward or the backward."""
+"""Tests of plans in which the update overlaps the next forward or the backward: what it hides, and which update
+schedule `auto` chooses, by seconds, bytes and what a run allows.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sample_plans import SHAPES, cluster, rate, timed, wish
+from sample_plans import GB, SHAPES, cluster, least_ram, machine, rate, timed, wish, with_products
 
+from offload_trainer.errors import UserError
 from offload_trainer.plan import planner
+from offload_trainer.plan.machine import MachineProfile, read_machine
+from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
@@ -25,12 +30,22 @@ from offload_trainer.plan.step_time import (
     parts_left,
     parts_of,
     read_before_update,
-    steady_ratios,
 )
-from offload_trainer.plan.tiered.engine import Tiered
-from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
+from offload_trainer.plan.tiered.spec import left_free
 from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
 from offload_trainer.units import format_seconds
+
+SHAPE = SHAPES["gpt2-medium"]
+BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long
+EVERY = (OFF, FORWARD, FULL)
+# drives take nearly all of the time
+DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")
+
+
+def planned(*words: str, on: MachineProfile | None = None, **more: object) -> Plan:
+    return make_plan(wish(*words), SHAPE, on or timed(), **more)  # type: ignore[arg-type]
 
 
 def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
@@ -70,7 +85,7 @@ def test_hidden_is_what_a_walk_through_the_units_gives(
 
 def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> None:
     """The GPU has the pages of the first units, embeddings before all, and updates them while the CPU works."""
-    units = units_of(SHAPES["gpt2-medium"])
+    units = units_of(SHAPE)
     trained = sum(unit.trained for unit in units)
     first, block = (sum(unit.trained for unit in its) / trained for its in (units[:2], units[2:3]))
 
@@ -146,22 +161,6 @@ def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not
     assert hidden_seconds(forecast(1.0, 4.0, *cpu), parts, micro_batches=1, gpu=True) == pytest.approx(1.0, rel=0.01)
 
 
-def test_the_plan_counts_it_and_says_so() -> None:
-    plans = {
-        how: make_plan(wish("--ram-fraction", "0.5", f"tiered.overlap={how}"), SHAPES["gpt2"], timed())
-        for how in ("off", "forward")
-    }
-    off, on = (plan.forecast for plan in plans.values())
-    assert on.seconds == off.seconds
-    assert off.hidden == 0 < on.hidden
-    assert on.step == pytest.approx(off.step - on.hidden)
-    assert sum(seconds or 0.0 for seconds in on.in_line.values()) == pytest.approx(on.step)
-    assert off.in_line == off.seconds
-    assert plans["forward"].to_json()["hidden"] == on.hidden
-    assert "update overlap with the next forward" in plans["forward"].describe(full=True)
-    assert "update overlap with" not in plans["off"].describe(full=True)
-
-
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`forward` is taken for less than 5 % of a step of 10 s; `backward` must then gain 5 % of those 10 s."""
     placed, seconds = planner._best_placement, {"data": 0.0, "forward": 3.0, "backward": 3.0, "update": 4.0}
@@ -187,15 +186,7 @@ def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> No
     words = ("--ram-fraction", "0", "--seq-len", "1024", "--micro-batch", "1")
 
     def hidden(*more: str, ranks: int = 1) -> list[float]:
-        plans = (
-            make_plan(
-                wish(*words, "tiered.overlap=backward", f"tiered.page_buffers={buffers}", *more),
-                SHAPES["gpt2-medium"],
-                timed(),
-                world=ranks,
-            )
-            for buffers in (2, 6, 12)
-        )
+        plans = (planned(*words, FULL, f"tiered.page_buffers={n}", *more, world=ranks) for n in (2, 6, 12))
         return [plan.forecast.hidden for plan in plans]
 
     found = hidden()
@@ -205,70 +196,59 @@ def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state() -> No
         assert same == pytest.approx([same[0]] * 3)
 
 
-def test_ratios_of_overlapping_phases_are_not_stored() -> None:
-    def kept(how: str) -> set[str]:
-        found = make_plan(wish("--ram-fraction", "0", f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed()).forecast
-        taken = {phase: [1.2 * (seconds or 0.0)] * 12 for phase, seconds in found.seconds.items()}
-        return {key.split(".")[1] for key in steady_ratios(found, taken, engine="tiered", ranks=1)}
-
-    assert kept("off") == {"forward", "backward", "update"}
-    assert kept("forward") == {"backward"}
-
-
 # -- overlap with the backward -----------------------------------------------------------------------------------------
 
 
-ON_DRIVES = EarlyPages(on_drives=1.0)
-FIRST = pytest.approx(0.001, rel=0.01)  # the first page is updated after one of the blocks
+DRIVE, LITTLE = (Bound("update", seconds, "", "drive", "sda") for seconds in (4.0, 0.5))
+ADAMW, COMPUTE = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
+WEIGHTS, ADDING = (Bound("backward", 0.5, "", kind, "sda") for kind in ("drive", "memory"))
+ON_DRIVES, IN_RAM = EarlyPages(on_drives=1.0), EarlyPages(0.0, in_ram=1.0)
+
+# The update's seconds and the bounds, its early pages, and other arguments; seconds of the update that are done during
+# the backward, and those saved (None: not computed by hand).
+OVERLAPS: list[tuple[tuple[float, *tuple[Bound, ...]], EarlyPages, dict[str, Any], float | None, float | None]] = [
+    # The last backward hides as much of the drives as it takes.
+    ((4.0, DRIVE, COMPUTE), ON_DRIVES, {}, 1.0, 1.0),
+    ((4.0, DRIVE, COMPUTE), ON_DRIVES, {"micro_batches": 4}, 0.25, 0.25),
+    ((0.5, LITTLE, COMPUTE), ON_DRIVES, {}, 0.5, 0.5),
+    ((4.0, DRIVE, COMPUTE), EarlyPages(0.0), {}, 0.0, 0.0),
+    ((0.5, LITTLE, COMPUTE), EarlyPages(1.0, last=0.2), {}, 0.4, None),
+    # A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time. It
+    # is not free while it adds gradients either, which the backward takes in addition to its computation.
+    ((4.0, DRIVE, WEIGHTS), ON_DRIVES, {}, None, 0.5),
+    ((4.0, DRIVE, ADAMW, COMPUTE), ON_DRIVES, {}, 4 / 3, 1.0),  # four seconds of the drive with one of the CPU
+    ((1.0, ADAMW, COMPUTE), ON_DRIVES, {}, None, 0.0),
+    ((1.0, ADAMW, replace(COMPUTE, seconds=0.6)), ON_DRIVES, {}, None, 0.0),
+    # Transfers take computation from the backward. The share `last` of the drive's seconds waits for units before the
+    # blocks, and so does its cost to the cores.
+    ((4.0, replace(DRIVE, lost=1.0), COMPUTE), ON_DRIVES, {}, 4 / 3, 1.0),
+    ((4.0, replace(DRIVE, lost=1.0), COMPUTE), EarlyPages(on_drives=1.0, last=0.5), {}, 4 / 3, 1.0),
+    ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {}, None, 0.2),
+    ((0.5, replace(LITTLE, lost=0.3), COMPUTE), ON_DRIVES, {"gpu": True}, None, 0.5),
+    # A GPU computes the model: pages with shadow memory take seconds of a free CPU. Copying the old bytes takes time in
+    # which no page is updated; adding gradients takes half of the memory's bandwidth.
+    *(((0.8, replace(ADAMW, seconds=0.8), COMPUTE), EarlyPages(0.0, in_ram=share), {"gpu": True}, *(2 * [0.8 * share]))
+      for share in (0.0, 0.25, 0.5, 1.0)),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE), IN_RAM, {"gpu": True}, 1.0, None),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE), replace(IN_RAM, copying=3.0), {"gpu": True}, 0.5, None),
+    ((0.4, replace(ADAMW, seconds=0.4), COMPUTE), replace(IN_RAM, copying=0.4), {"gpu": True}, 0.4, 0.4),
+    ((3.0, replace(ADAMW, seconds=3.0), COMPUTE, ADDING), IN_RAM, {"gpu": True}, None, 0.5),
+    # Where the CPU computes the model, starting early costs the copies.
+    ((0.4, replace(ADAMW, seconds=0.4), COMPUTE), replace(IN_RAM, copying=0.1), {}, 0.4, -0.1),
+]  # fmt: skip
 
 
-def behind_the_backward(
-    update: float, *bounds: Bound, micro_batches: int = 1, early: EarlyPages = ON_DRIVES, gpu: bool = False
-) -> BackwardOverlap:
-    """Return the overlap of an update with a backward of 1 s over 1000 blocks."""
-    shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
-    found, units = forecast(update, 1.0, *bounds), units_of(shape)
-    return ahead_of(found, units, early, micro_batches=micro_batches, gpu=gpu)
-
-
-def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
-    drive, cpu = (Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 1.0, "", "compute"))
-    assert behind_the_backward(4.0, drive, cpu).hidden == pytest.approx(1.0, rel=0.01)
-    assert behind_the_backward(4.0, drive, cpu, micro_batches=4).hidden == pytest.approx(0.25, rel=0.01)
-    little = replace(drive, seconds=0.5)
-    assert behind_the_backward(0.5, little, cpu) == BackwardOverlap(pytest.approx(0.5), pytest.approx(0.5), FIRST)
-    assert behind_the_backward(4.0, drive, cpu, early=EarlyPages(0.0)) == BackwardOverlap(0.0, 0.0)
-    assert behind_the_backward(0.5, little, cpu, early=EarlyPages(1.0, last=0.2)).done == pytest.approx(0.4)
-
-
-def test_shared_resources_lengthen_the_backward() -> None:
-    """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time.
-
-    It is not free while it adds gradients either, which the backward takes in addition to its computation.
-    """
-    drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
-    assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
-    adamw, cpu = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(4.0, drive, adamw, cpu)  # four seconds of the drive with one of the CPU
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    for compute in (1.0, 0.6):
-        assert behind_the_backward(1.0, adamw, replace(cpu, seconds=compute)).hidden == pytest.approx(0.0, abs=1e-9)
-
-
-def test_early_pages_of_drives_take_computation_from_the_backward() -> None:
-    """The share `last` of the drive's seconds waits for units before the blocks, and so does its cost to the cores."""
-    drive, cpu = Bound("update", 4.0, "", "drive", "sda", lost=1.0), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(4.0, drive, cpu)
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    early = EarlyPages(on_drives=1.0, last=0.5)  # two seconds of the drive and half a second of the cores
-    found = behind_the_backward(4.0, drive, cpu, early=early)
-    assert found.done == pytest.approx(4 / 3, rel=0.01)
-    assert found.hidden == pytest.approx(1.0, rel=0.01)
-    little = replace(drive, seconds=0.5, lost=0.3)
-    assert behind_the_backward(0.5, little, cpu).hidden == pytest.approx(0.2)
-    assert behind_the_backward(0.5, little, cpu, gpu=True).hidden == pytest.approx(0.5)
+def test_what_the_backward_hides_of_an_update_by_hand() -> None:
+    """A backward of 1 s over 1000 blocks; the first page is updated after one of them."""
+    weights = tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000))
+    units = units_of(replace(SHAPES["gpt2"], weights=weights))
+    for (update, *bounds), early, how, done, hidden in OVERLAPS:
+        found = ahead_of(forecast(update, 1.0, *bounds), units, early, **{"micro_batches": 1, "gpu": False} | how)
+        told = (update, bounds, early, how)
+        assert done is None or found.done == pytest.approx(done, rel=0.01), told
+        assert hidden is None or found.hidden == pytest.approx(hidden, rel=0.01, abs=1e-9), told
+    found = ahead_of(forecast(0.5, 1.0, LITTLE, COMPUTE), units, ON_DRIVES, micro_batches=1, gpu=False)
+    assert found.first == pytest.approx(0.001, rel=0.01)
 
 
 def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
@@ -277,31 +257,6 @@ def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
         bounds = Bound("update", 4.0, "", "drive", "sda", lost=lost), Bound("forward", 1.0, "", "compute")
         found = hidden_seconds(forecast(4.0, 1.0, *bounds), parts, micro_batches=1, gpu=False)
         assert found == pytest.approx(hidden, abs=0.02)
-
-
-def test_pages_in_ram_with_shadow_memory_take_seconds_of_a_cpu_that_is_free() -> None:
-    """A GPU computes the model. Copying the old bytes takes time in which no page is updated."""
-    adamw, compute = Bound("update", 0.8, "", "adamw"), Bound("backward", 1.0, "", "compute")
-
-    def found(update: float, *more: Bound, **early: float) -> BackwardOverlap:
-        bounds = replace(adamw, seconds=update), compute, *more
-        return behind_the_backward(update, *bounds, early=EarlyPages(0.0, **early), gpu=True)
-
-    for share in (0.25, 0.5, 1.0):
-        its = pytest.approx(0.8 * share)
-        assert found(0.8, in_ram=share) == BackwardOverlap(its, its, FIRST)
-    assert found(0.8, in_ram=0.0) == BackwardOverlap(0.0, 0.0)
-    assert found(3.0, in_ram=1.0).done == pytest.approx(1.0, rel=0.01)
-    assert found(3.0, in_ram=1.0, copying=3.0).done == pytest.approx(0.5, rel=0.01)
-    assert found(0.4, in_ram=1.0, copying=0.4) == BackwardOverlap(pytest.approx(0.4), pytest.approx(0.4), FIRST)
-    adding = Bound("backward", 0.5, "", "memory")  # takes half of the memory's bandwidth
-    assert found(3.0, adding, in_ram=1.0).hidden == pytest.approx(0.5, rel=0.01)
-
-
-def test_where_the_cpu_computes_the_model_starting_early_costs_the_copies() -> None:
-    adamw, compute = Bound("update", 0.4, "", "adamw"), Bound("backward", 1.0, "", "compute")
-    found = behind_the_backward(0.4, adamw, compute, early=EarlyPages(0.0, in_ram=1.0, copying=0.1))
-    assert found == BackwardOverlap(pytest.approx(0.4), pytest.approx(-0.1), FIRST)
 
 
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
@@ -322,12 +277,12 @@ def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
 
 def test_a_forward_waits_for_all_that_is_complete_last() -> None:
     """Embeddings on drives take 0.6 s of the remaining 0.8 s of 2.0 s; in RAM they take their arithmetic only."""
-    units = units_of(SHAPES["gpt2-medium"])
+    units = units_of(SHAPE)
     found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
     left = replace(found, seconds=found.seconds | {"update": 0.8})
     for last, waits in (
         (0.3, 0.6),
-        (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPES["gpt2-medium"].trainable),
+        (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPE.trainable),
     ):
         parts = parts_left(found, left, units, parts_of(units), last=last)
         assert sum(part.update for part in parts) == pytest.approx(1.0)
@@ -336,31 +291,270 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
 
 
 @pytest.mark.parametrize(("share", "ranks"), [("0", 1), ("0.5", 1), ("0.5", 2)])
-def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks: int) -> None:
+def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> None:
     words = ("--ram-fraction", share, "--engine", "tiered")
-    plans = {
-        how: make_plan(
-            wish(*words, f"tiered.overlap={how}"),
-            SHAPES["gpt2-medium"],
-            timed(),
-            world=ranks,
-        )
-        for how in ("forward", "backward")
-    }
-    forward, full = (plan.forecast for plan in plans.values())
-    assert full.seconds == forward.seconds
-    assert full.step == pytest.approx(sum(seconds or 0.0 for seconds in full.seconds.values()) - full.hidden)
-    assert full.hidden > forward.hidden
-    units = units_of(SHAPES["gpt2-medium"])
+    plans = {how: planned(*words, how, world=ranks) for how in EVERY}
+    off, forward, full = (plan.forecast for plan in plans.values())
+    assert full.seconds == forward.seconds == off.seconds == off.in_line
+    assert off.hidden == 0 < forward.hidden < full.hidden
+    for found in (forward, full):
+        assert found.step == pytest.approx(off.step - found.hidden)
+        assert sum(seconds or 0.0 for seconds in found.in_line.values()) == pytest.approx(found.step)
+    units = units_of(SHAPE)
     # A clipped step's update starts again, with nothing read in advance.
     unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
-    assert full.apart == ()
-    second = [item for item in plans["backward"].items if item.name == "state, second copy"]
-    assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
-    said = plans["backward"].describe(full=True)
-    assert "update overlap with the backward and the next forward" in said
-    assert f"skipped: up to {format_seconds(full.if_clipped)} more" in said
-    assert "skipped: up to" not in plans["forward"].describe(full=True)
-    assert [plans[way].to_json()["if_clipped"] for way in ("backward", "forward")] == [full.if_clipped, 0.0]
+    names = ("state", "state, second copy")
+    first, second = ([item.bytes for item in plans[FULL].items if item.name == name] for name in names)
+    assert first == second
+    said = [plan.describe(full=True) for plan in plans.values()]
+    for words, shown in (
+        ("update overlap with the next forward", FORWARD),
+        ("update overlap with the backward and the next forward", FULL),
+        (f"skipped: up to {format_seconds(full.if_clipped)} more", FULL),
+    ):
+        assert [words in text for text in said] == [how == shown for how in EVERY]
+    assert [plan.to_json()["hidden"] for plan in plans.values()] == [0.0, forward.hidden, full.hidden]
+    assert [plan.to_json()["if_clipped"] for plan in plans.values()] == [0.0, 0.0, full.if_clipped]
+
+
+# -- what `auto` chooses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [BOTH, DRIVES])
+def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...]) -> None:
+    """Each alternative has the seconds of a plan that asks for it."""
+    plan = planned(*words)
+    steps = {one: planned(*words, one).forecast.step for one in EVERY}
+    assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
+    assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
+    assert plan.forecast.step == pytest.approx(steps[FULL])
+    assert (plan.sizes.places, plan.sizes.ahead) == (2, True)
+    said = next(line for line in plan.describe(full=True).splitlines() if f"auto chose {FULL}" in line)
+    for one, step in steps.items():
+        assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
+    taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
+    assert taken == [FULL]
+
+
+def test_two_copies_only_if_the_disk_has_room() -> None:
+    second = next(item.bytes for item in planned(*BOTH).items if item.name == "state, second copy")
+    need = planned(*BOTH).tiers["/ssd"]["need"]
+    drive = timed().drives[0]
+    for free, way in ((need, FULL), (need - 1, FORWARD), (need - second, FORWARD)):
+        plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
+        assert plan.fits
+        assert plan.way == way
+        assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.describe(full=True)) == (way != FULL)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (("tiered.state_copies=1",), {OFF, FORWARD}),
+        (("tiered.state_copies=2",), {OFF, FORWARD, FULL}),
+        (("tiered.overlap=forward",), set()),
+        (("tiered.overlap=off",), set()),
+        (("tiered.overlap=backward",), set()),
+    ],
+)
+def test_a_configured_schedule_is_kept(words: tuple[str, ...], left: set[str]) -> None:
+    plan = planned(*BOTH, *words)
+    assert {way.words for way in plan.ways} == left
+    if left:
+        assert plan.way in left
+    else:
+        assert (plan.sizes.overlap, plan.sizes.ahead) == (words != (OFF,), words == (FULL,))
+
+
+def test_an_impossible_schedule_is_left_out_and_named() -> None:
+    plan = planned(*BOTH[:4], saves=False)  # a session
+    why = "in a session, the learning rate"
+    assert plan.way != FULL
+    assert next(one.why_not for one in plan.ways if one.words == FULL).startswith(FULL)
+    assert why in next(line for line in plan.describe(full=True).splitlines() if f"auto ruled out {FULL}" in line)
+    with pytest.raises(UserError, match=FULL):
+        planned(FULL, saves=False)
+
+
+def test_several_ranks_speculate_only_if_configured() -> None:
+    plan = planned(*BOTH[:4], world=2)
+    assert not plan.sizes.ahead
+    assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe(full=True)
+    assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
+
+
+def test_without_drives_there_is_nothing_to_choose() -> None:
+    for on in (machine(), timed()):
+        plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
+        assert plan.ways == ()
+        assert (plan.sizes.overlap, plan.sizes.places) == (False, 1)
+
+
+# -- pages in RAM ------------------------------------------------------------------------------------------------------
+
+ONE_MICRO_BATCH = ("--micro-batch", "4", "--accumulate", "1", "--seq-len", "1024", "--params", "gpu")
+ONE_MICRO_BATCH += ("model.activation_checkpointing=on", "--gpu-fraction", "0", "--ram-fraction", "1")
+
+
+def on_a100(*words: str, ram: int | None = None, accumulate: int = 1) -> Plan:
+    """Return a plan of GPT-2 with 10e9 parameters and all state in RAM."""
+    here = with_products(read_machine("a100-40gb"), 156e12)
+    words = (*ONE_MICRO_BATCH, "--accumulate", str(accumulate), *words)
+    return make_plan(wish(*words), SHAPES["gpt2-10b"], replace(here, ram_bytes=ram or here.ram_bytes))
+
+
+def shadow_memory(plan: Plan) -> int:
+    return sum(item.bytes for item in plan.items if item.name == "shadow memory")
+
+
+def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> None:
+    plan = on_a100()
+    assert plan.way == FULL
+    assert not plan.uses_drives
+    assert plan.sizes.ahead
+    steps = {one: on_a100(one).forecast.step or 0.0 for one in (OFF, FORWARD, FULL)}
+    assert {one.words: one.seconds for one in plan.ways} == pytest.approx(steps)
+    assert steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
+    assert plan.forecast.if_clipped > 0
+    assert f"auto chose {FULL}" in plan.describe(full=True)
+
+
+def test_a_small_gain_is_not_mentioned() -> None:
+    plan = on_a100(accumulate=32)
+    assert plan.ways == ()
+    assert not plan.sizes.ahead
+    assert shadow_memory(plan) == 0
+    assert (on_a100(FULL, accumulate=32).forecast.step or 0.0) > 0.95 * (plan.forecast.step or 0.0)
+
+
+def test_shadow_memory_is_as_much_as_fits_in_the_ram_that_is_left() -> None:
+    """Each tenth of it hides more of the update. Without any, only the next forward hides it."""
+    forward = on_a100(FORWARD)
+    need, state = (sum(item.bytes for item in forward.items if item.tier == "ram" and each in item.name)
+                   for each in ("", "state in RAM"))  # fmt: skip
+    found = []
+    for tenths in range(13):
+        have = need + tenths * state // 10
+        plan = on_a100(FULL, ram=have + left_free(have * 100 // 95))
+        kept = shadow_memory(plan)
+        assert plan.fits
+        assert kept <= max(0, plan.tiers["ram"]["have"] - left_free(plan.tiers["ram"]["have"]) - need)
+        assert plan.tiers["ram"]["need"] == need + kept
+        found.append((plan.sizes.shadow_fraction, kept, plan.forecast.hidden))
+    fractions, bytes_, hidden = zip(*found, strict=True)
+    assert fractions[0] < 0.01
+    assert fractions[-1] == 1.0
+    assert all(a <= b for values in (fractions, bytes_, hidden) for a, b in itertools.pairwise(values))
+    assert 0.9 * state < bytes_[-1] < state  # the embeddings before the blocks have none
+    none = on_a100(FULL, ram=need)
+    assert (none.sizes.shadow_fraction, none.forecast.hidden) == (0.0, pytest.approx(forward.forecast.hidden))
+
+
+def test_without_a_gpu_pages_in_ram_wait_for_the_decision() -> None:
+    plans = [planned("--ram-fraction", "1", "--params", "gpu", way) for way in (FORWARD, FULL)]
+    assert [shadow_memory(plan) for plan in plans] == [0, 0]
+    assert plans[0].forecast.step == pytest.approx(plans[1].forecast.step)
+
+
+@pytest.mark.parametrize("gpu", [0, 16 * GB])
+def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_decide(gpu: int) -> None:
+    """It overlaps the update with the next forward, which needs no more bytes, unless there is no core for it."""
+    on = machine(gpu=gpu)
+    words = (*BOTH, "--gpu-fraction", "0")
+    plan = planned(*words, on=on)
+    assert plan.way == FORWARD
+    assert (plan.sizes.overlap, plan.sizes.places) == (True, 1)
+    in_line = planned(*words, OFF, on=on)
+    assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
+    said = plan.describe(full=True)
+    times = next(line for line in said.splitlines() if "offload-train bench" in line)
+    assert "run `offload-train bench --nvme /ssd` once to time it" in times
+    assert f"the fastest of {FORWARD} (the current choice), {OFF}, {FULL}" in times
+    assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
+    assert planned(*words, OFF, on=on).sizes.overlap is False
+    alone = planned(*words, on=replace(on, cores=1))
+    assert alone.sizes.overlap == bool(gpu)
+    assert planned(*words[:4], on=on, world=2).sizes.overlap
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
+    """A plan with that many tokens, by accumulation, confirms it, within a tenth: it also adds gradients."""
+    always = [*DRIVES, "model.activation_checkpointing=on"]
+    found = next(one for one in planned(*always).ways if one.words == way)
+    assert found.tokens
+    many = planned(*always, way, "--accumulate", str(round(found.tokens / 128))).forecast
+    assert many.step
+    assert 0.09 < ((many.seconds["update"] or 0.0) - many.hidden) / many.step < 0.103
+
+
+@pytest.mark.parametrize("share", [(), ("--ram-fraction", "0.5")])
+def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes(share: tuple[str, ...]) -> None:
+    words = (*share, "--seq-len", "128", "--params", "gpu")
+    roomy = planned(*words, on=machine(ram=64 * GB))
+    assert roomy.sizes.keeps_heap
+    (item,) = (item for item in roomy.items if item.name == "heap")
+    least = least_ram(roomy)
+    assert heap_limit(roomy.items) == pytest.approx(1.02 * (least + item.bytes), rel=0.05)
+    margin = 20 * (least + item.bytes) // 19 + 1  # 5 % stay free
+    assert planned(*words, on=machine(ram=margin)).sizes.keeps_heap
+    tight = planned(*words, on=machine(ram=margin - item.bytes // 2))
+    assert tight.fits
+    assert not tight.sizes.keeps_heap
+    assert not [item for item in tight.items if item.name == "heap"]
+
+
+def test_freed_memory_is_returned_for_long_rows_beside_a_gpu_and_with_several_ranks() -> None:
+    words = ("--params", "gpu", "--ram-fraction", "1")
+    long = replace(SHAPE, context=8192)
+    assert not make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB)).sizes.keeps_heap
+    assert not planned(*words, on=machine(gpu=80 * GB, ram=64 * GB)).sizes.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), world=2).sizes.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), saves=False).sizes.keeps_heap  # a session
+
+
+def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
+    plan = make_plan(wish("--params", "gpu"), SHAPES["gpt2-xl"], machine(ram=16 * GB))
+    assert 0 < plan.sizes.ram_fraction < 1
+    assert plan.sizes.keeps_heap
+
+
+def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() -> None:
+    """They move fewer bytes of drives, or leave RAM for shadow memory. What changes results is for the user to take."""
+
+    def advised(plan: Plan) -> list[str]:
+        return [words.removeprefix("optim.moment_dtype=") for _, words in plan.faster]
+
+    plan = planned(*DRIVES)
+    assert plan.sizes.states == "fp32"
+    assert advised(plan) == ["bf16", "8bit"]
+    for seconds, words in plan.faster:
+        assert seconds == planned(*DRIVES, words).forecast.step
+        assert f"{format_seconds(seconds)} a step with {words}" in " ".join(plan.describe().split())
+    assert advised(planned(*DRIVES, "optim.moment_dtype=bf16")) == ["8bit"]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit")) == []
+    assert advised(planned(*DRIVES, "optim.name=muon")) == []  # has no other format
+    assert advised(planned(*DRIVES, on=timed(drive=1e12, mixed=1e12))) == []  # drives take no time
+    assert advised(planned(*DRIVES, on=replace(timed(), rates=machine().rates))) == []  # no rates
+    assert advised(planned("--ram-fraction", "1", "--seq-len", "128", on=timed(update=1e7))) == []  # RAM of a CPU
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
+    units = units_of(SHAPE)
+    cut = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
+    pages = cut.pages
+    kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
+    homes = with_shadows(homes_of(units, cut, **kinds, speeds=()), units, share=share)
+    blocks = [unit for unit in units if unit.block]
+    assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
+    for unit in blocks:
+        for rank in range(ranks):
+            its = [n for n, page in enumerate(pages) if page.unit == unit.index and homes.of_rank(n, rank)]
+            some = [number for number in its if number in homes.shadows]
+            largest = max(pages[number].elements for number in its)
+            given = sum(pages[number].elements for number in some)
+            assert abs(given - share * sum(pages[number].elements for number in its)) <= 2 * largest

@@ -1,4 +1,5 @@
-"""Tests of plans: properties that the arithmetic must have, and golden files of DeepSpeed's configuration.
+"""Tests of plans: properties that the arithmetic must have, golden files of DeepSpeed's configuration, and the screen,
+which a person reads before a run starts.
 
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
@@ -16,13 +17,15 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
+from offload_trainer.cli import main
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.deepspeed import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.memory import zero_sizes
-from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
+from offload_trainer.plan.deepspeed import zero_sizes
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import (
@@ -31,7 +34,6 @@ from offload_trainer.plan.tiered.layout import (
     RAM,
     Unit,
     aligned,
-    homes_of,
     pages_of,
     range_of_rank,
     rank_of,
@@ -40,10 +42,10 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import shares_that_fit
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import plan_elsewhere
+from offload_trainer.run.commands.plan import described, plan_elsewhere
 from offload_trainer.run.planning import MemoryFallbacks, model_of, planned, with_what_fits
 from offload_trainer.settings import load_config
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_seconds
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -181,10 +183,9 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
     """
     units = units_of(SHAPES["gpt2"])
     pages = pages_of(units, page=100_000, shares=[(RAM, 0.5)], speeds=[1.0], ranks=ranks)
-    homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
     ends = dict.fromkeys(range(len(units)), 0)
     held: Counter[tuple[int, int]] = Counter()
-    for page, owner in zip(homes.pages, homes.owners, strict=True):
+    for page, owner in zip(pages.pages, pages.owners, strict=True):
         assert page.start == ends[page.unit]
         ends[page.unit] += page.elements
         first, end = range_of_rank(units[page.unit], owner, ranks=ranks)
@@ -261,7 +262,7 @@ def test_tiers_sum_to_the_state() -> None:
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
     cases = product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5]), (False, True))
     for (gpu, ram), speeds, ahead in cases:
-        pages = pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, ahead=ahead)
+        pages = pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, ahead=ahead).pages
         ends = dict.fromkeys(range(len(units)), 0)
         for page in pages:
             assert page.start == ends[page.unit]
@@ -272,7 +273,7 @@ def test_tiers_sum_to_the_state() -> None:
         on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
         assert 0 <= on_gpu - gpu * total < ALIGN
         assert abs(in_ram - ram * total) < ALIGN
-        assert pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, 1 - gpu)], speeds=[])  # no rest remains
+        assert pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, 1 - gpu)], speeds=[]).pages  # no rest remains
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
             assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
@@ -385,10 +386,10 @@ def test_gradients_in_flight_are_counted() -> None:
 def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
     """Each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient, at memory speed."""
     shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
-    timed = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
+    here = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
     words = ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
-        plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, timed)
+        plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, here)
         assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)
 
 
@@ -435,14 +436,11 @@ def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
 
 
 def test_page_groups_count_the_pages_of_each_kind() -> None:
-    units, placed = units_of(SHAPES["gpt2-medium"]), {"speeds": [2.0, 1.0], "ranks": 4}
-    pages = pages_of(units, page=1 << 18, shares=[(RAM, 0.4)], **placed)
-    homes = homes_of(units, pages, params="gpu", gradients="nvme", **placed)
-    kinds = Counter(
-        (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
-        for page, rank in zip(pages, homes.owners, strict=True)
-    )
-    found = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.page_groups}
+    cut = pages_of(units_of(SHAPES["gpt2-medium"]), page=1 << 18, shares=[(RAM, 0.4)], speeds=[2.0, 1.0], ranks=4)
+    placed = zip(cut.pages, cut.owners, strict=True)
+    kinds = Counter((rank, page.unit, page.home, page.elements) for page, rank in placed)
+    found = {(one.rank, one.page.unit, one.page.home, one.page.elements): one for one in cut.groups}
+    assert all(cut.pages[one.number] is one.page and cut.owners[one.number] == one.rank for one in cut.groups)
     assert {kind: one.count for kind, one in found.items()} == kinds
 
 
@@ -458,3 +456,70 @@ def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
         order = draw.choices(range(count), k=draw.randint(1, 14))
         away, times, blocks = draw.sample(units, draw.randint(0, count)), draw.randint(1, 9), draw.randint(1, 4)
         assert fetches(away, order, blocks=blocks, times=times) == fetches(away, order * times, blocks=blocks)
+
+
+# -- the screen: 25 lines of 100 columns ------------------------------------------------------------------------------
+
+
+def screen_of(plan: Plan, steps: int = 300) -> str:
+    text = plan.describe(steps=steps)
+    lines = text.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 100
+    assert "--explain" in lines[-1]
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "8xa100-80gb", "4xrtx4090-10gbe"])
+def test_the_screen_of_a_named_machine(name: str) -> None:
+    here, words = described(read_machine(name), ["--model", "gpt2-10b", "--save-every", "0"])
+    plan = make_plan(load_config(words), SHAPES["gpt2-10b"], here, world=here.gpus)
+    text, whole = screen_of(plan), plan.describe(full=True)
+    assert "10.3 G parameters" in text
+    assert " tokens/s" in text
+    assert ("DOES NOT FIT" in text) != plan.fits
+    assert all(f"{item.name:<26}" in whole and item.why in whole for item in plan.items if item.bytes)
+    assert all(f"  rejected: {homes}: {why}\n" in f"{whole}\n" for homes, why in plan.rejected)
+
+
+def test_the_command_prints_the_screen_or_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["plan", "--model", "gpt2", "--machine", "v100-32gb"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
+    assert main([*words, "--explain"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > len(lines)
+
+
+def test_the_screen_says_bytes_seconds_and_the_run_of_its_steps() -> None:
+    plan = make_plan(wish("--ram-fraction", "0.5"), SHAPES["gpt2"], timed())
+    text, step = screen_of(plan), plan.forecast.step
+    assert step
+    assert f"a step takes {format_seconds(step)}" in text
+    assert f"{format_seconds(300 * step)} for 300 steps" in text
+    assert plan.homes in text
+    for tier, room in plan.tiers.items():
+        if room["need"]:
+            assert f"{tier} {format_bytes(room['need'])} of {format_bytes(room['have'])}" in text
+        largest = max((item for item in plan.items if item.tier == tier), key=lambda item: item.bytes, default=None)
+        assert largest is None or f"{largest.name} {format_bytes(largest.bytes)}" in text
+
+
+def test_the_screen_of_a_machine_without_rates_names_the_command_that_measures() -> None:
+    plan = make_plan(wish("--optimizer", "nvme"), SHAPES["gpt2"], machine())
+    text = screen_of(plan)
+    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
+    assert "seconds a step: unknown" in text
+    assert "run `offload-train bench --nvme /ssd` once" in text
+
+
+def test_a_long_plan_ends_within_its_screen() -> None:
+    plan = make_plan(wish(), SHAPES["gpt2"], replace(timed(), ram_bytes=GB))
+    text = screen_of(replace(plan, notes=tuple(f"note {number} " + "word " * 60 for number in range(20))))
+    assert "DOES NOT FIT" in text
+    assert "note: note 0" in text
+    assert "note 19" not in text

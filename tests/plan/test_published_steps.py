@@ -23,7 +23,7 @@ PUBLISHED = {8: 8.9672, 16: 11.9340, 32: 18.2987}  # rows -> seconds a step
 STOCK = ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu", "model.activation_checkpointing=on"]
 STOCK += ["deepspeed.reduce_bucket_size=500000000", "deepspeed.prefetch_bucket_size=50000000"]
 STOCK += ["deepspeed.max_live_parameters=50000000"]
-MEMORY = 921e9  # bytes/s of a 4090's memory, as in machines/rtx4090-64gb.json
+MEMORY = 921e9  # bytes/s of a 4090's memory, as in plan/machines.json
 
 
 def llama() -> ModelShape:

@@ -233,13 +233,6 @@ def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, nam
     assert plan.to_json()["too_large"] == told
     with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
         plan.refuse(force=False)
-
-
-def test_a_unit_that_fits_is_not_named() -> None:
-    """The plan then lacks memory for something else."""
-    plan = of_shape(BLOCKS, 2.7)
-    assert not plan.fits
-    assert plan.too_large == ""
-    roomy = of_shape(BLOCKS, 24)
-    assert roomy.fits
-    assert roomy.too_large == ""
+    for gpu, fits in ((2.7, False), (24, True)):  # with 2.7 GB, BLOCKS lacks memory for something else
+        plan = of_shape(BLOCKS, gpu)
+        assert (plan.fits, plan.too_large) == (fits, "")

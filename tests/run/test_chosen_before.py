@@ -7,12 +7,32 @@ from pathlib import Path
 import pytest
 from commands import TINY, call
 
-from offload_trainer.run.planning import plan_run
+from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices, model_of, plan_run
 from offload_trainer.settings import load_config
 
 # auto would checkpoint blocks before it divides MLPs
 WORDS = ["model.activation_checkpointing=off", "model.overrides.n_inner=8192", "--engine", "tiered"]
 PIECES = [*TINY, *WORDS, "--micro-batch", "16", "--save-every", "2", "train.eval_every=0"]
+
+
+def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
+    """On a CPU the bits do not depend on the number of checkpointed blocks, so the plan chooses it again."""
+    words = [*TINY, "model.overrides.n_inner=8192", "tiered.fetch_granularity=block"]
+    models = MemoryFallbacks(lambda: model_of(load_config(words)))
+
+    def resumed(key: str, before: int | str, *more: str, on_gpu: bool = True) -> int | str:
+        kept = _with_resumed_choices(load_config([*words, *more]), {"model": {key: before}}, models, on_gpu=on_gpu)
+        return getattr(kept.model, key)
+
+    for chunk in (256, "off"):
+        assert resumed("mlp_chunk", chunk) == chunk
+    assert resumed("mlp_chunk", 256, "model.mlp_chunk=off") == "off"
+    for count in (1, "on", "off"):
+        assert resumed("activation_checkpointing", count) == count
+        assert resumed("activation_checkpointing", count, on_gpu=False) == "auto"
+    assert resumed("activation_checkpointing", "on", "model.activation_checkpointing=1") == 1
+    # Nothing could be offloaded with the number of the run before.
+    assert resumed("activation_checkpointing", "off", "model.offload_activations=cpu") == "auto"
 
 
 @pytest.mark.slow

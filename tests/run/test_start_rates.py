@@ -57,6 +57,8 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     assert after.plan.forecast.step is not None
     assert not machine_rates.is_due(after)
     assert not machine_rates.is_due(planned(drive, tmp_path / "run", *MANY))  # the rates are cached
+    with_muon = planned(drive, tmp_path / "run", *MANY, "optim.name=muon")
+    assert step_time.RATE in machine_rates.rates_at_start(with_muon, say=messages.append).rates.layers
 
 
 def test_a_run_that_rates_do_not_change_starts_at_once(
@@ -81,15 +83,6 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
     for native in (True, False):
         monkeypatch.setattr(cpu_units, "has_native_16bit", lambda _, native=native: native)
         assert machine_rates.is_due_in_session(in_bf16) == native
-
-
-@pytest.mark.slow
-def test_the_products_of_muon_are_measured_for_muon(cache: Path, drive: Path, tmp_path: Path) -> None:
-    before = planned(drive, tmp_path / "run", *MANY, "optim.name=muon")
-    measured = machine_rates.rates_at_start(before, say=lambda line: None)
-    assert step_time.RATE in measured.rates.layers
-    after = plan_run(before.config, again=replace(before, machine=measured))
-    assert after.plan.forecast.step is not None
 
 
 def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:

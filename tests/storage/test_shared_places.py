@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import pwd
 import stat
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -420,7 +422,7 @@ def test_rates_stored_concurrently_are_all_kept(
 
     def work(name: str) -> None:
         for number in range(5):
-            rate_cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
+            rate_cache.keep_free(replace(machine, gpu=f"{name}.{number}", gpu_bytes=100), more=1)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
     threads = threads if filesystem != "none" else threads[:1]
@@ -428,7 +430,7 @@ def test_rates_stored_concurrently_are_all_kept(
         thread.start()
     for thread in threads:
         thread.join()
-    kept = rate_cache.with_cached_rates(machine).rates.corrections
+    kept = [key for key in json.loads(rate_cache.cache_file().read_text()) if key.startswith("kept free of")]
     assert len(kept) == (20 if filesystem != "none" else 5)
 
 

@@ -9,7 +9,7 @@ sends, and receives, this many bytes in a step:
     ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
                 buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids
     ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
-                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed/memory.py)
+                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed.py)
     tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
                 The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
                 gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
@@ -19,7 +19,8 @@ sends, and receives, this many bytes in a step:
 
 Ranks of a tensor group are adjacent; then come those of a sequence, and of data. A ring that spans nodes enters and
 leaves each node once, and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives
-overlap matrix products, those of ZeRO-1 only the last micro-batch's; those of tensor and sequence do not overlap.
+overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of
+tensor and sequence do not overlap.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Collective:
     group: int  # ranks per group
     stride: int  # rank distance between neighbours of a group
     kind: Literal["ring", "all-to-all"] = "ring"
-    hides: Literal["all", "last", "nothing"] = "nothing"  # overlaps the phase's products, or the last micro-batch's
+    hides: bool = False  # it overlaps the phase's products
 
     def network(self, here: int) -> float:
         """Return the bytes each way through the network of a node with `here` ranks."""
@@ -70,10 +71,9 @@ def zero_collectives(
         if phase == "update":
             yield Collective(phase, size * count, 1, alike, stride)
         else:
-            yield Collective(phase, micro * size * count, micro, alike, stride, hides="all")
+            yield Collective(phase, micro * size * count, micro, alike, stride, hides=True)
     times = 1 if stage == 1 else micro
-    hides: Literal["all", "last"] = "last" if stage == 1 else "all"
-    yield Collective("backward", times * size * trained, times, alike, stride, hides=hides)
+    yield Collective("backward", times * size * trained, times, alike, stride, hides=True)
     if stage < 3:
         yield Collective("update", size * trained, 1, alike, stride)
 

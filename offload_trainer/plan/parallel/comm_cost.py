@@ -212,29 +212,18 @@ class NormShards:
 
 def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
-    ends = place.start + place.weight.numel
+    sent: list[tuple[int, Part]] = []  # parts of pieces that an earlier rank computes, and that rank
+    for other in range(ranks):
+        first, has = _within(unit, place, other, ranks=ranks)
+        into = (first - place.start) % width  # elements since the start of the piece
+        if into and first < has:
+            owner = rank_of(unit, first - into, ranks=ranks)
+            sent.append((owner, (other, first, min(has, first - into + width))))
     first, has = _within(unit, place, rank, ranks=ranks)
-    into = (first - place.start) % width  # elements since the start of the piece, which an earlier rank computes
-    starts = range(first - into + width * (into > 0), has, width)
-    gets: list[Part] = []
-    if starts:
-        last = min(starts[-1] + width, ends)
-        for other in range(rank + 1, ranks):
-            begin, end = _within(unit, place, other, ranks=ranks)
-            if begin >= last:
-                break
-            if begin < min(end, last):
-                gets.append((other, begin, min(end, last)))
-    return NormShards(starts, ends, has, _gives(unit, place, width=width, rank=rank, ranks=ranks), tuple(gets))
-
-
-def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Part | None:
-    """Return the part that a rank sends of the piece that begins before its range."""
-    first, has = _within(unit, place, rank, ranks=ranks)
-    into = (first - place.start) % width
-    if not into or first >= has:
-        return None
-    return rank_of(unit, first - into, ranks=ranks), first, min(has, first - into + width)
+    starts = range(first + (place.start - first) % width, has, width)
+    gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
+    gets = tuple(part for owner, part in sent if owner == rank)
+    return NormShards(starts, place.start + place.weight.numel, has, gives, gets)
 
 
 def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:

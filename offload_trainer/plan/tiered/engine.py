@@ -62,7 +62,6 @@ from offload_trainer.plan.tiered.spec import (
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
-    WeightTransfer,
     bounds_by_parts,
     describe_weight_transfer,
 )
@@ -176,8 +175,7 @@ class Tiered:
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
             sizes = tier_sizes(step, machine, placement, section=self.place, tiered=self.section, gradients=gradients)
-            asked = (self.section.weight_transfer, self.section.overlap == "auto")
-            one = TieredCandidate(step, machine, placement, sizes, layouts, *asked, self.section.micro_batch_order)
+            one = TieredCandidate(step, machine, placement, sizes, layouts, self.section)
             if placement.optimizer != TierKind.GPU:
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
@@ -256,17 +254,14 @@ def _may_keep_heap(work: Workload, machine: MachineProfile) -> bool:
 
 def _why_not_in_pieces(work: Workload) -> str:
     """Return why the rows of this step cannot be divided over ranks (`parallel.sequence`), or "" if they can."""
-    shape = work.shape
-    if work.sequence == 1:
-        return ""
-    if work.world % work.sequence:
-        return f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"
-    if shape.packed:
-        return " with data.packing=on: attention masks between documents need whole rows; leave one out"
-    if not shape.heads:
-        return ": the model's number of attention heads is not known; leave it out"
-    why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-    return why and f": {why}"
+    why = refusal(work.shape, sequence=work.sequence, seq_len=work.seq_len)
+    reasons = {
+        f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)": work.world % work.sequence,
+        " with data.packing=on: attention masks between documents need whole rows; leave one out": work.shape.packed,
+        ": the model's number of attention heads is not known; leave it out": not work.shape.heads,
+        f": {why}": why,
+    }
+    return next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
 
 
 def why_not_breadth_first(work: Workload) -> str:
@@ -292,9 +287,7 @@ class TieredCandidate:
     placement: Placement
     sizes: TierSizes
     layouts: Layouts = field(compare=False, repr=False)
-    weight_transfer: WeightTransfer = "auto"  # tiered.weight_transfer
-    may_overlap: bool = False  # the update may overlap the next forward if that gains enough
-    order: str = "auto"  # tiered.micro_batch_order
+    section: TieredSection = field(default_factory=TieredSection)
 
     title, cannot_save = "tiered engine", None
 
@@ -431,7 +424,7 @@ class TieredCandidate:
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
         # An update that overlaps has one core of a CPU that computes the model.
-        if not self.sizes.overlap and (self._computes_products_on_cpu or not self.may_overlap):
+        if not self.sizes.overlap and (self._computes_products_on_cpu or self.section.overlap != "auto"):
             return self.sizes, found
         overlapped = self.overlapping_forward(found)
         if found.step is not None:
@@ -453,7 +446,7 @@ class TieredCandidate:
 
     def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
-        pages = sum(group.count for group in self._laid_out.page_groups if on_drive(group.page.home))
+        pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
         micro, buffers, read = self.work.passes, self.sizes.page_buffers, 0.0
         if self._weights_precede_state:
             read = read_before_update(found, pages, buffers=buffers, micro_batches=micro)
@@ -533,14 +526,14 @@ class TieredCandidate:
                 "the seconds of that"
             )
         # The order of micro-batches, where it decides how often weights are fetched.
-        why, in_session = why_not_breadth_first(work), work.checkpoints is None
-        count, key = work.accumulate, "tiered.micro_batch_order"
+        why, count, key = why_not_breadth_first(work), work.accumulate, "tiered.micro_batch_order"
+        is_open = self.section.micro_batch_order == "auto" and self.placement.params != TierKind.GPU
         if work.breadth_first:
             yield (
                 f"{key}=breadth_first: the {count} micro-batches of a step pass through each block together, and its "
                 "weights are fetched once a pass"
             )
-        elif self.placement.params != TierKind.GPU and count > 1 and self.order == "auto" and why and not in_session:
+        elif is_open and count > 1 and why and work.checkpoints is not None:
             yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"
         if parts := [unit for unit in self.units if unit.is_part]:
             largest = max(parts, key=lambda unit: unit.elements)
@@ -554,7 +547,7 @@ class TieredCandidate:
                 f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "
                 f"a row; {work.data} data-parallel group(s) of {work.sequence} ranks"
             )
-        in_ram, asked = self.placement.params == TierKind.RAM and work.here > 1, self.weight_transfer
+        in_ram, asked = self.placement.params == TierKind.RAM and work.here > 1, self.section.weight_transfer
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):
             size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
             yield describe_weight_transfer(asked, size, machine, work=work, by_parts=self.sizes.by_parts)

@@ -80,7 +80,7 @@ def tiered_items(
         if tiers.has_gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             items.append(device("broadcasts", here * NCCL_BYTES, why))
-    pages = [one.page for one in homes.page_groups]
+    pages = [one.page for one in homes.cut.groups]
     outside = [page for page in pages if on_drive(page.home) or page.home == DEVICE]
     stored = max(map(sizes.format.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
@@ -104,7 +104,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
     share = "of the optimizer state"
     items = []
     for home, tier in tiers.by_home.items():
-        held = sum(one.count * sizes.format.page_bytes(one.page) for one in homes.page_groups if one.page.home == home)
+        held = sum(one.count * sizes.format.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
         if home in sizes.shares:
             items.append(tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}"))
             continue
@@ -116,7 +116,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
         items.append(tiers.ram.item("shadow memory", kept, why))
     routes = [
         (route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one)
-        for one in homes.page_groups
+        for one in homes.cut.groups
         if one.page.home != ELSEWHERE
     ]
     if any(route.through_host for route, _ in routes):
@@ -250,7 +250,7 @@ def tiered_traffic(
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step."""
     move = _Moved()
-    _move_pages(move, work, homes.page_groups, format=sizes.format)
+    _move_pages(move, work, homes, homes.cut.groups, format=sizes.format)
     _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
         inputs = inputs_of(work)
@@ -267,16 +267,18 @@ def tiered_traffic(
 def traffic_beside_matrices(work: Workload, homes: TierMap, *, format: StateFormat, tiers: Tiers) -> list[Traffic]:
     """Return the bytes that the update moves for pages without matrices, of those that `tiered_traffic` returns."""
     move = _Moved()
-    _move_pages(move, work, [one for one in homes.page_groups if not one.page.matrices], format=format)
+    _move_pages(move, work, homes, [one for one in homes.cut.groups if not one.page.matrices], format=format)
     return move.traffic(tiers)
 
 
-def _move_pages(move: _Moved, work: Workload, groups: Sequence[PageGroup], *, format: StateFormat) -> None:
+def _move_pages(
+    move: _Moved, work: Workload, homes: TierMap, groups: Sequence[PageGroup], *, format: StateFormat
+) -> None:
     """Count state, gradients and new weights of the update."""
     e, g = work.item_bytes, work.gradient_bytes
     for one in groups:
-        weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
-        elements = one.count * one.page.elements
+        weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]
+        elements, inside = one.elements, one.page.home == DEVICE
         if one.page.home == ELSEWHERE:
             if weights != DEVICE:
                 move(weights, "update", written=e * elements)

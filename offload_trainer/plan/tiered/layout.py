@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -236,7 +236,7 @@ def pages_of(
     speeds: Sequence[float],
     ranks: int = 1,
     ahead: bool = False,
-) -> tuple[Page, ...]:
+) -> CutPages:
     """Cut each rank's ranges into pages, assign them to tiers, and return them in element order.
 
     `shares` are pairs of a home and its share of the state; `speeds` divides the rest over the drives. With `ahead`,
@@ -245,31 +245,28 @@ def pages_of(
     so the assignment is computed once for them.
     """
     last = first_block(units) if ahead else 0
-    page_groups: dict[tuple[tuple[int, ...], ...], tuple[Page, ...]] = {}
-    found: list[Page] = []
+    pages_of_range: dict[tuple[tuple[int, ...], ...], tuple[Page, ...]] = {}
+    found: list[tuple[Page, int]] = []
     for rank in range(ranks):
         stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
         cuts = tuple(  # the ends of the matrices in each range, and the range's end, counted from its start
             (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
             for unit, (first, end) in zip(units, stretches, strict=True)
         )
-        if cuts not in page_groups:
-            page_groups[cuts] = _pages_of_rank(
+        if cuts not in pages_of_range:
+            pages_of_range[cuts] = _pages_of_rank(
                 [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)],
                 shares=dict(shares),
                 speeds=speeds,
                 last=last,
             )
         begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
-        found += (
-            [
-                Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices)
-                for one in page_groups[cuts]
-            ]
-            if any(begins.values())
-            else page_groups[cuts]
-        )
-    return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
+        mine: Iterable[Page] = pages_of_range[cuts]
+        if any(begins.values()):
+            mine = (Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices) for one in mine)
+        found += [(page, rank) for page in mine]
+    found.sort(key=lambda one: (one[0].unit, one[0].start))
+    return CutPages(tuple(page for page, _ in found), tuple(rank for _, rank in found))
 
 
 def _pages_of_rank(
@@ -382,56 +379,69 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """A group of pages of one rank with the same size and the same tiers of state, weights and gradients."""
+    """Pages of one rank and one unit with the same size and the same tier of state."""
 
     count: int
     number: int  # index of the group's first page
     page: Page  # the group's first page
     rank: int
-    weights: int
-    gradients: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.page.elements
+
+
+@dataclass(frozen=True)
+class CutPages:
+    """All pages of optimizer state in element order, as `pages_of` cuts them."""
+
+    pages: tuple[Page, ...]
+    owners: tuple[int, ...]  # the rank that updates each page
+
+    @cached_property
+    def groups(self) -> tuple[PageGroup, ...]:
+        """Return all pages in groups, in the order of each group's first page.
+
+        A plan may count millions of pages. They are grouped once for all placements that have them.
+        """
+        kinds = [
+            (rank, page.unit, page.home, page.elements, page.matrices)
+            for page, rank in zip(self.pages, self.owners, strict=True)
+        ]
+        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
+        found = ((count, first[kind], kind[0]) for kind, count in Counter(kinds).items())
+        return tuple(PageGroup(count, number, self.pages[number], rank) for count, number, rank in found)
 
 
 @dataclass(frozen=True)
 class TierMap:
     """The tier of each page of optimizer state, and of each unit's weights and gradients."""
 
-    pages: tuple[Page, ...]
+    cut: CutPages
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
-    owners: tuple[int, ...] = ()  # the rank that updates each page; empty with one rank
     shadows: frozenset[int] = frozenset()  # pages in RAM with shadow memory, see `with_shadows`
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        return self.cut.pages
 
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
-        return not self.owners or self.owners[number] == rank
-
-    @cached_property
-    def page_groups(self) -> tuple[PageGroup, ...]:
-        """Return all pages in groups, in the order of each group's first page. A plan may count millions of pages."""
-        owners = self.owners or (0,) * len(self.pages)
-        kinds = [
-            (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements, page.matrices)
-            for page, rank in zip(self.pages, owners, strict=True)
-        ]
-        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
-        return tuple(
-            PageGroup(count, first[kind], self.pages[first[kind]], *kind[:3]) for kind, count in Counter(kinds).items()
-        )
+        return self.cut.owners[number] == rank
 
 
 def homes_of(
     units: Sequence[Unit],
-    pages: Sequence[Page],
+    cut: CutPages,
     *,
     params: TierKind,
     gradients: TierKind,
     speeds: Sequence[float],
-    ranks: int = 1,
 ) -> TierMap:
     """Return the tiers of pages, weights and gradients.
 
-    `params` and `gradients` apply to all units that are not small. `pages` come from `pages_of`. Gradient sums of small
+    `params` and `gradients` apply to all units that are not small. `cut` comes from `pages_of`. Gradient sums of small
     units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
     device stay there.
     """
@@ -444,6 +454,7 @@ def homes_of(
             drive[unit.index] = after.index(min(after))
             held[drive[unit.index]] += size
     place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
+    pages = [one.page for one in cut.groups]
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
 
     def gradient(unit: Unit) -> int:
@@ -452,12 +463,11 @@ def homes_of(
         return place[gradients] if gradients in place else RAM if unit.small else drive[unit.index]
 
     return TierMap(
-        pages=tuple(pages),
+        cut,
         weights=tuple(
             DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units
         ),
         gradients=tuple(map(gradient, units)),
-        owners=tuple(rank_of(units[page.unit], page.start, ranks=ranks) for page in pages) if ranks > 1 else (),
     )
 
 
@@ -473,7 +483,7 @@ def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> Tier
     for number, page in enumerate(homes.pages) if share else ():
         if not in_memory(page.home) or page.unit < first:
             continue
-        rank = homes.owners[number] if homes.owners else 0
+        rank = homes.cut.owners[number]
         seen[rank] += page.elements
         if held[rank] + page.elements <= share * seen[rank]:
             held[rank] += page.elements
@@ -483,14 +493,12 @@ def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> Tier
 
 def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
-    if not homes.owners:
-        return homes
-    pages = [
-        page if rank in here else _moved_to(page, ELSEWHERE)
-        for page, rank in zip(homes.pages, homes.owners, strict=True)
-    ]
+    owners = homes.cut.owners
+    pages = tuple(
+        page if rank in here else _moved_to(page, ELSEWHERE) for page, rank in zip(homes.pages, owners, strict=True)
+    )
     shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
-    return replace(homes, pages=tuple(pages), shadows=shadows)
+    return replace(homes, cut=CutPages(pages, owners), shadows=shadows)
 
 
 # -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)

@@ -15,6 +15,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import gpu_reserve
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
+    CutPages,
     Page,
     TierMap,
     Unit,
@@ -135,7 +136,7 @@ class Layouts:
     units: tuple[Unit, ...]
 
     @cached_property
-    def pages(self) -> Callable[..., tuple[Page, ...]]:
+    def pages(self) -> Callable[..., CutPages]:
         """Return a cached `pages_of` for these units."""
         return lru_cache(_KEPT)(partial(pages_of, self.units))
 
@@ -148,16 +149,10 @@ class Layouts:
             ranks=sizes.ranks,
             ahead=sizes.ahead,
         )
-        homes = homes_of(
-            self.units,
-            pages,
-            params=placement.params,
-            gradients=sizes.gradients,
-            speeds=sizes.speeds,
-            ranks=sizes.ranks,
-        )
+        homes = homes_of(self.units, pages, params=placement.params, gradients=sizes.gradients, speeds=sizes.speeds)
         homes = with_shadows(homes, self.units, share=sizes.shadow_fraction if sizes.ahead else 0.0)
-        return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
+        here = range(node * sizes.here, (node + 1) * sizes.here)
+        return on_node(homes, here) if sizes.nodes > 1 else homes
 
 
 def layouts_of(work: Workload) -> Layouts:

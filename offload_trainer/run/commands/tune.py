@@ -1,6 +1,6 @@
 """The `tune` command: try settings around the plan in short real runs and keep the fastest.
 
-    plan -> groups of changes, each tried on top of the best so far -> FILE.yaml, and the ratio of measured to predicted
+    plan -> groups of changes, each tried on top of the best so far -> FILE.yaml
 
 Each trial runs in a separate process, so that running out of memory ends that trial only. Trials are compared by the
 median time of the phase that the settings affect, without the first two steps. A setting must be at least 2 % faster to
@@ -21,7 +21,6 @@ from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.step_time import PHASES, steady_ratios
 from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
@@ -109,12 +108,6 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
     outcome = trial.failed or f"{trial.seconds:.2f} s a step, update {trial.phase('update'):.2f}"
     say(f"tune: {added or 'as planned'}: {outcome} (trial of {took})")
     return trial
-
-
-def ratios(plan: Plan, trial: Trial) -> dict[str, float]:
-    """Return the stable ratios of measured to predicted seconds, by phase."""
-    taken = {phase: [step[phase] for step in trial.steps[_WARM:]] for phase in PHASES}
-    return steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world)
 
 
 def _child(words: list[str]) -> None:

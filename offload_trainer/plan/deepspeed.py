@@ -1,0 +1,676 @@
+"""Planning for the stock DeepSpeed engine: check its settings, and compute each placement's memory and time.
+
+A node has the share of its ranks of everything that ZeRO partitions. A GPU's PCIe link carries only what its rank owns:
+the rest comes from other GPUs. Traffic follows counted bytes, and memory is counted from DeepSpeed's source (0.19.8:
+stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
+
+Counts are per rank: P parameters, T of them trainable, e bytes per weight, g per element of the gradient sums, W ranks
+with the same weights. A full gradient bucket has b elements, at most T. The largest weight has L elements, and the
+largest part of a weight whose optimizer state the rank has is l elements. Allocated throughout a step:
+
+    ZeRO-1, 2   e P of weights (parameters are views of flat buffers). With the state in RAM: 16 T / W of masters,
+                moments and fp32 gradients, e T / W of new weights in transfer, and 2 e L of gradients in transfer.
+                Several micro-batches need e T / W more for their sums, or 4 T / W in fp32
+    ZeRO-3      e P / W of weights, e b of bucket, g T / W of gradients, and 16 T / W in RAM. An NVMe optimizer has
+                these on the drive, with swap buffers, and 8 T / W of moments in RAM, which the first update creates
+                and the second one frees
+
+In addition, the largest of these moments counts:
+
+    model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
+    full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
+                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
+                        whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
+                        the last gathered weight. Activations are added if the largest gradient is not the last one
+    start               AutoTP shards weights that were built whole: e P of the whole model
+
+ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
+the head of a wide model has less of it. docs/benchmarks/predictions.md has measurements.
+the head of a wide model has less of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from offload_trainer.config import DeepSpeedSection, PlacementSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
+from offload_trainer.plan.parallel.collectives import (
+    Collective,
+    divided,
+    link_seconds,
+    part_held,
+    refusal,
+    tensor_collectives,
+    weights_held,
+    zero_collectives,
+)
+from offload_trainer.plan.parallel.comm_cost import as_traffic, zero_bounds
+from offload_trainer.plan.shape import ModelShape, decay_groups
+from offload_trainer.plan.step_time import (
+    DEVICE_COPIES,
+    PHASES,
+    UPDATE_START,
+    Bound,
+    Costs,
+    Traffic,
+    computing_bounds,
+    copy_seconds,
+    update_rate,
+)
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, Tiers, kind_asked, tiers_of
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes, format_count
+
+# From the fastest to the one that needs the least memory.
+_PLACEMENTS = (
+    Placement(TierKind.GPU, TierKind.GPU),
+    Placement(TierKind.GPU, TierKind.RAM),
+    Placement(TierKind.RAM, TierKind.RAM),
+    Placement(TierKind.GPU, TierKind.DRIVES),
+    Placement(TierKind.RAM, TierKind.DRIVES),
+    Placement(TierKind.DRIVES, TierKind.DRIVES),
+)
+
+# Measured (docs/benchmarks/step.md): seconds per parameter that DeepSpeed's hooks add to a backward on the CPU, and the
+# speed of its optimizer step relative to the fused kernel.
+_HOOKS = 8e-9
+_SPEED = 0.47
+# Freed memory that the CPU's heap keeps (`mapped_from`), measured and not derived. With short rows it is a multiple of
+# the weight gradients' bytes, by ZeRO stage. With long rows it is a constant.
+_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
+_HOLES_OF_LONG_ROWS = 20_000_000
+_FP64 = 8
+_ACTIVATIONS = ("saved activations", "block inputs", "activations")
+
+# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
+TUNING_OF_DRIVES = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """The settings of the DeepSpeed engine.
+
+    `moments` is optim.moment_dtype; "8bit" means bitsandbytes on the GPU. `tensor` is the number of AutoTP ranks.
+    """
+
+    place: PlacementSection
+    section: DeepSpeedSection
+    moments: str
+    tensor: int = 1
+
+    name = "deepspeed"
+
+    def mistakes(self) -> list[str]:
+        """Return the mistakes in the configuration, one sentence each."""
+        place, stage = self.place, self.section.zero_stage
+        params, optimizer = kind_asked(place.params), kind_asked(place.optimizer)
+        off_gpu = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
+        tensor, on_gpu = f"parallel.tensor={self.tensor}", "use --params gpu, and --optimizer gpu or cpu"
+        found = {
+            f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one": len(place.nvme) > 1,
+            f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit "
+            "AdamW runs on the GPU; use --optimizer gpu, or --engine tiered": (
+                self.moments == "8bit" and optimizer in (TierKind.RAM, TierKind.DRIVES)
+            ),
+            # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
+            "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+            "step (`already assigned swap buffer`); leave it at auto, which is 0 there": (
+                params == TierKind.DRIVES and self.section.prefetch_bucket_size not in ("auto", 0)
+            ),
+            f"{tensor} divides the weights over GPUs and keeps the state there or in RAM: {on_gpu}": (
+                self.tensor > 1 and off_gpu
+            ),
+            f"deepspeed.zero_stage={stage} keeps whole weights on each GPU, and the state there or in RAM: {on_gpu}": (
+                self.tensor == 1 and stage in (1, 2) and off_gpu
+            ),
+            f"{tensor} works with ZeRO-1 only: leave deepspeed.zero_stage out": (
+                self.tensor > 1 and stage not in ("auto", 1)
+            ),
+            f"{tensor} with optim.moment_dtype=8bit is untested: use fp32": self.tensor > 1 and self.moments == "8bit",
+        }
+        return [sentence for sentence, wrong in found.items() if wrong]
+
+    def packages(self) -> list[tuple[str, str]]:
+        """Return (setting, package) for each package that the settings need and that is not always installed."""
+        eight = [("optim.moment_dtype=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
+        return [("--engine deepspeed", "deepspeed"), *eight]
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """Raise UserError for settings that this machine, this step, the ranks or the model make impossible."""
+        tensor, several = f"parallel.tensor={self.tensor}", self.tensor > 1
+        reason = refusal(work.shape, tensor=self.tensor)
+        on_gpu = kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"
+        found = {
+            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
+            "tiered": machine.gpu is None and work.dtype == "fp16",
+            f"{tensor if several else 'deepspeed.zero_stage=1'} --optimizer gpu with fp32 sums of several bf16 "
+            "micro-batches: DeepSpeed uses another optimizer then, which is untested; use --optimizer cpu, "
+            "--accumulate 1, or optim.accumulate_dtype=model": self._sums_need_ram(work) and on_gpu,
+            f"{tensor} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)": (
+                several and work.world % self.tensor
+            ),
+            f"{tensor}: transformers has no tensor-parallel plan for this architecture that splits each matrix of a "
+            "block by rows or columns only; use 1": several and not any(weight.split for weight in work.shape.weights),
+            f"{tensor}: {reason}": several and reason,
+        }
+        if wrong := next((sentence for sentence, is_wrong in found.items() if is_wrong), ""):
+            raise UserError(wrong)
+
+    @property
+    def _zero(self) -> int | None:
+        """Return the requested ZeRO stage, or None for `auto`; tensor parallelism implies stage 1."""
+        if self.tensor > 1:
+            return 1
+        return None if self.section.zero_stage == "auto" else self.section.zero_stage
+
+    def _sums_need_ram(self, work: Workload) -> bool:
+        """Return whether the state must be in RAM: elsewhere DeepSpeed has another class for ZeRO-1 with fp32 sums."""
+        return self._zero == 1 and work.dtype == "bf16" and work.accumulate > 1 and work.sums == "fp32"
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
+        """Return the candidates, from the fastest to the one that needs the least memory."""
+        found = self._placements(machine)
+        if self._zero is not None:
+            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
+        if not found or self._sums_need_ram(work):
+            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
+        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
+
+    def _placements(self, machine: MachineProfile) -> list[Placement]:
+        params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
+        if self.moments == "8bit":
+            optimizer = TierKind.GPU
+        if params and optimizer:
+            return [Placement(params, optimizer)]
+        found = [
+            one
+            for one in _PLACEMENTS
+            if params in (None, one.params)
+            and optimizer in (None, one.optimizer)
+            and (self.place.nvme or TierKind.DRIVES not in (one.params, one.optimizer))
+            # Without a GPU that means host memory, and DeepSpeed's path for an optimizer there is slower than for RAM.
+            and (machine.gpu is not None or one.optimizer != TierKind.GPU or optimizer == TierKind.GPU)
+        ]
+        # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
+        return found or [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+
+
+@dataclass(frozen=True)
+class DeepSpeedCandidate:
+    """One placement of DeepSpeed, with the buffer sizes computed for it."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    section: DeepSpeedSection
+    moments: str  # optim.moment_dtype; "8bit" means bitsandbytes on the GPU
+
+    @cached_property
+    def sizes(self) -> ZeroSizes:
+        work = self.work
+        return zero_sizes(work.shape, self.section, self.placement, world=work.world, item_bytes=work.item_bytes)
+
+    @property
+    def title(self) -> str:
+        if self.work.tensor > 1:
+            return f"DeepSpeed AutoTP over {self.work.tensor} ranks, ZeRO-1"
+        return f"DeepSpeed ZeRO-{self.placement.stage}"
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    @property
+    def uses_drives(self) -> bool:
+        return TierKind.DRIVES in (self.placement.params, self.placement.optimizer)
+
+    @property
+    def cannot_save(self) -> str | None:
+        if self.placement.optimizer == TierKind.DRIVES:
+            return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+        if self.moments == "8bit":
+            return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
+        return None
+
+    @cached_property
+    def _tiers(self) -> Tiers:
+        return tiers_of(self.machine)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def costs(self) -> Costs:
+        links = list(as_traffic(self._collectives, here=self.work.here))
+        return Costs(self._traffic(), self._bounds(), links, stretch=self._stretch(), on_top=self._on_top())
+
+    def _traffic(self) -> list[Traffic]:
+        """Return the bytes that a step moves.
+
+        With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
+        """
+        work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
+        drive = self.machine.drives[0].directory if self.machine.drives else None
+        trained, total = self.trained, -(-work.shape.parameters // work.nodes)
+        own = -(-work.shape.parameters // work.world)
+        found = []
+        if self.placement.optimizer != TierKind.GPU:
+            found.append(self._gradient_copies)
+            if self.placement.params == TierKind.GPU or self.machine.gpu is None:
+                found.append(Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0))
+        if self.placement.optimizer == TierKind.DRIVES and drive:
+            found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+        if self.placement.params != TierKind.GPU:
+            found += [Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward")]
+        if self.placement.params == TierKind.DRIVES and drive:
+            found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
+            found.append(Traffic(drive, "update", 0, e * total))
+        return found
+
+    @property
+    def _gradient_copies(self) -> Traffic:
+        """Return the copies of a rank's gradients between the device and host memory.
+
+        On a GPU the last gradients leave in fp32 (`_offload_grad_partition_at_boundary`). Before that ZeRO-3 writes the
+        gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`); ZeRO-2
+        does so for 16-bit sums, which it reads from the second micro-batch on. Copies overlap with the backward; before
+        DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
+        """
+        work, stage, sums = self.work, self.placement.stage, self.sums
+        own = -(-self.trained // work.here)
+        if self.machine.gpu is None:
+            return Traffic(DEVICE_COPIES, "backward", 0, work.item_bytes * own * (1 if stage == 1 else work.accumulate))
+        several = stage == 2 and work.accumulate > 1 and sums == work.item_bytes
+        written = work.accumulate if stage == 3 or several else 0
+        return Traffic(DEVICE_COPIES, "backward", sums * own * (written - several), (sums * written + 4) * own)
+
+    @cached_property
+    def _copies_in_turn(self) -> tuple[float, float] | None:
+        """Return the seconds of the copies in a backward with ZeRO-3, and of those that follow its last gradient.
+
+        Other placements have None. `partition_grads` queues the copies of a gradient on one stream: out, in, and out
+        again. Weights come in on another. The step waits for the copies of the last bucket, which has at least the
+        first weight's gradient (`independent_gradient_partition_epilogue`).
+        """
+        into, shape = self.machine.rates.to_device, self.work.shape
+        on_gpu = self.machine.gpu is None or self.placement.optimizer == TierKind.GPU
+        if on_gpu or self.placement.stage < 3 or into is None or not shape.trainable:
+            return None
+        moved = [one for one in self._traffic() if (one.place, one.phase) == (DEVICE_COPIES, "backward")]
+        copies = self._gradient_copies
+        weights, back = sum(one.read for one in moved) - copies.read, copies.read / into.value
+        whole, alone = (copy_seconds(read, copies.written, self.machine) for read in (weights, 0))
+        if whole is None or alone is None:
+            return None
+        last = next(weight.numel for weight in shape.weights if weight.trainable) / shape.trainable
+        return whole + back, (alone + back) * last / self.work.accumulate
+
+    @cached_property
+    def _collectives(self) -> list[Collective]:
+        work, stage = self.work, self.placement.stage
+        sent = gathered(work.shape, self.sizes) if stage == 3 else {}
+        zero = zero_collectives(work, stage=stage, trained=self.held_trained, gathered=sent)
+        return [*zero, *tensor_collectives(work)]
+
+    def _bounds(self) -> list[Bound]:
+        """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
+        hidden = as_traffic([one for one in self._collectives if one.hides], here=self.work.here)
+        update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
+        if self.machine.gpu is None or self.placement.optimizer != TierKind.GPU:
+            count, rate = self.trained, update_rate(self.work, self.machine)  # parameters per second of a node
+            if rate is not None:
+                stock = self.machine.rates.update.get("deepspeed")
+                rate = stock.value if stock else rate * _SPEED
+            seconds = None if rate is None else count / rate + UPDATE_START
+            update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
+        bounds = [update, *zero_bounds(list(hidden), self.machine)]  # `_on_top` has the other collectives
+        if copies := self._copies_in_turn:
+            what = "gradients out of the device, back in and out again, one copy after the other"
+            bounds.append(Bound("backward", copies[0], what, "device"))
+        return bounds
+
+    def _stretch(self) -> float:
+        """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
+
+        The first sub-group is read, and the last one is written, without traffic in the other direction. Without
+        pipelining that holds for every sub-group.
+        """
+        if not (self.section.pipeline_read or self.section.pipeline_write):
+            return 2.0
+        return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
+
+    def _on_top(self) -> Mapping[str, float]:
+        work, machine = self.work, self.machine
+        if machine.gpu is None:
+            return {"backward": _HOOKS * work.shape.trainable}
+        waits = dict.fromkeys(PHASES, 0.0)
+        if work.tensor > 1:  # every rank computes all of what is outside the blocks
+            head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
+            times = (work.tensor - 1) * head / (blocks + head)
+            waits |= {bound.phase: times * (bound.seconds or 0.0) for bound in computing_bounds(work, machine)}
+        if copies := self._copies_in_turn:
+            waits["backward"] += copies[1]
+        for one in self._collectives:
+            if not one.hides:
+                waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
+        return waits
+
+    def notes(self) -> list[str]:
+        notes = [
+            "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
+        ]
+        if self.work.checkpoints == 0:
+            notes.append("no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end")
+        if self.work.tensor > 1:
+            notes.append(
+                f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
+                "AutoTP stores were measured only on a CPU"
+            )
+        return notes
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def held(self) -> int:
+        """Return the weights of a rank in elements, divided by tensor parallelism only."""
+        return weights_held(self.work.shape, self.work.tensor)
+
+    @cached_property
+    def held_trained(self) -> int:
+        """Return the trained weights of a rank in elements."""
+        return -(-self.held * self.work.shape.trainable // self.work.shape.parameters)
+
+    @cached_property
+    def trained(self) -> int:
+        """Return the number of parameters whose optimizer state is on one node."""
+        if self.work.tensor > 1:
+            return -(-self.held_trained * self.work.here // self.work.data)
+        return -(-self.work.shape.trainable // self.work.nodes)
+
+    @property
+    def items(self) -> list[Item]:
+        """Return a node's memory at its peak."""
+        work, shape = self.work, self.work.shape
+        if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
+            on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
+            work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
+        # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
+        reduced = self.placement.stage > 1
+        tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
+        waiting = work.item_bytes * tied if reduced else 0
+        model = activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)
+        there = [item for item in model if item.tier == self._tiers.device.name and item.name in _ACTIVATIONS]
+        return [
+            *self._process(),
+            *self._weights(),
+            *self._gradients(),
+            *self._state(),
+            *model,
+            self._beyond(sum(item.bytes for item in there), kept=sum(item.bytes for item in there[:-1])),
+        ]
+
+    @property
+    def sums(self) -> int:
+        """Return the bytes per element of the gradient sums over a rank's micro-batches."""
+        return 4 if self.work.accumulate > 1 and self.work.sums == "fp32" else self.work.item_bytes
+
+    @cached_property
+    def _parts(self) -> list[int]:
+        """Return the elements of each trained weight on a rank."""
+        return [part_held(weight, self.work.tensor) for weight in self.work.shape.weights if weight.trainable]
+
+    @property
+    def _bucket(self) -> int:
+        return min(self.sizes.reduce_bucket, self.held_trained)
+
+    @property
+    def _gathered(self) -> int:
+        """Return the number of weight elements that ZeRO-3 has gathered at a time."""
+        return min(self.work.shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
+
+    def _tier(self, kind: TierKind) -> Tier:
+        if kind == TierKind.DRIVES:
+            return self._tiers.drives[0] if self._tiers.drives else Tier(kind, 0)
+        return self._tiers.device if kind == TierKind.GPU else self._tiers.ram
+
+    def _process(self) -> list[Item]:
+        here, row = self.work.here, self.work.seq_len
+        items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
+        if not self._tiers.has_gpu and row >= LONG:
+            why = f"measured: heap fragments of allocations below {format_bytes(mapped_from(row))}, in each process"
+            items.append(self._tiers.ram.item("heap", _HOLES_OF_LONG_ROWS * here, why))
+        elif not self._tiers.has_gpu:
+            each = _HOLES[self.placement.stage]
+            holes = int(each * self.work.item_bytes * self.held_trained) * here
+            why = f"measured: heap fragments, {each} times the temporary gradients; peaks were up to 13 % higher"
+            items.append(self._tiers.ram.item("heap", holes, why))
+        return items
+
+    def _weights(self) -> list[Item]:
+        work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
+        if self.placement.stage < 3:
+            how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
+            return [self._tiers.device.item("weights", e * self.held * here, f"{e} B a parameter, {how}")]
+        home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
+        why = "gathered at the same time: max_live_parameters and a prefetch bucket"
+        items = [
+            home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks"),
+            self._tiers.device.item("weights in use", e * self._gathered * here, why),
+        ]
+        if self.placement.params == TierKind.DRIVES:
+            buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
+            swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
+            items.append(self._tiers.ram.item("weight swap buffers", e * swap * here, why))
+            items.append(self._tiers.ram.item("weight write buffer", e * write * here, "one sub-group"))
+        return items
+
+    def _gradients(self) -> list[Item]:
+        e, here, device, several = self.work.item_bytes, self.work.here, self._tiers.device, self.work.accumulate > 1
+        of_bucket = self.sums if self.placement.stage == 1 else e
+        count = 2 if self._tiers.has_gpu and self.placement.stage < 3 else 1
+        buckets = count * of_bucket * self._bucket * here
+        items = [device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
+        if self.placement.stage == 3:
+            tier = device if self.placement.optimizer == TierKind.GPU else self._tiers.ram
+            why = f"{self.sums} B a parameter, sharded over the ranks"
+            return [*items, tier.item("gradients", self.sums * self.trained, why)]
+        if self.placement.stage == 1:
+            each = self.sums * self.held_trained * here
+            items.append(device.item("gradients", each, "whole on each rank"))
+        elif self.placement.optimizer == TierKind.GPU:
+            items.append(device.item("gradients", e * self.trained, f"{e} B a parameter, until the update"))
+        if several and self.placement.stage == 2 and self.sums > e:
+            why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
+            return [*items, device.item("sums", 4 * self.trained, why)]
+        if several and self.placement.optimizer == TierKind.RAM:
+            items.append(self._tiers.ram.item("sums", e * self.trained, "of the micro-batches' gradients"))
+        return items
+
+    def _state(self) -> list[Item]:
+        e, trained, here, sizes = self.work.item_bytes, self.trained, self.work.here, self.sizes
+        home = self._tier(self.placement.optimizer)
+        items = [home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")]
+        if self.placement.optimizer == TierKind.DRIVES:
+            buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
+            why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
+            first = "from the first update, which creates them, to the second"
+            return [
+                *items,
+                home.item("gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state"),
+                self._tiers.ram.item("optimizer swap buffers", buffers, why),
+                self._tiers.ram.item("first moments", 8 * trained, first),
+            ]
+        items.append(home.item("gradients, fp32", 4 * trained, "the update reads them in fp32"))
+        if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
+            through = e * max(self._parts, default=0) * here
+            items.append(self._tiers.ram.item("new weights", e * trained, "output of the update"))
+            items.append(self._tiers.ram.item("gradients in transfer", through, "the largest weight's"))
+            items.append(self._tiers.device.item("gradients in transfer", through, "the largest weight's"))
+        return items
+
+    # -- the largest moment -------------------------------------------------------------------------------------------
+
+    def _beyond(self, model: int, *, kept: int) -> Item:
+        """Return what other moments need on the device in excess of the model's peak.
+
+        The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
+        """
+        e, here, parts = self.work.item_bytes, self.work.here, self._parts
+        if self.placement.stage == 3:
+            model += e * self._gathered * here
+        of_each = sorted(map(self._full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
+        full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
+        if self.held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
+            full += kept  # the largest gradient is not the last one to be reduced
+        whole = e * (self.work.shape.parameters - self.held) * here if self.work.tensor > 1 else 0
+        if whole > max(model, full):
+            why = "until AutoTP has split it; in addition to activations"
+            return self._tiers.device.item("whole model", whole - model, why)
+        why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
+        return self._tiers.device.item("gradients reduced", max(0, full - model), why)
+
+    def _full_bucket(self, part: int) -> int:
+        """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of one weight."""
+        e, bucket, alike = self.work.item_bytes, self._bucket, self.work.data
+        largest = max(self._parts, default=0)
+        norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
+        if self.placement.stage < 3:
+            sent = 2 * e * min(bucket, -(-self.held_trained // alike)) if alike > 1 else 0
+            return max(norm, sent)
+        if self.placement.optimizer == TierKind.DRIVES:
+            norm = max(norm, 4 * -(-bucket // alike))
+        return e * bucket * min(2, alike) + norm + e * largest
+
+    def _largest_parts(self) -> list[int]:
+        """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""
+        alike = self.work.data
+        if self.placement.stage == 3:
+            return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike
+        largest = [0] * alike
+        for group in decay_groups(self.work.shape.weights):
+            numels = [part_held(weight, self.work.tensor) for weight in group]
+            size, begin = max(1, -(-sum(numels) // alike)), 0
+            for numel in numels:
+                end = begin + numel
+                for rank in range(begin // size, min(alike, -(-end // size))):
+                    largest[rank] = max(largest[rank], min(end, (rank + 1) * size) - max(begin, rank * size))
+                begin = end
+        return largest
+
+
+# -- ZeRO's buffer and bucket sizes, and the weights that ZeRO-3 gathers
+#
+# DeepSpeed's default sizes fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
+# `engine/deepspeed.py` writes these sizes into DeepSpeed's configuration.
+
+_SUB_GROUP = 20_000_000
+_BUCKET = 50_000_000
+_SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
+_PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """Element and buffer counts of a run, each computed below or given by the user."""
+
+    sub_group: int  # parameters updated at a time (ZeRO-3)
+    largest_sub_group: int  # the actual maximum, since a sub-group ends with a whole weight
+    optimizer_buffers: int  # NVMe optimizer: fp32 buffers of the largest sub-group
+    reduce_bucket: int  # gradient elements
+    prefetch_bucket: int  # weight elements (ZeRO-3)
+    max_live: int  # weight elements (ZeRO-3)
+    persistent: int  # weights of up to this many elements stay gathered (ZeRO-3)
+    weight_buffers: int  # NVMe weights: buffers of the largest weight
+    weight_buffer_elements: int
+
+
+def zero_sizes(
+    shape: ModelShape, section: DeepSpeedSection, placement: Placement, *, world: int, item_bytes: int
+) -> ZeroSizes:
+    """Return all sizes for `world` ranks and weights of `item_bytes` bytes per element.
+
+    With weights on NVMe nothing is prefetched: DeepSpeed 0.19.8 prefetches a weight twice and stops in the second step
+    with `already assigned swap buffer`.
+    """
+    largest = shape.largest
+    block = max(1, (shape.parameters - largest) // shape.layers)  # approximately one block
+    sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
+    prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
+    live = _given(section.max_live_parameters, 2 * max(largest, block))
+    pipelines = section.pipeline_read + section.pipeline_write
+    buffers = _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes)
+    return ZeroSizes(
+        sub_group=sub_group,
+        largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
+        optimizer_buffers=_given(section.optimizer_buffer_count, 4 * (1 + pipelines)),  # 4 of a sub-group for each
+        reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
+        prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
+        max_live=live,
+        persistent=_PERSISTENT,
+        weight_buffers=_given(section.param_buffer_count, buffers),
+        weight_buffer_elements=-(-largest // world),
+    )
+
+
+def _given(setting: int | Literal["auto"], computed: int) -> int:
+    return computed if setting == "auto" else setting
+
+
+def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
+    """Return the elements of one rank's largest sub-group: shards of weights are added until `size` is reached."""
+    largest = 0
+    for group in decay_groups(shape.weights):
+        held = 0
+        for weight in group:
+            held += -(-weight.numel // world)
+            largest = max(largest, held)
+            if held >= size:
+                held = 0
+    return largest
+
+
+def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
+    """Return the number of weight buffers: the most weights that are gathered at one time, one per buffer.
+
+    DeepSpeed releases weights only when more than `max_live` elements are gathered, and fails if no buffer is free for
+    the next module. This returns the largest number of swappable weights in any window of `window` elements, plus a
+    margin for the module in use and for the head, which tied embeddings fetch at both ends.
+    """
+    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
+    most = first = held = 0
+    for last, numel in enumerate(sizes):
+        held += numel
+        while held > window and first < last:
+            held -= sizes[first]
+            first += 1
+        most = max(most, last - first + 1)
+    return min(most, len(sizes)) + 4
+
+
+def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:
+    """Return the elements that ZeRO-3 gathers: in forward and backward of a micro-batch, and once after the update.
+
+    In DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) a tied head comes once for each use. The last
+    weights of a forward stay for their backward: with prefetching `max_live` elements, without it those that are used
+    again within as many. Small weights stay gathered, and come once after each update (`_post_step` in stage3.py). With
+    DeepSpeed's default sizes the sum is within 4 % of a simulation of `fetch_sub_module`, with others within a third.
+    """
+    small = sum(weight.numel for weight in shape.weights if weight.numel <= sizes.persistent)
+    tied = sum(weight.numel for weight in shape.weights if weight.uses > 1 and weight.numel > sizes.persistent)
+    moving = shape.parameters - small + tied
+    stays = sizes.max_live if sizes.prefetch_bucket else sizes.max_live // 2
+    return {"forward": moving, "backward": max(0, moving - stays), "update": small}

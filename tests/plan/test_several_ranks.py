@@ -1,0 +1,470 @@
+"""Tests of plans for several ranks and machines: bytes on every link by hand and by simulation, memory, seconds, how
+weights reach several GPUs, and the ways to divide a step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_plans import GB, SHAPES, cluster, rate, wish
+
+from offload_trainer.cli import main
+from offload_trainer.config import DeepSpeedSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.deepspeed import gathered, zero_sizes
+from offload_trainer.plan.machine import Latency, Links, MachineProfile, read_machine
+from offload_trainer.plan.parallel.collectives import (
+    Collective,
+    all_to_alls,
+    column_products,
+    link_seconds,
+    refusal,
+    tensor_collectives,
+    weights_held,
+    zero_collectives,
+)
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, STEP_BARRIERS
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.step_time import copy_seconds
+from offload_trainer.plan.tiered.layout import ALIGN, units_of
+from offload_trainer.plan.tiered.weight_streaming import (
+    TransferBytes,
+    at_once,
+    seconds_of,
+    transfer_bytes,
+    uses_all_gather,
+)
+from offload_trainer.plan.tiers import Placement
+from offload_trainer.plan.workload import Workload
+from offload_trainer.run.commands.plan import compare_modes, modes, plan_elsewhere
+from offload_trainer.settings import load_config
+from offload_trainer.units import format_seconds
+
+SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
+
+
+def planned(here: MachineProfile, *words: str, nodes: int, gpus: int = 2, engine: str = "tiered") -> Plan:
+    config = wish("--engine", engine, *words)
+    return make_plan(config, SHAPE, here, world=gpus * nodes, nodes=nodes)
+
+
+def by_link(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(one.place, one.phase): (one.read, one.written) for one in plan.links}
+
+
+def test_one_rank_moves_nothing_for_others() -> None:
+    assert planned(cluster(), "--params", "gpu", nodes=1, gpus=1).links == ()
+
+
+def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> None:
+    found = by_link(planned(cluster(), "--params", "gpu", nodes=1, gpus=4))
+    assert {place for place, _ in found} == {OUTBOX, GPUS}
+    assert found[GPUS, "update"][0] == pytest.approx(3 / 4 * 2 * SHAPE.trainable, rel=0.01)
+
+
+def test_every_other_node_gets_the_new_weights() -> None:
+    """Each of three nodes with two ranks owns a third, receives gradients of two nodes and sends it to both."""
+    found = by_link(planned(cluster(network=rate(1e9)), "--params", "gpu", "--accumulate", "1", nodes=3))
+    weights = 2 * SHAPE.trainable
+    assert found[NETWORK, "update"] == pytest.approx((2 / 3 * weights,) * 2, rel=0.01)
+    assert found[NETWORK, "backward"] == pytest.approx((4 / 3 * weights,) * 2, rel=0.01)
+
+
+def test_seconds_of_the_links() -> None:
+    """Network transfers overlap with products, and new weights with the update; additions and barriers do
+    not overlap.
+    """
+    plan = planned(cluster(network=rate(1e9)), "--params", "gpu", nodes=2)
+    found = by_link(plan)
+    seconds = plan.forecast.seconds
+    assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
+    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9, rel=1e-3)
+    slow = cluster(network=rate(1e9))
+    slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
+    computing = planned(slow, "--params", "gpu", nodes=2).forecast
+    assert computing.slowest("backward").kind == "compute"
+    told = replace(slow, links=replace(slow.links, message=Latency(1e-3, "assumed", "for a test")))
+    later = planned(told, "--params", "gpu", nodes=2).forecast
+    units, each = len(units_of(SHAPE)), 2 * 3 * 1e-3
+    assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + STEP_BARRIERS * each)
+    assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
+
+
+def test_an_unknown_network_leaves_the_step_unknown() -> None:
+    plan = planned(cluster(), "--params", "gpu", nodes=2)
+    assert plan.forecast.seconds["backward"] is None
+    assert "network" not in [one.place for one in planned(cluster(), "--params", "gpu", nodes=1).links]
+    assert planned(cluster(), "--params", "gpu", nodes=1).forecast.step is not None
+
+
+@pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
+def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
+    """ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers weights twice a
+    micro-batch.
+
+    ZeRO-3 needs somewhat less than 12, since weights that are soon used again stay
+    (tests/engine/test_deepspeed_engine.py).
+    """
+    words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
+    found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
+    each = 3 / 4 * 2 * SHAPE.parameters
+    for place in (NETWORK, GPUS):
+        for phase, count in zip(("forward", "backward", "update"), times, strict=True):
+            near = found.get((place, phase), (0, 0))
+            assert near == pytest.approx((count * each,) * 2, rel=1e-6 if params == "gpu" else 0.2, abs=0.01 * each)
+        in_all = sum(size for (where, _), (size, _) in found.items() if where == place)
+        assert in_all <= sum(times) * each * 1.01
+
+
+def test_more_machines_share_the_state_and_use_the_network() -> None:
+    """They keep the rows of each GPU."""
+    config, machines = load_config(["--model", "gpt2-medium", "--engine", "tiered"]), read_machine("8xh100-80gb")
+    plans = [plan_elsewhere(config, machines, nodes=nodes) for nodes in ("1", "2", "4")]
+    assert [(plan.world, plan.tokens_per_step // plan.world) for plan in plans] == [
+        (8 * nodes, plans[0].tokens_per_step // 8) for nodes in (1, 2, 4)
+    ]
+    sent = [sum(one.read for one in plan.links if one.place == NETWORK) for plan in plans]
+    assert sent[0] == 0 < sent[1] < sent[2]
+    assert plans[0].tiers["ram"]["need"] > plans[1].tiers["ram"]["need"] > plans[2].tiers["ram"]["need"]
+
+
+def test_the_machines_of_a_file_or_of_the_command_line_are_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", "--machine", "4xrtx4090-10gbe", "--model", "gpt2", "--engine", "tiered"]
+    assert main([*words, "--nodes", "2", "--gpus", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["chosen"]["nodes"], found["chosen"]["ranks"]) == (2, 6)
+    assert {one["place"] for one in found["links"]} >= {NETWORK, OUTBOX}
+    (tmp_path / "two.json").write_text(json.dumps(read_machine("4xrtx4090-10gbe").to_json() | {"nodes": 2}))
+    assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:]]) == 0
+    printed = capsys.readouterr().out
+    assert "tiered engine" in printed
+    assert "8 ranks on 2 nodes" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        *(
+            (["--machine", "8xh100-80gb", f"--nodes={one}"], "one whole number from 1 to 1024")
+            for one in ("0", "1,2", "", "2000")
+        ),
+        (["--parallel", "--machine", "8xh100-80gb", "--nodes=0"], "one whole number from 1 to 1024"),
+        (["--parallel", "--machine", "8xh100-80gb", "--gpus=1"], "there is only one rank: add --gpus N"),
+        (["--nodes", "2"], "belongs to --machine"),
+    ],
+)
+def test_invalid_numbers_of_nodes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# -- ways to divide a step --------------------------------------------------------------------------------------------
+
+
+here = partial(cluster, copies=(1e10, 1e10, 1e10), matmul=1e14, memory=1e11, update=1e9)
+
+
+def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
+    return workload(wish(*words), SHAPE, world=world, nodes=nodes, saves=False)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_to_alls_and_zero_1_by_hand() -> None:
+    words = ("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
+    step, each = replace(work(*words), sequence=4), 3 / 4 * 2 * (2 * 512 / 4) * 1024
+    assert [sent.bytes for sent in all_to_alls(step)] == pytest.approx([4 * 24 * 4 * each] * 2)
+    assert [*all_to_alls(replace(step, checkpointed=7))][1].bytes == pytest.approx(4 * 31 * 4 * each)
+    assert next(all_to_alls(replace(step, shape=replace(SHAPE, key_heads=4)))).bytes == pytest.approx(240 * each)
+    found = [(sent.phase, sent.bytes) for sent in zero_collectives(work("--accumulate", "3"), stage=1, trained=800)]
+    assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
+
+
+def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:
+    """Return the bytes a rank sends, and those a node's ranks send to other nodes, for one byte of data on each rank.
+
+    The simulation goes message by message: n - 1 ring steps with one part each to the next rank, or each pair of
+    an all-to-all.
+    """
+    sent: Counter[int] = Counter()
+    out: Counter[int] = Counter()
+    for first in (rank for rank in range(world) if rank // apart % group == 0):
+        ranks = [first + place * apart for place in range(group)]
+        pairs = {
+            "ring": [(a, b, 1 / group) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)] * (group - 1),
+            "all-to-all": [(a, b, 1 / group) for a in ranks for b in ranks if a != b],
+        }[kind]
+        for a, b, size in pairs:
+            sent[a] += size  # type: ignore[assignment]
+            if a // here != b // here:
+                out[a // here] += size  # type: ignore[assignment]
+    return max(sent.values()), max(out.values(), default=0.0)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
+@pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
+def test_bytes_through_a_nodes_network_equal_simulated_messages(kind: str, here: int) -> None:
+    world = 16
+    for group in (2, 4, 8, 16):
+        for apart in (1, 2, 4, 8):
+            if group * apart > world:
+                continue
+            gpu, network = simulated(group, apart, here=here, world=world, kind=kind)
+            flow = Collective("forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
+            assert flow.network(here) == pytest.approx(network), (group, apart)
+
+
+def test_an_impossible_stage_is_refused() -> None:
+    stock = ("--engine", "deepspeed")
+    with pytest.raises(UserError, match=r"zero_stage=2 keeps whole weights on each GPU.*use --params gpu"):
+        wish(*stock, "deepspeed.zero_stage=2", "--params", "cpu")
+    with pytest.raises(UserError, match=r"parallel.tensor=2 works with ZeRO-1 only: leave deepspeed.zero_stage out"):
+        wish(*stock, "deepspeed.zero_stage=3", "parallel.tensor=2")
+    wish(*stock, "deepspeed.zero_stage=3", "--params", "cpu")
+    words = ("--engine", "deepspeed", "--save-every", "0", "deepspeed.zero_stage=1", "--accumulate", "2")
+    with pytest.raises(UserError, match=r"zero_stage=1 --optimizer gpu with fp32 sums"):
+        make_plan(wish(*words, "--optimizer", "gpu"), SHAPE, here(), world=2)
+    plan = make_plan(wish(*words), SHAPE, here(), world=2)
+    assert (plan.title, plan.placement.optimizer) == ("DeepSpeed ZeRO-1", "cpu")
+
+
+def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
+    """If all weights stay, they come once; if none stay, twice."""
+    sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
+    small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
+    moving = SHAPE.parameters - small + SHAPE.largest  # the tied head comes twice
+    for live, prefetch, again in (
+        (2 * SHAPE.parameters, 1, 0),
+        (1, 0, moving),
+        (10**8, 1, moving - 10**8),
+        (10**8, 0, moving - 10**8 // 2),
+    ):
+        found = gathered(SHAPE, replace(sizes, max_live=live, prefetch_bucket=prefetch))
+        assert found == {"forward": moving, "backward": again, "update": small}
+
+
+def test_tensor_parallel_by_hand() -> None:
+    """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
+    step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
+    step = replace(step, tensor=8)
+    forward, backward = tensor_collectives(step)
+    each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
+    assert column_products(SHAPE) == 2
+    assert (forward.phase, forward.bytes) == ("forward", pytest.approx(5 * 24 * 2 * each))
+    assert (backward.phase, backward.bytes) == ("backward", pytest.approx(5 * 24 * 2 * each))
+    _, again = tensor_collectives(replace(step, checkpointed=24))
+    assert again.bytes == pytest.approx(5 * 24 * 3 * each)
+    matrices = 24 * 12 * 1024**2
+    rest = SHAPE.parameters - matrices
+    assert weights_held(SHAPE, 8) == matrices // 8 + rest
+
+
+# -- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
+    flow = next(zero_collectives(work(), stage=2, trained=10**9))
+    across = replace(flow, kind="all-to-all")
+    timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
+    assert link_seconds(flow, here(**timed), here=8) == flow.bytes / 2e9
+    assert link_seconds(across, here(**timed), here=8) == flow.bytes / 5e9
+    assert link_seconds(across, here(between_gpus=rate(1e11), **timed), here=8) == flow.bytes / 1e11
+    assert link_seconds(flow, here(), here=8) == flow.bytes / 1e10
+
+
+# -- available modes ---------------------------------------------------------------------------------------------------
+
+
+def test_models_that_cannot_be_divided_are_named() -> None:
+    def told(*, tensor: int = 1, sequence: int = 1, **changed: object) -> str:
+        return refusal(replace(SHAPE, **changed), tensor=tensor, sequence=sequence, seq_len=512)  # type: ignore[arg-type]
+
+    assert told(tensor=8) == ""
+    assert told(tensor=32) == "16 attention heads are not a multiple of 32"
+    assert told(tensor=8, key_heads=4) == "4 key-value heads are not a multiple of 8"
+    assert told(sequence=3) == "16 attention heads are not a multiple of 3"
+    experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
+    assert "experts" in told(tensor=2, weights=(*SHAPE.weights, experts))
+    assert told(sequence=16, heads=0) == ""
+    assert told(sequence=3, heads=0) == "rows of 512 tokens are not a multiple of 3"
+
+
+def test_modes_are_those_that_an_engine_runs() -> None:
+    """Every name and setting is of one mode, and the configuration accepts every setting."""
+    for world in (2, 4, 6, 8, 16):
+        found = list(modes(world))
+        assert len({name for name, *_ in found}) == len({words for _, words, _ in found}) == len(found)
+        for _, words, _ in found:
+            wish(*words.split())
+
+
+def test_rows_of_the_table_are_plans() -> None:
+    """Each mode has its plan's JSON; refused modes are named with their reason."""
+    fast = here(between_gpus=rate(1e11), network=rate(1e10))
+    model = ("--model", "gpt2-medium", "--gpus", "8")
+    found, text, best = compare_modes(wish(*model, "--micro-batch", "1", "--accumulate", "16"), fast, None)
+    refused = ["tensor 2 x ZeRO-1 over 4", "tensor 4 x ZeRO-1 over 2", "tensor 8"]
+    assert [one["mode"] for one in found["refused"]] == refused
+    assert f"refused: {', '.join(refused)}: transformers has no" in text
+    assert all(row["name"] in text for row in found["modes"])
+    assert re.search(r"  between gpus +100 GB/s +measured: for a test", text)
+    assert (found["tokens_per_step"], found["ranks"]) == (8 * 16 * 1024, 8)
+    rows = {row["name"]: row for row in found["modes"]}
+    assert len(rows) == 7
+    seconds = [row["step"] for row in rows.values()]
+    assert seconds == sorted(seconds)
+    assert (found["fastest"], best.forecast.step) == (next(iter(rows)), seconds[0])
+    stage_2 = rows["ZeRO-2 over 8"]
+    assert stage_2["words"] == "--engine deepspeed deepspeed.zero_stage=2"
+    micro = stage_2["chosen"]["micro_batch"]
+    words = (*stage_2["words"].split(), "--micro-batch", str(micro), "--accumulate", str(16 // micro))
+    plan = make_plan(wish(*model, *words), SHAPE, fast, world=8)
+    for key, value in json.loads(json.dumps(plan.to_json())).items():
+        assert json.loads(json.dumps(stage_2[key])) == value, key
+    shared = rows["tiered, 8 ranks, sequence 2"]
+    assert shared["words"] == "--engine tiered parallel.sequence=2"
+    assert moved(shared, GPUS) > moved(rows["tiered, 8 ranks"], GPUS)  # neighbouring ranks share rows
+
+
+def moved(row: dict[str, Any], place: str) -> int:
+    """Return the bytes that a mode's step receives over a link."""
+    return sum(one["read"] for one in row["links"] if one["place"] == place)
+
+
+@pytest.mark.parametrize("words", ["parallel.sequence=4 --micro-batch 1", "parallel.sequence=8 --micro-batch 1"])
+def test_one_row_for_all_ranks_is_divided_by_sequence_parallelism(words: str) -> None:
+    """Modes that need a row for each rank are refused with the reason, also where the setting needs more ranks."""
+    found, *_ = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)
+    assert [row["name"] for row in found["modes"]] == ["tiered, 4 ranks, sequence 4"]
+    reasons = {row["mode"]: row["reason"] for row in found["refused"]}
+    assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
+
+
+# -- how several GPUs receive weights from RAM ------------------------------------------------------------------------
+
+
+def node(gpu: int = 80 * GB, **links: float) -> MachineProfile:
+    """Return a machine with 50 GB/s for each GPU and 400 GB/s of memory; products and updates take no time."""
+    return cluster(gpu=gpu, copies=(5e10, 4e10, 3e10), memory=4e11, **{name: rate(v) for name, v in links.items()})
+
+
+def of_node(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
+    config = wish("--engine", "tiered", "--params", "cpu", "--dtype", "bf16", *words)
+    return make_plan(config, SHAPES["gpt2-xl"], here, world=gpus)
+
+
+def test_bytes_of_a_unit() -> None:
+    """Each of 3 ranks copies 2 of 8 pieces and the 2 left over; 4 pieces come from the other ranks."""
+    piece = 2 * ALIGN
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
+    assert transfer_bytes(2 * piece, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
+        2 * piece, 0
+    )  # fewer pieces than ranks
+
+
+def test_rates_of_all_at_once() -> None:
+    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory."""
+    alone = at_once(node(), ranks=1).rates
+    assert alone == node().rates
+    few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
+    assert (few.to_device, few.from_device, few.both_ways) == (alone.to_device, alone.from_device, alone.both_ways)
+    assert (many.to_device.value, many.to_device.origin) == (4e11 / 16, "assumed")
+    assert many.both_ways.value == 3e10 / 2
+    timed = at_once(node(to_device_at_once=1e10, from_device_at_once=2e10), ranks=8).rates
+    assert (timed.to_device.value, timed.from_device.value) == (1e10, 2e10)
+
+
+@pytest.mark.parametrize(
+    ("links", "parts"),
+    [
+        ({}, False),  # the speed of an all-gather is unknown
+        ({"between_gpus": 3e11}, True),  # NVLink
+        # the timed all-gather takes precedence over the data sheet
+        ({"between_gpus": 3e11, "all_gather": 2e10}, False),
+        ({"all_gather": 4.9e10}, False),  # 7/8 at 49 GB/s take longer than 7/8 at 50
+        ({"all_gather": 5.1e10}, True),
+        ({"all_gather": 2e10, "to_device_at_once": 1e10}, True),  # PCIe switches: GPUs share the path to memory
+    ],
+)
+def test_the_faster_transfer_is_chosen(links: dict[str, float], parts: bool) -> None:
+    plan = of_node(node(**links))
+    assert plan.sizes.by_parts == parts
+    (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
+    assert ("GPUs: all_gather" if parts else "GPUs: direct") in told
+    assert ("unknown" in told) == (not links)
+    assert of_node(node(**links), "tiered.weight_transfer=all_gather").sizes.by_parts
+    assert not of_node(node(**links), "tiered.weight_transfer=direct").sizes.by_parts
+    assert any(
+        "(tiered.weight_transfer=direct)" in note
+        for note in of_node(node(**links), "tiered.weight_transfer=direct").notes
+    )
+
+
+def test_both_transfers_match_the_arithmetic() -> None:
+    """The largest unit of gpt2-xl is its embedding: 50257 x 1600 weights of 2 bytes and the positions'."""
+    plan = of_node(node(between_gpus=3e11, to_device_at_once=2.5e10))
+    largest = 2 * max(unit.elements for unit in units_of(SHAPES["gpt2-xl"]))
+    whole, parts = largest / 2.5e10, largest / 8 / 2.5e10 + largest * 7 / 8 / 3e11
+    (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
+    assert f"the largest block takes {format_seconds(whole)} if each GPU copies all" in told
+    assert f"(direct), {format_seconds(parts)} if each copies its shard" in told
+
+
+def test_seconds_and_bytes_of_a_plan() -> None:
+    """Forward and backward wait for the bytes from RAM, and then for the other GPUs' parts."""
+    direct = of_node(node(between_gpus=3e11), "tiered.weight_transfer=direct")
+    parts = of_node(node(between_gpus=3e11))
+    for phase in ("forward", "backward"):
+        (whole,) = [one.read for one in direct.traffic if (one.place, one.phase) == ("device", phase)]
+        (mine,) = [one.read for one in parts.traffic if (one.place, one.phase) == ("device", phase)]
+        (others,) = [one.read for one in parts.links if (one.place, one.phase) == (GPUS, phase)]
+        assert mine + others == whole
+        assert mine == pytest.approx(whole / 8, rel=1e-2)  # plus what does not divide
+        if phase == "forward":  # the backward also waits for gradients to leave
+            assert direct.forecast.seconds[phase] == pytest.approx(whole / 5e10, rel=1e-3)
+            assert parts.forecast.seconds[phase] == pytest.approx(mine / 5e10 + others / 3e11, rel=1e-3)
+    assert parts.tiers["gpu"]["need"] - direct.tiers["gpu"]["need"] == 8 * (512 << 20)
+
+
+def test_without_gpus_shards_are_gathered_only_on_request() -> None:
+    here = node(gpu=0, all_gather=1e12)
+    assert not of_node(here).sizes.by_parts
+    assert of_node(here, "tiered.weight_transfer=all_gather").sizes.by_parts
+    assert not uses_all_gather("all_gather", here, ranks=1)
+    assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
+    assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
+
+
+def test_a_setting_without_effect_is_noted() -> None:
+    for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
+        plan = of_node(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
+        assert not plan.sizes.by_parts
+        assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
+
+
+def test_copies_in_both_directions_at_once_have_a_rate_each() -> None:
+    """Much PCIe 4.0 hardware copies in at half of its rate while it copies out; several GPUs slow both alike."""
+    alone = cluster(copies=(25e9, 25e9, 12e9))
+    apart = replace(alone, rates=replace(alone.rates, both_ways_out=rate(24e9)))
+    assert copy_seconds(12 * GB, 24 * GB, apart) == pytest.approx(1.0)
+    assert copy_seconds(25 * GB, 24 * GB, apart) == pytest.approx(1.0 + 13 / 25)
+    assert copy_seconds(12 * GB, 24 * GB, alone) == pytest.approx(1.0 + 12 / 25)
+    several = at_once(replace(apart, links=Links(to_device_at_once=rate(12.5e9))), ranks=2).rates
+    assert (several.both_ways, several.both_ways_out) == (
+        replace(rate(12e9), value=6e9),
+        replace(rate(24e9), value=12e9),
+    )

@@ -42,7 +42,7 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
+from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
 from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
@@ -222,9 +222,9 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
-    timer: HostTimer | StreamTimer = HostTimer()
-    if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
-        timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
+    clock = PhaseClock()
+    if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
+        clock = PhaseClock(torch.cuda.synchronize, stream=plan.engine == "tiered")
     return Job(
         train=train,
         optim=setup.config.optim,
@@ -233,7 +233,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         text_bytes=partial(text_bytes, data.tokenizer),
-        clock=PhaseClock(timer),
+        clock=clock,
         telemetry=telemetry,
         say=setup.log.say,
         checkpoints=Checkpoints(

@@ -51,9 +51,17 @@ _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
 class JsonLines:
     """An append-only file of JSON lines, each an object with a `step`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, done: int) -> None:
+        """Open or create the file. Lines of steps after `done`, and torn ones, are removed from it, atomically."""
         self.path = path
-        self._fd = open_to_append(self.path)
+        os.close(open_to_append(path))
+        kept = []
+        with open_given(path) as file:
+            for line in file.read().splitlines():
+                with suppress(ValueError):  # a torn line, which lacks its closing brace
+                    kept += [line + b"\n"] * (parsed(line, _Stepped).step <= done)
+        write_bytes(path, b"".join(kept))
+        self._fd = open_to_append(path)
 
     def write(self, line: str) -> None:
         """Append one line in one system call: a kill leaves it whole; a full drive or a power cut may tear it.
@@ -67,18 +75,6 @@ class JsonLines:
             raise TrainerError(f"{self.path} cannot be written: {reason(error, self.path.parent)}") from error
         if written != len(data):
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
-
-    def truncate_after(self, step: int) -> None:
-        """Keep the lines of steps up to `step` and remove later and torn ones, atomically."""
-        with open_given(self.path) as file:
-            lines = file.read().splitlines()
-        kept = []
-        for line in lines:
-            with suppress(ValueError):  # a torn line, which lacks its closing brace
-                kept += [line + b"\n"] * (parsed(line, _Stepped).step <= step)
-        write_bytes(self.path, b"".join(kept))
-        os.close(self._fd)  # the descriptor still refers to the replaced file
-        self._fd = open_to_append(self.path)
 
     def close(self) -> None:
         """Close the file; every line is already written."""
@@ -98,10 +94,8 @@ class Telemetry:
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
         self._trackers, self._screen = trackers, screen
         self.report: LiveReport | None = None  # set by the run, which knows the plan
-        self._metrics = JsonLines(directory / "metrics.jsonl")
-        self._evaluations = JsonLines(directory / "evaluations.jsonl")
-        self._metrics.truncate_after(done)
-        self._evaluations.truncate_after(done)
+        self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
+        self._evaluations = JsonLines(directory / "evaluations.jsonl", done=done)
 
     def step(self, record: StepRecord) -> None:
         """Send a finished step to every output. The file is written first, since the others are only for viewing."""

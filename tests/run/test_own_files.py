@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,7 +128,7 @@ def hang() -> Iterator[None]:
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a log of steps": ("metrics.jsonl", read_metrics),
-    "a log of steps to go on": ("metrics.jsonl", JsonLines),
+    "a log of steps to go on": ("metrics.jsonl", partial(JsonLines, done=0)),
     "weights": ("model.safetensors", TensorFileReader),
     "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
     "a template": ("a.jinja", read_template),
@@ -162,7 +163,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
         with held(run, log) as lock, run_directory(run, log, lock=lock):
             log.write("a line")
     with pytest.raises(UserError, match="a link"):
-        JsonLines(run / "log.txt")
+        JsonLines(run / "log.txt", done=0)
     assert target.read_text() == "mine\n"
 
 

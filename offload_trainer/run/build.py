@@ -34,7 +34,7 @@ from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_gather_json, nodes, place_here
+from offload_trainer.ranks import everybody, nodes, place_here
 from offload_trainer.run.directory import Log, record_of
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
@@ -128,7 +128,8 @@ def build_job(
             run's metrics, so that a failure leaves them.
     """
     log = setup.log
-    swaps = _leased(setup, stack, instead=instead) if setup.plan.uses_drives else []
+    drives = setup.drives if setup.plan.uses_drives else []
+    swaps = lease_drives(drives, stack, say=log.say, listed=setup.listed, instead=instead)
     start = time.perf_counter()
     dtype = setup.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
@@ -147,20 +148,31 @@ def build_job(
     return job
 
 
-def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirectory]) -> list[Path]:
-    """Return this node's private directories on the drives. The first rank leases them; the others lock them too."""
-    rank, leases = place_here()[0], list[DriveLease]()
+def lease_drives(
+    drives: Sequence[Path],
+    stack: ExitStack,
+    *,
+    say: Callable[[str], None],
+    listed: Path | None = None,
+    instead: Sequence[ScratchDirectory] = (),
+) -> list[Path]:
+    """Return this node's private directories on the drives. The first rank leases them; the others lock them too.
+
+    Collective. `listed`: the run's list of page files. `instead`: existing directories to use in place of new ones.
+    """
+    rank = place_here()[0]
     first = next(its.start for its in nodes() if rank in its)
-    if rank == first:
-        if rank == 0 and not instead:
+
+    def lease() -> list[Path]:
+        if drives and rank == 0 and listed and not instead:
             with suppress(OSError):  # a kill must not leave a list of directories that the leases have removed
-                empty_list(setup.listed)
-        for number, drive in enumerate(setup.drives):
-            place = instead[number] if instead else None
-            lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
-            leases.append(stack.enter_context(lease))
-    swaps: list[Path] = all_gather_json([lease.path for lease in leases], list[Path])[first]
-    if rank != first and isinstance(setup.plan.sizes, TierSizes):
+                empty_list(listed)
+        taken = zip(drives, instead or [None] * len(drives), strict=True) if rank == first else ()
+        leases = (DriveLease(drive, say=say, listed=listed, instead=place) for drive, place in taken)
+        return [stack.enter_context(lease).path for lease in leases]
+
+    swaps: list[Path] = everybody().each(lease, list[Path])[first]
+    if rank != first:
         for swap in swaps:
             stack.callback(os.close, hold(swap))
     return swaps

@@ -556,15 +556,22 @@ def on_some(work: Callable[[], object], *, mine: bool) -> None:
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the first rank of every other node, then on every rank; return this rank's result.
+    """Do `work` on rank 0, then on the first rank of every other node, then on the others; return this rank's result.
 
-    `work` must be idempotent: later ranks find the files of earlier ones, if they share the directory.
+    Later ranks find the files of earlier ones, if they share the directory.
     """
+    done: list[T] = []
+
+    def once() -> None:
+        if not done:
+            done.append(work())
+
     if _everybody is not ALONE:
-        on_rank_zero(work)
+        on_rank_zero(once)
         rank, each = place_here()[0], len(nodes()[0])
-        on_some(work, mine=rank > 0 and rank % each == 0)
-    return work()
+        on_some(once, mine=rank > 0 and rank % each == 0)
+    once()
+    return done[0]
 
 
 def broadcast_json(value: Any, kind: Any = Any, *, source: int = 0, group: Group | None = None) -> Any:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
@@ -27,13 +27,14 @@ import torch
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.data.run_data import RunData
 from offload_trainer.errors import UserError, explain
+from offload_trainer.ranks import on_rank_zero
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, shared_lock, try_lock
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
@@ -104,11 +105,21 @@ def _ends_told(log: Log) -> Iterator[None]:
         raise
 
 
-def refuse_second(output: Path) -> None:
-    """Raise UserError if another run is writing in `output`. Call this before reading its checkpoints."""
-    # without locks, `held` prints a note about it
-    with suppress(FileNotFoundError, NoLocks), _lock_errors(output), shared_lock(output / _MARK):
-        pass
+def hold_existing(stack: ExitStack, output: Path, log: Log) -> int:
+    """Lock the run directory until `stack` closes, if there has been a run in it, before its checkpoints are read.
+
+    Return the descriptor of the lock; -1 for a new directory and on ranks other than 0. Collective. Raises UserError if
+    another run is writing there.
+    """
+    lock = -1
+
+    def take() -> None:
+        nonlocal lock
+        if is_there(output / _MARK):
+            lock = stack.enter_context(held(output, log))
+
+    on_rank_zero(take)
+    return lock
 
 
 def refuse_strangers(output: Path) -> None:
@@ -155,11 +166,9 @@ def held(output: Path, log: Log) -> Iterator[int]:
 
 @contextmanager
 def _lock_errors(output: Path) -> Iterator[None]:
-    """Convert errors of the run's lock into UserError, except that it is missing or that there are no locks."""
+    """Convert errors of the run's lock into UserError, except that there are no locks."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except BlockingIOError:
         raise UserError(f"{output}: another run is using this directory; name another --output") from None
     except OSError as error:
@@ -167,7 +176,7 @@ def _lock_errors(output: Path) -> Iterator[None]:
 
 
 def _take(lock: int) -> None:
-    """Take the lock for the whole run, retrying while a starting run briefly has it (`refuse_second`)."""
+    """Take the lock for the whole run, retrying while a list of runs briefly has it."""
     for left in reversed(range(_TRIES)):
         try:
             return try_lock(lock)

@@ -37,7 +37,15 @@ from offload_trainer.errors import (
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free, keep_ratios
 from offload_trainer.plan.step_time import steady_ratios
-from offload_trainer.ranks import end_if_rank_vanishes, from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import (
+    end_if_rank_vanishes,
+    from_rank_zero,
+    join,
+    on_rank_zero,
+    on_some,
+    place_here,
+    rank_zero_first,
+)
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import machine_rates, resume
@@ -51,7 +59,7 @@ from offload_trainer.run.checks import (
     refuse_output,
     refuse_unseen,
 )
-from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
+from offload_trainer.run.directory import Log, hold_existing, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -92,22 +100,24 @@ def train_run(
         write_now(f"{log.clear}offload-train: {line}")
 
     end_if_rank_vanishes(say=tell)
-    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    planned = _plan_together(config, nodes=nodes, log=log)
-    setup, checkpoint = _set_up(config, planned, log)
-    attempt = partial(_carry_out, nodes=nodes, instead=instead, build=build)
-    if instead is not None:
-        with gpu_full_told():
-            attempt(setup, checkpoint)
-        return
-    began = read_state(checkpoint).step if checkpoint else 0
-    full = _full(partial(attempt, setup, checkpoint))
-    while full:
-        try:
-            setup, checkpoint = _with_room(config, setup, full, began=began)
-            full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
-        except UserError as error:  # something has been written
-            raise TrainerError(f"{full}, and with less on it {error}") from error
+    with ExitStack() as stack:
+        lock = hold_existing(stack, Path(config.save.output), log)
+        planned = _plan_together(config, nodes=nodes, log=log)
+        setup, checkpoint = _set_up(config, planned, log)
+        lock = resume.lock(stack, setup, checkpoint, held_already=lock)
+        attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
+        if instead is not None:
+            with gpu_full_told():
+                attempt(setup, checkpoint)
+            return
+        began = read_state(checkpoint).step if checkpoint else 0
+        full = _full(partial(attempt, setup, checkpoint))
+        while full:
+            try:
+                setup, checkpoint = _with_room(config, setup, full, began=began)
+                full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
+            except UserError as error:  # something has been written
+                raise TrainerError(f"{full}, and with less on it {error}") from error
 
 
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
@@ -196,15 +206,14 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     it.
     """
     refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
-    rank, found = place_here()[0], list[Planned]()
-    on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
-    here = found[0] if found else plan_run(config, nodes=len(nodes))
+    here = rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
         log.say(planned.plan.describe(steps=config.train.known_steps))
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:
-        on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
+        mine = place_here()[0] in [its.start for its in nodes[1:]]
+        on_some(lambda: refuse_node(planned, here.machine), mine=mine)
     return planned
 
 
@@ -263,22 +272,22 @@ def _carry_out(
     setup: Setup,
     checkpoint: Path | None,
     *,
+    lock: int,
     nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
     build: Build,
     unvalidated: int = 0,
 ) -> None:
-    """Lock the run directory, resume if there is something to resume from, and train to the end."""
+    """Resume if there is something to resume from, and train to the end, in the locked run directory."""
     log, epochs = setup.log, setup.config.train.epochs
     with ExitStack() as stack:
-        checkpoint, lock = resume.hold(stack, setup, resume=checkpoint)
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
         if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
             resume.clear(setup)
             return
-        files = resume.take_over(setup, stack, begins=begins) if instead is None else None
+        files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train
         setup = with_steps(setup, begins)
@@ -288,7 +297,7 @@ def _carry_out(
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)
-        resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
+        resumes: dict[str, Any] = {"instead": places, "resume": files.resume} if files else {}
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
             instead(job)

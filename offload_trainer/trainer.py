@@ -54,10 +54,9 @@ class TimeToSave:
         """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
         self._planned_step = step
         self.save = save
-        self._steps = deque[float](maxlen=_LATEST)
-        self._validation = 0.0
+        self._took = {"step": deque[float](maxlen=_LATEST), "validation": deque[float](maxlen=1)}
         self._validates = False
-        self._now: Literal["step", "validation", "save"] = "save"
+        self._phase: Literal["step", "validation", "save"] = "save"
         self._since = time.monotonic()
 
     def begin(self, phase: Literal["step", "validation", "save"], *, validates: bool = False) -> None:
@@ -65,26 +64,23 @@ class TimeToSave:
 
         `validates`: a validation follows the step that begins.
         """
-        passed = time.monotonic() - self._since
-        if self._now == "step":
-            self._steps.append(passed)
-        elif self._now == "validation":
-            self._validation = passed
+        now = time.monotonic()
+        if self._phase != "save":
+            self._took[self._phase].append(now - self._since)
         if phase == "step":
             self._validates = validates
-        self._now, self._since = phase, time.monotonic()
+        self._phase, self._since = phase, now
 
     @property
     def seconds(self) -> float | None:
         """Return the estimate; None in a first step whose seconds the plan does not know."""
-        passed = time.monotonic() - self._since
-        if self._now == "save":
-            return max(self.save - passed, 0.0)
-        validation = self._validation if self._validates else 0.0
-        if self._now == "validation":
-            return max(validation - passed, 0.0) + self.save
-        step = max(self._steps, default=self._planned_step)
-        return None if step is None else max(step - passed, 0.0) + validation + self.save
+        step = max(self._took["step"], default=self._planned_step)
+        if self._phase == "step" and step is None:
+            return None
+        validation = max(self._took["validation"], default=0.0) if self._validates else 0.0
+        phases = {"step": step or 0.0, "validation": validation, "save": self.save}
+        this, *later = list(phases.values())[list(phases).index(self._phase) :]
+        return max(this - (time.monotonic() - self._since), 0.0) + sum(later)
 
 
 @dataclass

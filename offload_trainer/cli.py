@@ -61,10 +61,6 @@ def main(words: list[str] | None = None) -> int:
             # The launcher sends a stop signal to every rank, and reports it itself.
             if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
                 _say(f"offload-train: {message}")
-            if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
-                from offload_trainer.ranks import announce_failed_join
-
-                announce_failed_join(message)
             return exit_code(error)
     return 0
 
@@ -216,16 +212,10 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
 def _doctor(given: Namespace, words: list[str]) -> None:
     config = prepared(words)
-    from offload_trainer.plan.engines import engine_of
     from offload_trainer.run.commands.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        checks = examine(
-            config.placement,
-            config.model,
-            output=config.save.output,
-            engine=engine_of(config),
-        )
+        checks = examine(config)
     _answer(checks, as_json=given.json, told=lambda: report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
@@ -265,14 +255,7 @@ def _import(_: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.import_checkpoint import import_checkpoint
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        done = import_checkpoint(
-            source,
-            run,
-            model=config.model,
-            optim=config.optim,
-            config=config.model_dump(mode="json"),
-            say=_say,
-        )
+        done = import_checkpoint(source, run, config, say=_say)
     print(shown(f"imported {done.told} to {done.checkpoint}: {format_bytes(done.bytes)}"))
     print(shown(f"{done.rates}\ngo on with: {shlex.join(['offload-train', *words])} {done.words}"))
 

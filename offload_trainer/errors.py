@@ -10,8 +10,6 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from offload_trainer.packages import explain_import
 
@@ -65,17 +63,6 @@ def fills_gpu(error: BaseException | None) -> bool:
 
 # What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
 _FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
-
-
-@contextmanager
-def gpu_full_told() -> Iterator[None]:
-    """Raise GpuFull in place of an error inside the block that a full GPU has caused."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, GpuFull) or not fills_gpu(error):
-            raise
-        raise GpuFull(error) from error
 
 
 class PeerFailed(TrainerError):

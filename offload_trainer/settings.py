@@ -70,12 +70,6 @@ FLAGS: dict[str, Flag] = {
 }
 
 
-# Keys that users look for and that are not implemented.
-_NOT_IMPLEMENTED = {
-    "parallel.pipeline": "not implemented: docs/scaling.md explains why",
-}
-
-
 class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes text which `_Loader` would read as another type, and escapes unprintable text."""
 
@@ -222,8 +216,6 @@ def literals_of(annotation: Any) -> Iterator[str]:
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the error message for an unknown key, with a suggestion."""
-    if key in _NOT_IMPLEMENTED:
-        return f"{spelled}: {_NOT_IMPLEMENTED[key]}"
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -268,8 +260,6 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     if term is None:
         return ""
     key, fixed, value = term.here.partition("=")
-    if key in _NOT_IMPLEMENTED:
-        return _NOT_IMPLEMENTED[key]
     if not key:
         return term.note
     if fixed:

@@ -32,7 +32,7 @@ from offload_trainer.errors import (
     PeerFailed,
     TrainerError,
     UserError,
-    gpu_full_told,
+    fills_gpu,
 )
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free, keep_ratios
@@ -106,12 +106,10 @@ def train_run(
         setup, checkpoint = _set_up(config, planned, log)
         lock = resume.lock(stack, setup, checkpoint, held_already=lock)
         attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
-        if instead is not None:
-            with gpu_full_told():
-                attempt(setup, checkpoint)
-            return
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
+        if full and instead is not None:
+            raise full
         while full:
             try:
                 setup, checkpoint = _with_room(config, setup, full, began=began)
@@ -123,9 +121,11 @@ def train_run(
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
     """Carry out a run; return the error if it ended because the GPU is full."""
     try:
-        with gpu_full_told():
-            attempt()
-    except GpuFull as full:
+        attempt()
+    except Exception as error:
+        if not fills_gpu(error):
+            raise
+        full = error if isinstance(error, GpuFull) else GpuFull(error)
         full.__cause__ = full.__context__ = None  # their frames hold tensors
         return full.with_traceback(None)
     return None

@@ -24,14 +24,7 @@ State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 def imported(source: Path, run: Path, *words: str, notes: list[str] | None = None) -> Imported:
     """Import `source` as the command with `words` does; check the manifest of what it wrote."""
     config = load_config(list(words))
-    done = import_checkpoint(
-        source,
-        run,
-        model=config.model,
-        optim=config.optim,
-        config=config.model_dump(mode="json"),
-        say=(notes if notes is not None else []).append,
-    )
+    done = import_checkpoint(source, run, config, say=(notes if notes is not None else []).append)
     read_manifest(done.checkpoint)
     return done
 

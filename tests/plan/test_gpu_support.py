@@ -19,7 +19,6 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.optim import cuda_adam
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import MachineProfile, Rate, card_mistakes, read_machine, runs
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.plan.plan import Plan
@@ -191,7 +190,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     assert "CUDA_VISIBLE_DEVICES=" in printed
     assert len(printed.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
-    checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
+    checks = doctor.examine(config)
     assert [(check.name, check.state) for check in checks if check.state == "failure"] == [("GPU", "failure")]
 
 

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 import torch
 
 from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
-from offload_trainer.config import ModelSection, OptimSection
+from offload_trainer.config import ModelSection, OptimSection, TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -67,29 +66,17 @@ class Imported:
     rates: str  # learning rates of the next step, in the source and here
 
 
-def import_checkpoint(
-    source: Path,
-    run: Path,
-    *,
-    model: ModelSection,
-    optim: OptimSection,
-    config: Mapping[str, Mapping[str, Any]],
-    say: Callable[[str], None],
-) -> Imported:
-    """Write the state in `source` as the first checkpoint of the new run directory `run`.
+def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Callable[[str], None]) -> Imported:
+    """Write the state in `source`, of another trainer, as the first checkpoint of the new run directory `run`.
 
-    Args:
-        source: checkpoint directory of another trainer.
-        run: a new directory.
-        model: the model that it trained; without a name, the one whose config.json is in `source`.
-        optim: settings of the run, which schedule its learning rate.
-        config: the whole configuration, recorded in the checkpoint with the source's settings.
-        say: prints a note.
+    `config`: the configuration of the run. Without a name its model is the one whose config.json is in `source`. The
+    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note.
 
     Raises:
         UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
         TrainerError: the disk fails.
     """
+    model, optim = config.model, config.optim
     if optim.name != ADAMW.name:
         raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
     directories = _distributed(source)
@@ -107,7 +94,7 @@ def import_checkpoint(
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
         check_destination(run.absolute(), need)
-        steps = state.steps or config["train"]["steps"]
+        steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
                 new.mkdir()
@@ -115,7 +102,7 @@ def import_checkpoint(
                 checkpoint = checkpoint_of(new / "checkpoints", state.step)
                 checkpoint.mkdir()
                 _write_model(place / "model", of, model, say=say)
-                record = _record(state, of, config=_recorded(state, config, steps=steps), model=place / "model")
+                record = _record(state, of, config, steps=steps, model=place / "model")
                 _write_state(checkpoint, state, of, names=names, record=record)
                 sync_directory(new / "checkpoints")
                 put_in_place(new, run.absolute())
@@ -180,26 +167,24 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _record(state: ForeignState, of: ModelSource, *, config: Mapping[str, Any], model: Path) -> RunRecord:
-    """Return the checkpoint's record. A null in its identity is compared with nothing at resume."""
+def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
+    """Return the checkpoint's record, with the source's settings, which the run is compared with when it resumes.
+
+    A null in its identity is compared with nothing.
+    """
+    made = {
+        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
+        for section, keys in config.model_dump(mode="json").items()
+    }
+    made["optim"] |= state.optim
+    made["train"]["steps"] = steps
     identity = dict.fromkeys(("seed", "seq_len", "shuffle")) | UNKNOWN_IDENTITY
     return RunRecord(
         identity=identity | {"parameters": of.shape.parameters},
         layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},
-        run={"config": config, "random": False, "imported": state.told, "environment": environment()},
+        run={"config": made, "random": False, "imported": state.told, "environment": environment()},
         model=model,
     )
-
-
-def _recorded(state: ForeignState, config: Mapping[str, Mapping[str, Any]], *, steps: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration with the source's settings, which the run is compared with when it resumes."""
-    made = {
-        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
-        for section, keys in config.items()
-    }
-    made["optim"] |= state.optim
-    made["train"]["steps"] = steps
-    return made
 
 
 def _write_model(directory: Path, of: ModelSource, model: ModelSection, *, say: Callable[[str], None]) -> None:

@@ -68,8 +68,6 @@ class ScalerState:
     scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
     good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
     window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
-    growth_factor: float
-    backoff_factor: float
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.optim.loss_scale import INITIAL_SCALE, LossScale
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
@@ -109,7 +109,8 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
-    _tell_scale(state, dtype=model.dtype, say=say)
+    if state.scaler is not None and model.dtype == "fp16":
+        say(f"the loss scale goes on at {state.scaler.scale:g}, after {state.scaler.good_steps} steps without overflow")
     return Imported(
         told=f"{state.told}, step {state.step}",
         checkpoint=made,
@@ -234,20 +235,6 @@ def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> 
     words += ["--output", str(run), "--steps", str(steps)]
     words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
     return join(words)
-
-
-def _tell_scale(state: ForeignState, *, dtype: str, say: Callable[[str], None]) -> None:
-    """Print how the run's loss scale follows from the source's."""
-    scaler = state.scaler
-    if scaler is None:
-        if dtype == "fp16":
-            say(f"note: {state.told} has no loss scale: the run begins with {INITIAL_SCALE:g}")
-    elif dtype != "fp16":
-        say(f"note: {state.told} has a loss scale of {scaler.scale:g}, which only a run with --dtype fp16 uses")
-    else:
-        say(f"the loss scale goes on at {scaler.scale:g}, after {scaler.good_steps} steps without overflow")
-        if (there := (scaler.growth_factor, scaler.backoff_factor)) != (2.0, 0.5):
-            say(f"note: there it changes by factors of {there[0]:g} and {there[1]:g}, and here by 2 and 0.5")
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:

@@ -301,13 +301,8 @@ class Tracked:
         return self.directory.absolute().name
 
 
-@dataclass(frozen=True)
-class _Tracker:
-    """A tracker that has started. `identity` is its id of the run, used to resume it."""
-
-    identity: str
-    log: Callable[[Numbers, int], object]
-    close: Callable[[], object]
+# A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
+Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
 
 
 class Trackers:
@@ -324,18 +319,24 @@ class Trackers:
         if run.done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
-        self._trackers = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
-        identities = {name: tracker.identity for name, tracker in self._trackers.items()}
+        self._trackers: dict[str, Started] = {}
+        for name in dict.fromkeys(names):
+            _, begin, fix = _KINDS[name]
+            try:
+                self._trackers[name] = begin(run, known.get(name))
+            except Exception as error:  # errors of a library, a network or an account
+                raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {fix}") from error
+        identities = {name: identity for name, (identity, _, _) in self._trackers.items()}
         write_text(memory, json.dumps(known | identities, indent=1))
 
     def put(self, group: str, record: StepRecord | EvalRecord) -> None:
         """Log a finished step (group "train") or validation."""
         numbers = numbers_of(group, record)
-        self._each(lambda tracker: tracker.log(numbers, record.step))
+        self._each(lambda log, _: log(numbers, record.step))
 
     def close(self) -> None:
         """Wait, with a time limit, until all trackers have taken all records."""
-        thread = threading.Thread(target=lambda: self._each(lambda tracker: tracker.close()), daemon=True)
+        thread = threading.Thread(target=lambda: self._each(lambda _, close: close()), daemon=True)
         thread.start()
         thread.join(_LAST)
         if thread.is_alive():
@@ -343,11 +344,11 @@ class Trackers:
                 f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
             )
 
-    def _each(self, act: Callable[[_Tracker], object]) -> None:
-        """Call `act` for each tracker; drop one for which it raises."""
-        for name, tracker in list(self._trackers.items()):
+    def _each(self, act: Callable[..., object]) -> None:
+        """Call `act` with what logs and what ends each tracker; drop one for which it raises."""
+        for name, (_, log, close) in list(self._trackers.items()):
             try:
-                act(tracker)
+                act(log, close)
             except Exception as error:  # no tracker error may stop the run
                 del self._trackers[name]
                 self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
@@ -368,7 +369,7 @@ def refuse_missing(names: Sequence[str]) -> None:
     """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
     for name in names:
         try:
-            module, attribute = _KINDS[name].imported
+            module, attribute = _KINDS[name][0]
             if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
                 raise ImportError(f"{module} is not installed; a directory of that name is found instead")
         except ImportError as error:
@@ -377,17 +378,10 @@ def refuse_missing(names: Sequence[str]) -> None:
             ) from error
 
 
-def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:
-    try:
-        return _KINDS[name].begin(run, identity)
-    except Exception as error:  # errors of a library, a network or an account
-        raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {_KINDS[name].fix}") from error
-
-
 # -- the trackers ----------------------------------------------------------------------------------------------------
 
 
-def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
+def _tensorboard(run: Tracked, _: str | None) -> Started:
     """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -397,10 +391,10 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
         for name, number in numbers.items():
             writer.add_scalar(name, number, step)
 
-    return _Tracker("tensorboard", log, writer.close)
+    return "tensorboard", log, writer.close
 
 
-def _wandb(run: Tracked, identity: str | None) -> _Tracker:
+def _wandb(run: Tracked, identity: str | None) -> Started:
     """Start wandb. A missing API key is an error, since wandb would prompt for one on the terminal and block."""
     import wandb
 
@@ -419,33 +413,30 @@ def _wandb(run: Tracked, identity: str | None) -> _Tracker:
     began.define_metric("step")
     # wandb's own counter accepts no step twice, and a resumed run repeats some
     began.define_metric("*", step_metric="step")
-    return _Tracker(identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish)
+    return identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish
 
 
-def _trackio(run: Tracked, identity: str | None) -> _Tracker:
+def _trackio(run: Tracked, identity: str | None) -> Started:
     """Start trackio. A new run gets a unique name, since trackio would mix it with an earlier run of the same name."""
     import trackio
 
     identity = identity or f"{run.name}-{secrets.token_hex(2)}"
     began = trackio.init(project=_PROJECT, name=identity, config=dict(run.config), resume="allow")
-    return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
+    return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-@dataclass(frozen=True)
-class _Kind:
-    imported: tuple[str, str]  # a module, and a name in it
-    begin: Callable[[Tracked, str | None], _Tracker]  # second argument: the tracker's id of this run, if it has one
-    fix: str  # advice for the user if it cannot start
-
-
-_KINDS = {
-    "tensorboard": _Kind(
-        ("torch.utils.tensorboard", "SummaryWriter"), _tensorboard, "Look at the run directory, or leave it out"
+# A module and a name in it, to import; what starts the tracker, with its id of this run if it has one; advice for the
+# user if it cannot start.
+_KINDS: dict[str, tuple[tuple[str, str], Callable[[Tracked, str | None], Started], str]] = {
+    "tensorboard": (
+        ("torch.utils.tensorboard", "SummaryWriter"),
+        _tensorboard,
+        "Look at the run directory, or leave it out",
     ),
-    "wandb": _Kind(
+    "wandb": (
         ("wandb", "init"),
         _wandb,
         "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
     ),
-    "trackio": _Kind(("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
+    "trackio": (("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

@@ -22,11 +22,11 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.data.run_data import RunData
+from offload_trainer.data.tokenizer import save_tokenizer
 from offload_trainer.errors import UserError, explain
+from offload_trainer.model.loader import save_model_config
 from offload_trainer.ranks import on_rank_zero
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
@@ -93,16 +93,6 @@ class Log:
         except OSError as error:  # a failing log must not end the run
             self.file = None
             write_now(f"note: log.txt can no longer be written: {error.strerror}")
-
-
-@contextmanager
-def _ends_told(log: Log) -> Iterator[None]:
-    """Write the reason to log.txt if the body raises. `cli` shows it to the user."""
-    try:
-        yield
-    except BaseException as error:
-        log.write(f"ended: {explain(error) or traceback.format_exc()}")
-        raise
 
 
 def hold_existing(stack: ExitStack, output: Path, log: Log) -> int:
@@ -195,21 +185,22 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """
     with log.opened(output):
         try:
-            with _ends_told(log):
-                if os.fstat(lock).st_size:
-                    log.say(
-                        "note: the last run here ended without a message: it was killed, ran out of memory, or lost "
-                        "power"
-                    )
-                    os.ftruncate(lock, 0)
-                try:
-                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-                except OSError as error:
-                    error.filename = str(output / _MARK)
-                    raise
-                remove_leftovers(output / "checkpoints")
-                remove_abandoned(output)
-                yield
+            if os.fstat(lock).st_size:
+                log.say(
+                    "note: the last run here ended without a message: it was killed, ran out of memory, or lost power"
+                )
+                os.ftruncate(lock, 0)
+            try:
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                error.filename = str(output / _MARK)
+                raise
+            remove_leftovers(output / "checkpoints")
+            remove_abandoned(output)
+            yield
+        except BaseException as error:  # `cli` shows it to the user
+            log.write(f"ended: {explain(error) or traceback.format_exc()}")
+            raise
         finally:
             os.ftruncate(lock, 0)
 
@@ -222,7 +213,8 @@ def write_known(planned: Planned, data: RunData) -> None:
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
     dtype = DTYPES[config.model.dtype]
-    keep_model(output / "model", source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text)
+    save_model_config(source, output / "model", dtype=dtype, end_of_text=data.end_of_text)
+    save_tokenizer(data.tokenizer, output / "model")
     stop_at(output / "model" / "generation_config.json", data.ends_of_answers)
 
 
@@ -234,15 +226,6 @@ def stop_at(file: Path, ends: Iterable[int]) -> None:
     known = known if isinstance(known, list) else [] if known is None else [known]
     if missing := [id_ for id_ in ends if id_ not in known]:
         write_text(file, json.dumps(settings | {"eos_token_id": known + missing}, indent=2))
-
-
-def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:
-    """Save the configuration of `source` (a ModelSource) and the tokenizer, which exports need."""
-    from offload_trainer.data.tokenizer import save_tokenizer
-    from offload_trainer.model.loader import save_model_config
-
-    save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
-    save_tokenizer(tokenizer, directory)
 
 
 def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:

@@ -12,7 +12,7 @@ import pytest
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.machine import probe
-from offload_trainer.run.directory import Log, _ends_told
+from offload_trainer.run.directory import Log, held, run_directory
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import replacing, workplace_of
 
@@ -49,10 +49,9 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
 
 def logged(error: BaseException, folder: Path) -> str:
     """Return the content of log.txt after a run that ended with this error, without times."""
-    with open(folder / "log.txt", "wb", buffering=0) as file:
-        log = Log(loud=True, file=file)
-        with pytest.raises(type(error)), _ends_told(log):
-            raise error
+    log = Log(loud=True)
+    with pytest.raises(type(error)), held(folder, log) as lock, run_directory(folder, log, lock=lock):
+        raise error
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 
 

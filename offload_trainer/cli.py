@@ -55,24 +55,18 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _carry_out(list(words))
         except BaseException as error:
-            message = _error_message(error, words)
+            message = explain(error)
             if message is None:
                 raise
+            if RERUN_HINT in message:
+                from offload_trainer.run.resume_point import with_resume_hint
+
+                message = with_resume_hint(message, words)
             # The launcher sends a stop signal to every rank, and reports it itself.
             if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
                 _say(f"offload-train: {message}")
             return exit_code(error)
     return 0
-
-
-def _error_message(error: BaseException, words: list[str]) -> str | None:
-    """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
-    message = explain(error)
-    if message is None or RERUN_HINT not in message:
-        return message
-    from offload_trainer.run.resume_point import with_resume_hint
-
-    return with_resume_hint(message, words)
 
 
 def _carry_out(words: list[str]) -> None:

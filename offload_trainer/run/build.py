@@ -233,6 +233,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     if data.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
+    need, (_, write) = checkpoint_bytes(setup.work), setup.machine.rates_of(setup.machine.output)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     clock = PhaseClock()
     if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
@@ -252,11 +253,11 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
             output / "checkpoints",
             record=setup.record,
             keep=setup.config.save.keep,
-            need_bytes=checkpoint_bytes(setup.work),
+            need_bytes=need,
             say=setup.log.say,
             growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
         ),
-        to_save=TimeToSave(step=plan.forecast.step, save=_seconds_of_save(setup)),
+        to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,
         save_every=steps_between_saves(setup.config.save.every, steps=train.steps),
         save_request_file=output / "save",
@@ -264,12 +265,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
-
-
-def _seconds_of_save(setup: Setup) -> float:
-    """Return the seconds that the first checkpoint is expected to take, after an update that may still be running."""
-    _, write = setup.machine.rates_of(setup.machine.output)
-    return checkpoint_bytes(setup.work) / write + (setup.plan.forecast.seconds.get("update") or 0.0)
 
 
 _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}

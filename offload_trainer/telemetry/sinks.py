@@ -330,8 +330,13 @@ class Trackers:
         write_text(memory, json.dumps(known | identities, indent=1))
 
     def put(self, group: str, record: StepRecord | EvalRecord) -> None:
-        """Log a finished step (group "train") or validation."""
-        numbers = numbers_of(group, record)
+        """Log a finished step (group "train") or validation, as train/loss, phases/forward, validation/loss, ..."""
+        numbers: Numbers = {}
+        for name, value in asdict(record).items():
+            if isinstance(value, dict):
+                numbers |= {f"{name}/{key}": number for key, number in value.items()}
+            elif name != "step" and value is not None:
+                numbers[f"{group}/{name.removeprefix('validation_')}"] = value
         self._each(lambda log, _: log(numbers, record.step))
 
     def close(self) -> None:
@@ -352,17 +357,6 @@ class Trackers:
             except Exception as error:  # no tracker error may stop the run
                 del self._trackers[name]
                 self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
-
-
-def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:
-    """Return the record's numbers by name, such as train/loss, phases/forward, memory/ram or validation/loss."""
-    values: Numbers = {}
-    for name, value in asdict(record).items():
-        if isinstance(value, dict):
-            values |= {f"{name}/{key}": number for key, number in value.items()}
-        elif name != "step" and value is not None:
-            values[f"{group}/{name.removeprefix('validation_')}"] = value
-    return values
 
 
 def refuse_missing(names: Sequence[str]) -> None:

@@ -157,12 +157,6 @@ class Checkpoints:
             ending(future, partial(work, everybody()))()
             self.synchronize()
 
-    def note(self, line: str) -> None:
-        """Print a note, once per text."""
-        if line not in self._told:
-            self._told.add(line)
-            self._say(f"note: {line}")
-
     @property
     def saving(self) -> bool:
         """True while a checkpoint is being written."""
@@ -258,7 +252,9 @@ class Checkpoints:
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):
-            self.note(line)
+            if line not in self._told:
+                self._told.add(line)
+                self._say(f"note: {line}")
 
 
 def checkpoint_of(root: Path, step: int) -> Path:

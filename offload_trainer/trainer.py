@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -232,14 +233,9 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     if asked.save:
         asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_request_file):
-        try:
+        with suppress(OSError):  # a directory, or one in a directory that is not writable, is no request
             job.save_request_file.unlink()
             wished = True
-        except OSError as error:  # a directory, or one in a directory that is not writable; it would ask at every step
-            job.checkpoints.note(
-                f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
-                f"{error.strerror}"
-            )
     stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
 

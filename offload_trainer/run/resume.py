@@ -55,7 +55,6 @@ from offload_trainer.offloading.pages.manifest import (
     read_description,
     read_newest,
     refuse_outside,
-    torn_record,
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import from_rank_zero, nodes, on_rank_zero, place_here
@@ -98,7 +97,6 @@ class PageFiles:
     train: TrainState  # progress of the dead run
     newest: Newest
     pages: int
-    torn: bool  # one slot of the record is damaged, so it may have held a newer step
     instead: str  # flag that starts the run without the page files
 
     def resume(self, engine: Engine) -> None:
@@ -110,10 +108,7 @@ class PageFiles:
                 self.newest.engine, self.newest.copies(self.pages), bytes.fromhex(self.newest.sums)
             )
         except UserError as error:
-            torn = (
-                ". One slot of their record is damaged, and the other one belongs to an older step" if self.torn else ""
-            )
-            raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
+            raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
 
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
@@ -330,7 +325,7 @@ def _found(
         _refuse_otherwise(setup, folders, manifest)
         for folder in folders:
             wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, len(manifest.pages), torn_record(manifest), instead)
+        return PageFiles(train, newest, len(manifest.pages), instead)
     except (OSError, ValueError, TrainerError) as error:
         raise _refused(reason(error), step=step, instead=instead) from error
 

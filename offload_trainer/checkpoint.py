@@ -215,9 +215,7 @@ class Checkpoints:
             free = shutil.disk_usage(self._root).free
             need = self._need + bytes_below(self.record.model) + _SMALL_FILES
         except OSError as error:
-            raise TrainerError(
-                f"{self._root} cannot be written: {reason(error, self._root)}; nothing was saved"
-            ) from error
+            raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
             raise TrainerError(
                 f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
@@ -240,7 +238,7 @@ class Checkpoints:
             )
         except OSError as error:
             raise TrainerError(
-                f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
+                f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
                 "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:

@@ -7,7 +7,6 @@ traceback; every other error is a bug and keeps its traceback.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
 
@@ -120,17 +119,6 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def reason(error: OSError, directory: str | os.PathLike[str] | None = None) -> str:
-    """Return the operating system's message, or say that inodes are exhausted if that is why the disk is full.
-
-    `directory`: a path on the filesystem in question, for errors that name no file.
-    """
-    place = directory or (os.path.dirname(error.filename) if isinstance(error.filename, str | os.PathLike) else None)
-    if error.errno == errno.ENOSPC and place is not None:
-        try:
-            room = os.statvfs(place)
-        except OSError:
-            return str(error.strerror)
-        if room.f_files and not room.f_favail:
-            return f"No inodes left: the filesystem holds {room.f_files} files and takes no more, whatever their size"
+def reason(error: OSError) -> str:
+    """Return the operating system's message."""
     return error.strerror or str(error)

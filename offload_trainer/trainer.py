@@ -6,7 +6,6 @@ The loop is independent of the engine and the model. Everything it uses is in a 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -232,8 +231,8 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     wished = False
     if asked.save:
         asked.save, wished = False, True
-    if job.telemetry and os.path.lexists(job.save_request_file):
-        with suppress(OSError):  # a directory, or one in a directory that is not writable, is no request
+    if job.telemetry:
+        with suppress(OSError):  # there is none, or a directory, or one in a directory that is not writable
             job.save_request_file.unlink()
             wished = True
     stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)

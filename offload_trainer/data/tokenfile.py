@@ -368,7 +368,7 @@ class TokenWriter:
         folder, made = self.path.parent, format_bytes(self.tokens * self._dtype.itemsize)
         free = format_bytes(shutil.disk_usage(folder).free)
         return TrainerError(
-            f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}, at "
+            f"{folder}: tokens could not be written: {reason(error)}. They had {made}, at "
             f"{self._dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
             "directory with data.cache=DIR"
         )

@@ -98,7 +98,7 @@ def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> N
         write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
     except OSError as error:
         raise TrainerError(
-            f"{final} could not be written: {reason(error, final.parent)}; what was there before is untouched"
+            f"{final} could not be written: {reason(error)}; what was there before is untouched"
         ) from error
     finally:
         snapshot.close()

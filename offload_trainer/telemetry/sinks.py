@@ -72,7 +72,7 @@ class JsonLines:
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            raise TrainerError(f"{self.path} cannot be written: {reason(error, self.path.parent)}") from error
+            raise TrainerError(f"{self.path} cannot be written: {reason(error)}") from error
         if written != len(data):
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
 
@@ -162,7 +162,7 @@ class LiveReport:
             write_text(self._path, self._page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
             if not self._failed:
-                why = reason(error, self._path.parent) if isinstance(error, OSError) else error
+                why = reason(error) if isinstance(error, OSError) else error
                 self._say(f"note: {self._path} cannot be written, and the run does not need it: {why}")
             self._failed = True
 

@@ -107,7 +107,7 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
                 sync_directory(new / "checkpoints")
                 put_in_place(new, run.absolute())
         except OSError as error:
-            raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
+            raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
     if state.scaler is not None and model.dtype == "fp16":
         say(f"the loss scale goes on at {state.scaler.scale:g}, after {state.scaler.good_steps} steps without overflow")

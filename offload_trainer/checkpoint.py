@@ -36,7 +36,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
-from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, new_group, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
     Count,
@@ -137,7 +137,7 @@ class Checkpoints:
         """
         self.synchronize()
         start = time.perf_counter()
-        on_rank_zero(self._make_room)
+        everybody().first(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
         future = Future()

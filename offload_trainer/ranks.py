@@ -519,19 +519,9 @@ def new_group() -> Group:
     return ALONE if _everybody is ALONE else group_of(in_step=False)
 
 
-def on_rank_zero(work: Callable[[], object]) -> None:
-    """Do `work` on rank 0 only. If it fails, all ranks raise."""
-    _everybody.first(work)
-
-
 def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
     """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
     return _everybody.each(lambda: [work()] if _everybody.rank == 0 else [], list[kind])[0][0]
-
-
-def on_some(work: Callable[[], object], *, mine: bool) -> None:
-    """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
-    _everybody.some(work, mine=mine)
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
@@ -546,9 +536,9 @@ def rank_zero_first(work: Callable[[], T]) -> T:
             done.append(work())
 
     if _everybody is not ALONE:
-        on_rank_zero(once)
+        _everybody.first(once)
         rank, each = place_here()[0], len(nodes()[0])
-        on_some(once, mine=rank > 0 and rank % each == 0)
+        _everybody.some(once, mine=rank > 0 and rank % each == 0)
     once()
     return done[0]
 

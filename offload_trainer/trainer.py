@@ -22,7 +22,7 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
-from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here
+from offload_trainer.ranks import all_gather_json, everybody, place_here
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
     IoCount,
@@ -281,7 +281,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         job.telemetry.step(record)
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
-        on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
+        everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
 
 

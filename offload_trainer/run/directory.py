@@ -27,7 +27,7 @@ from offload_trainer.data.run_data import RunData
 from offload_trainer.data.tokenizer import save_tokenizer
 from offload_trainer.errors import UserError, explain
 from offload_trainer.model.loader import save_model_config
-from offload_trainer.ranks import on_rank_zero
+from offload_trainer.ranks import everybody
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there, read_back
@@ -108,7 +108,7 @@ def hold_existing(stack: ExitStack, output: Path, log: Log) -> int:
         if is_there(output / _MARK):
             lock = stack.enter_context(held(output, log))
 
-    on_rank_zero(take)
+    everybody().first(take)
     return lock
 
 

@@ -57,7 +57,7 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.ranks import from_rank_zero, nodes, on_rank_zero, place_here
+from offload_trainer.ranks import everybody, from_rank_zero, nodes, place_here
 from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse_output
@@ -169,7 +169,7 @@ def lock(stack: ExitStack, setup: Setup, checkpoint: Path | None, *, held_alread
             if refuse_output(setup) != checkpoint:
                 raise UserError(f"another run has ended in {setup.output} in the meantime: repeat the command")
 
-    on_rank_zero(take)
+    everybody().first(take)
     return descriptor
 
 

@@ -37,15 +37,7 @@ from offload_trainer.errors import (
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free, keep_ratios
 from offload_trainer.plan.step_time import steady_ratios
-from offload_trainer.ranks import (
-    end_if_rank_vanishes,
-    from_rank_zero,
-    join,
-    on_rank_zero,
-    on_some,
-    place_here,
-    rank_zero_first,
-)
+from offload_trainer.ranks import end_if_rank_vanishes, everybody, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import machine_rates, resume
@@ -210,10 +202,10 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
         log.say(planned.plan.describe(steps=config.train.known_steps))
-    on_rank_zero(lambda: refuse(planned))
+    everybody().first(lambda: refuse(planned))
     if len(nodes) > 1:
         mine = place_here()[0] in [its.start for its in nodes[1:]]
-        on_some(lambda: refuse_node(planned, here.machine), mine=mine)
+        everybody().some(lambda: refuse_node(planned, here.machine), mine=mine)
     return planned
 
 
@@ -222,7 +214,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
 
     Collective. Writes to the token cache only.
     """
-    on_rank_zero(lambda: check_start(planned, say=lambda _: None))
+    everybody().first(lambda: check_start(planned, say=lambda _: None))
     checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
     if machine_rates.is_due(planned):
         planned = _planned_with_rates(config, planned, log=log)
@@ -233,7 +225,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     if checkpoint:
-        on_rank_zero(lambda: resume.verify(setup, checkpoint))
+        everybody().first(lambda: resume.verify(setup, checkpoint))
     return setup, checkpoint
 
 
@@ -247,10 +239,10 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
 def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
     """Measure the rates that the plan lacks, and plan again. Collective; all ranks return the plan of rank 0."""
     machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
-    on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
+    everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
     planned = shared_plan(found[0] if found else before)
     log.say(planned.plan.describe(steps=config.train.known_steps))
-    on_rank_zero(lambda: refuse(planned))
+    everybody().first(lambda: refuse(planned))
     return planned
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, en
 from forked_ranks import held_port
 
 from offload_trainer import ranks
-from offload_trainer.errors import LOST, PeerFailed, TrainerError, UserError
+from offload_trainer.errors import LOST, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_unseen
 
@@ -34,14 +33,13 @@ HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 
 
 class Nodes:
-    """Two nodes of `each` ranks; each node has its own drive unless `drives` says 0, and each rank runs `script`."""
+    """Two nodes of `each` ranks; each node has its own drive, and each rank runs `script`."""
 
     def __init__(
         self,
         *words: object,
         each: int,
         folder: Path,
-        drives: Sequence[int] = (1, 1),
         script: Sequence[object] = (COMMAND,),
         restarted: tuple[dist.TCPStore, int] | None = None,
     ) -> None:
@@ -58,12 +56,11 @@ class Nodes:
             drive = folder / f"drive-{rank // each}"
             drive.mkdir(exist_ok=True)
             place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-            place |= {"GROUP_RANK": rank // each, **launcher}
-            named = ["--nvme", drive] if drives[rank // each] else []
-            env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            env = {name: str(value) for name, value in (place | launcher).items()}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             self.told.append(folder / f"told-{rank}")
             self.ranks.append(
-                start(*script, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
+                start(*script, *words, "--nvme", drive, stdout=self.told[-1], stderr=self.told[-1], **env)
             )
 
     def wait(self) -> list[int]:
@@ -85,14 +82,6 @@ def assert_same(one: Run, other: Run) -> None:
 
 def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
-
-
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, port: str = "", **more: str) -> None:
-    """Set what torchrun tells a rank of one of two nodes."""
-    place = {"RANK": rank, "LOCAL_RANK": rank % (world // 2), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // 2}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (place | more).items():
-        monkeypatch.setenv(name, str(value))
 
 
 def assert_resumed(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
@@ -144,24 +133,13 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, port = held_port()
     with bound:
-        as_rank(monkeypatch, 0, 2, port=port)
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (place | {"MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, str(value))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
-
-
-def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's failure to start reaches other nodes through the launcher's store."""
-    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
-    attempt = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    as_rank(monkeypatch, 1, 4, port=str(_server.port), **attempt)
-    ranks.announce_failed_join("--lrr: unknown flag")
-    with pytest.raises(PeerFailed):
-        ranks.join()
-    monkeypatch.setenv("GROUP_RANK", "0")
-    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: unknown flag$"):
-        ranks.join()
 
 
 WATCHES = """

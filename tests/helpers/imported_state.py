@@ -1,18 +1,15 @@
-"""Import a checkpoint in this process, and train on from what was imported; train with a Trainer."""
+"""Import a checkpoint in this process, and compare what was imported; make rows for a Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from engine_bench import VOCABULARY, Step, engine, train
+from engine_bench import VOCABULARY
 from safetensors.torch import load_file
-from transformers import Trainer
 
 from offload_trainer.checkpoint import read_manifest
-from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.run.commands.import_checkpoint import Imported, import_checkpoint
 from offload_trainer.settings import load_config
 
@@ -42,28 +39,6 @@ def assert_same_state(found: State, expected: Mapping[str, Mapping[str, torch.Te
         assert any(tensor.any() for tensor in expected[kind].values())
 
 
-def continued(
-    checkpoint: Path, model: Path, data: Sequence[Batch], *words: str, accumulate: int = 1, lr: float
-) -> list[Step]:
-    """Return (loss, norm) of the steps that an engine trains from the checkpoint."""
-    with engine(model, "--dtype", "fp32", *words) as made:
-        made.load(checkpoint)
-        return train(made, data, accumulate=accumulate, lr=lr)
-
-
-class Recording(Trainer):
-    """A Trainer that keeps the loss of each micro-batch, divided by their number."""
-
-    def __init__(self, *args: Any, **words: Any) -> None:
-        super().__init__(*args, **words)
-        self.losses: list[float] = []
-
-    def training_step(self, *args: Any, **words: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **words)
-        self.losses.append(float(loss))
-        return loss
-
-
 def _row() -> torch.Tensor:
     tokens = [7]
     for _ in range(LENGTH):
@@ -76,8 +51,3 @@ def same_rows() -> list[dict[str, torch.Tensor]]:
     labels = _row()
     labels[0] = -100  # for some models a Trainer counts it as a target, and no token is before it
     return [{"input_ids": _row(), "labels": labels} for _ in range(4)]
-
-
-def same_batch() -> Batch:
-    """Return two of these rows as a batch of an engine."""
-    return Batch(_row()[:-1].expand(2, -1), _row()[1:].expand(2, -1), state=DataState(0), seed=0)

@@ -9,13 +9,7 @@ directory on a drive that one run has locked for its page files.
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
     <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 
-If all optimizer state is on drives and every page has two copies, the files always hold one complete step. A run
-resumes from them in place if they are newer than the newest checkpoint and have the same page layout; the 16-bit
-weights are rebuilt from the master weights. Every page is read completely for that and compared with the checksums in
-the record.
-
-If a run cannot use page files that may be newer than any checkpoint, for any reason, it refuses to start and keeps
-them, since they may be the only copy of the progress. `--resume never` or `--resume CHECKPOINT` discards them.
+docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them.
 
 The ranks of one node share the files and the record. The first rank reads them, and it writes the record once all
 ranks' pages of a step are on the drives; until then no rank writes a page of the next step. If a rank of the dead run

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,8 @@ class IoCount:
 
     def __sub__(self, earlier: IoCount) -> IoCount:
         """Return the bytes moved since `earlier`."""
-
-        def since(now: int | None, then: int | None) -> int | None:
-            return None if now is None or then is None else now - then
-
-        return IoCount(since(self.read_bytes, earlier.read_bytes), since(self.written_bytes, earlier.written_bytes))
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return IoCount(*(None if None in pair else pair[0] - pair[1] for pair in pairs))
 
 
 def read_io() -> IoCount:

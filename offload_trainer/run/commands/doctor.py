@@ -55,7 +55,6 @@ def examine(config: TrainConfig) -> list[Check]:
     checks += [_memory(), *_memlock(place, engine, machine), *_gpu(config.model, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
-    checks.append(_output(machine.output))
     return checks
 
 
@@ -203,13 +202,3 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
         yield Check(
             name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not intended"
         )
-
-
-def _output(output: DriveFacts) -> Check:
-    """Check free space for checkpoints. Too little is a warning only, since small models need little; see the plan."""
-    name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
-    if output.free_bytes > 1e9:
-        return Check(name, "ok", found)
-    return Check(
-        name, "warning", found, "free space or name another --output; `offload-train plan` shows what checkpoints take"
-    )

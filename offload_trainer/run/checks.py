@@ -93,6 +93,12 @@ def refuse_output(planned: Planned) -> Path | None:
     return resumes
 
 
+def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
+    """Raise UserError if another run has left newer checkpoints than `checkpoint` in a directory that was new."""
+    if refuse_output(planned) != checkpoint:
+        raise UserError(f"another run has ended in {planned.output} in the meantime: repeat the command")
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

@@ -95,21 +95,20 @@ class Log:
             write_now(f"note: log.txt can no longer be written: {error.strerror}")
 
 
-def hold_existing(stack: ExitStack, output: Path, log: Log) -> int:
-    """Lock the run directory until `stack` closes, if there has been a run in it, before its checkpoints are read.
+def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
+    """Lock the run directory until `stack` closes; return the descriptor of the lock. Collective.
 
-    Return the descriptor of the lock; -1 for a new directory and on ranks other than 0. Collective. Raises UserError if
+    It is -1 on ranks other than 0, and without `create` for a directory in which no run has been. Raises UserError if
     another run is writing there.
     """
-    lock = -1
+    locks: list[int] = []
 
     def take() -> None:
-        nonlocal lock
-        if is_there(output / _MARK):
-            lock = stack.enter_context(held(output, log))
+        if create or is_there(output / _MARK):
+            locks.append(stack.enter_context(held(output, log)))
 
     everybody().first(take)
-    return lock
+    return next(iter(locks), -1)
 
 
 def refuse_strangers(output: Path) -> None:

@@ -1,6 +1,6 @@
-"""Lock the run directory and choose what a run resumes from: nothing, a checkpoint, or page files of a killed run.
+"""Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
-    refuse_output ──> checkpoint ── verify ── lock ── done_already? ── take_over ──> page files, if they are newer
+    refuse_output ──> checkpoint ── verify ── done_already? ── take_over ──> page files, if they are newer
 
 A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
 directory on a drive that one run has locked for its page files.
@@ -51,11 +51,9 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.ranks import everybody, from_rank_zero, nodes, place_here
+from offload_trainer.ranks import from_rank_zero, nodes, place_here
 from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
-from offload_trainer.run.checks import refuse_output
-from offload_trainer.run.directory import held
 from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
@@ -105,7 +103,7 @@ class PageFiles:
             raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
 
-# -- checkpoints and the lock ------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
@@ -146,25 +144,6 @@ def verify(setup: Setup, checkpoint: Path) -> None:
     setup.log.say(f"checking {checkpoint}")
     for line in check_resume(checkpoint, setup.record):
         setup.log.say(f"note: {line}")
-
-
-def lock(stack: ExitStack, setup: Setup, checkpoint: Path | None, *, held_already: int) -> int:
-    """Return the descriptor of the run directory's lock, -1 except on rank 0. Collective.
-
-    A directory that no run had when this one began, so that it is not locked yet, is made and locked. Raises UserError
-    if another run has left checkpoints there in the meantime.
-    """
-    descriptor = held_already
-
-    def take() -> None:
-        nonlocal descriptor
-        if descriptor < 0:
-            descriptor = stack.enter_context(held(setup.output, setup.log))
-            if refuse_output(setup) != checkpoint:
-                raise UserError(f"another run has ended in {setup.output} in the meantime: repeat the command")
-
-    everybody().first(take)
-    return descriptor
 
 
 def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:

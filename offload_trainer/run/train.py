@@ -45,13 +45,14 @@ from offload_trainer.run.build import Build, Setup, build_engine, build_job, wit
 from offload_trainer.run.checks import (
     check_start,
     refuse,
+    refuse_another,
     refuse_node,
     refuse_other_data,
     refuse_other_programs,
     refuse_output,
     refuse_unseen,
 )
-from offload_trainer.run.directory import Log, hold_existing, run_directory, write_known
+from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -93,10 +94,12 @@ def train_run(
 
     end_if_rank_vanishes(say=tell)
     with ExitStack() as stack:
-        lock = hold_existing(stack, Path(config.save.output), log)
+        lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
-        lock = resume.lock(stack, setup, checkpoint, held_already=lock)
+        if from_rank_zero(lambda: lock < 0, bool):
+            lock = hold(stack, setup.output, log, create=True)
+            everybody().first(lambda: refuse_another(setup, checkpoint))
         attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))

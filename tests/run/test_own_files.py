@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
-from offload_trainer.run import directory, resume
+from offload_trainer.run import checks, directory
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
@@ -214,9 +213,8 @@ def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one
 ) -> None:
     """A directory that was new is locked late; checkpoints that another run has left there by then are refused."""
     older, newer = tmp_path / "step-00000002", tmp_path / "step-00000004"
-    monkeypatch.setattr(resume, "refuse_output", lambda planned: newer)
-    setup: Any = SimpleNamespace(output=tmp_path, log=Log(loud=False))
-    with ExitStack() as stack:
-        assert resume.lock(stack, setup, newer, held_already=-1) >= 0
-    with ExitStack() as stack, pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
-        resume.lock(stack, setup, older, held_already=-1)
+    monkeypatch.setattr(checks, "refuse_output", lambda planned: newer)
+    planned: Any = SimpleNamespace(output=tmp_path)
+    checks.refuse_another(planned, newer)
+    with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
+        checks.refuse_another(planned, older)

@@ -29,7 +29,7 @@ from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run import directory
-from offload_trainer.run.directory import Log, held, hold_existing
+from offload_trainer.run.directory import Log, held, hold
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.owned_dirs import ScratchDirectory, cache_directory, clear
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
@@ -132,18 +132,18 @@ def test_run_directories(
     monkeypatch.setattr(directory.time, "sleep", lambda _: None)
     output = tmp_path / "new" / "run"
     with ExitStack() as stack:
-        assert hold_existing(stack, output, Log(loud=True)) == -1
+        assert hold(stack, output, Log(loud=True), create=False) == -1
         assert not output.exists()
     with held(output, Log(loud=True)), ExitStack() as stack:
         if filesystem != "none":
             with pytest.raises(UserError, match="another run is using this directory"):
-                hold_existing(stack, output, Log(loud=True))
+                hold(stack, output, Log(loud=True), create=False)
             assert capsys.readouterr().err == ""
         else:
-            hold_existing(stack, output, Log(loud=True))
+            hold(stack, output, Log(loud=True), create=False)
             assert "A second run in this directory would not be noticed" in capsys.readouterr().err
     with ExitStack() as stack:
-        assert hold_existing(stack, output, Log(loud=True)) >= 0
+        assert hold(stack, output, Log(loud=True), create=False) >= 0
 
 
 def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     THINGS[thing](tmp_path / "out/.lock")
     with ExitStack() as stack, pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
-        hold_existing(stack, tmp_path / "out", Log(loud=False))
+        hold(stack, tmp_path / "out", Log(loud=False), create=False)
 
 
 def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:

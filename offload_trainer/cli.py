@@ -551,8 +551,14 @@ def parse(command: str, words: list[str]) -> tuple[Namespace, list[str]]:
 
     Raises UserError for mistakes.
     """
-    parser, configured = _parser(command), bool(COMMANDS[command].flags)
-    return parser.parse_known_args(words) if configured else (parser.parse_intermixed_args(words), [])
+    parser = _parser(command)
+    if not COMMANDS[command].flags:
+        return parser.parse_intermixed_args(words), []
+    given, rest = parser.parse_known_args(words)
+    for name in {word.partition("=")[0] for word in rest if word.startswith("--")} - FLAGS.keys():
+        if others := [other for other, about in COMMANDS.items() if name in about.arguments]:
+            raise UserError(f"{name}: only `offload-train {others[0]}` takes this flag")
+    return given, rest
 
 
 def _parser(command: str) -> _Parser:

@@ -406,18 +406,6 @@ def _more_values(queue: list[str]) -> list[str]:
     return found
 
 
-# Flags of one subcommand, which people also give to training.
-FLAGS_OF_COMMANDS = {
-    "--machine": "plan",
-    "--nodes": "plan",
-    "--parallel": "plan",
-    "--explain": "plan",
-    "--drive-gigabytes": "bench",
-    "--write": "tune",
-    "--trial-steps": "tune",
-}
-
-
 def _apply_words(words: list[str], draft: _Draft) -> None:
     """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised."""
     queue = list(words)
@@ -439,9 +427,7 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
             given = queue.pop(0) if follows else text if equals else None
             key = plain(name)
-            if name in FLAGS_OF_COMMANDS:
-                problem = f"only `offload-train {FLAGS_OF_COMMANDS[name]}` takes this flag"
-            elif key in all_keys():
+            if key in all_keys():
                 problem = f"a key is written without dashes: {_written(key, given, as_flag=False)}"
             else:
                 problem = f"unknown flag{_hint(key, given, as_flag=True)}"

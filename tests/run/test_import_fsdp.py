@@ -13,9 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from engine_bench import batches, engine, model_directory, train
 from fsdp2_ranks import AFTER, BEFORE, LR, STEPS, fsdp2_checkpoint
-from imported_state import assert_same_state, imported, state_of
 from safetensors.torch import load_file
-from synthetic_foreign import distributed, model_and_state
+from synthetic_foreign import assert_same_state, distributed, imported, model_and_state, state_of
 from test_safe import Bomb
 from uneven_targets import random_weights
 

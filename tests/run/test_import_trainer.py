@@ -1,4 +1,4 @@
-"""Tests of importing checkpoints of transformers' Trainer: its state bit for bit, its next losses and loss scales."""
+"""Tests of importing checkpoints of transformers' Trainer: its state bit for bit, its rates and its loss scales."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 from commands import ask, call
-from engine_bench import VOCABULARY, model_directory
+from engine_bench import VOCABULARY, batches, model_directory
 from forked_child import in_a_fork, watched_memory
-from imported_state import LENGTH, assert_same_state, imported, same_rows, state_of
+from hf_trainers import arguments
 from safetensors.torch import load_file
-from synthetic_foreign import STEP, State, model_and_state, write_fsdp, write_trainer
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from synthetic_foreign import (
+    STEP,
+    State,
+    assert_same_state,
+    imported,
+    model_and_state,
+    state_of,
+    write_fsdp,
+    write_trainer,
+)
+from transformers import AutoModelForCausalLM, Trainer
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
@@ -41,28 +50,16 @@ MODELS: dict[str, tuple[str, bool, list[str]]] = {
 
 
 def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes: Any) -> Trainer:
-    """Train a small model with a Trainer, all of whose rows are the same, so that their order changes nothing."""
+    """Train a small model with a Trainer."""
     model = AutoModelForCausalLM.from_pretrained(
         random_weights(model_directory(folder / "model", name, tied=tied)), dtype=torch.float32
     )
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(re.search(pattern, parameter_name) for pattern in frozen))
-    words: dict[str, Any] = {
-        "max_steps": STEPS,
-        "save_steps": HALF,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": LR,
-        "lr_scheduler_type": "constant",
-        "adam_beta1": 0.8,
-        "adam_beta2": 0.99,
-        "adam_epsilon": 1e-7,
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    trainer = Trainer(model, TrainingArguments(str(folder / "out"), **(words | changes)), train_dataset=same_rows())
+    words = {"max_steps": STEPS, "save_steps": HALF, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    words |= {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-7, "eval_strategy": "no"} | changes
+    rows = [{"input_ids": row, "labels": row} for batch in batches(4) for row in batch.inputs]
+    trainer = Trainer(model, arguments(folder / "out", **words), train_dataset=rows)
     trainer.train()
     return trainer
 
@@ -123,7 +120,7 @@ def test_the_command_resumes_from_an_import(source: tuple[Trainer, Path, list], 
     tokens = tmp_path / "tokens.bin"
     (torch.arange(9000) % VOCABULARY).to(torch.int16).numpy().tofile(tokens)
     words += ["--model", checkpoint, "--data", tokens, "--tokenizer", "builtin", "--lr", LR, *SETTINGS]
-    words += ["--seq-len", LENGTH, "--micro-batch", 1, "--steps", 5, "placement.threads=1"]
+    words += ["--seq-len", 24, "--micro-batch", 1, "--steps", 5, "placement.threads=1"]
     done = call(*words, output=run)
     assert [step["step"] for step in done.steps] == [4, 5]
     assert f"train.steps is 5; step-{HALF:08d} was saved with {STEPS}" in done.text

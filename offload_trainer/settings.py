@@ -150,14 +150,12 @@ class _Draft:
             value = [text if str in get_args(annotation) else value]
         self.values.setdefault(section, {})[name] = value
 
-    def append(self, key: str, text: str) -> None:
+    def append(self, key: str, texts: list[str]) -> None:
         """Append to a list. The first flag for a key replaces the list from the file."""
         section, _, name = key.partition(".")
         values = self.values.setdefault(section, {})
-        if key not in self.repeated:
-            values[name] = []
-            self.repeated.add(key)
-        values[name].append(text)
+        values[name] = [*(values[name] if key in self.repeated else ()), *texts]
+        self.repeated.add(key)
 
     def leave_out_what_words_replace(self) -> None:
         """Drop steps or epochs of the file if the command line has the other."""
@@ -441,8 +439,7 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             if flag.repeat:
                 more = [] if equals else _more_values(queue)
                 del queue[: len(more)]
-                for each in (value, *more):
-                    draft.append(flag.key, each)
+                draft.append(flag.key, [value, *more])
             else:
                 draft.put(flag.key, value, spelled=name)
 

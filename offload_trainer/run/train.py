@@ -335,7 +335,10 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             else:
                 for _ in weights:  # this rank takes part in gathering them
                     pass
-        _report(setup, job)
+        if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
+            assert job.telemetry.report
+            job.telemetry.report.end()
+            _keep_ratios(setup, rows)
         if asked.stop:
             farewell = _farewell(state.step, steps, saved=saved, output=output)
             stopped = Interrupted(farewell, signal_number=asked.stop)
@@ -360,19 +363,6 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
-
-
-def _report(setup: Setup, job: Job) -> None:
-    """Write the last report.html of this process, and keep the timing ratios for later plans, if a step was finished.
-
-    Does nothing on ranks without telemetry.
-    """
-    if not job.telemetry or not job.telemetry.report:
-        return
-    rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
-    if rows:
-        job.telemetry.report.end()
-        _keep_ratios(setup, rows)
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

@@ -98,13 +98,13 @@ class Log:
 def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
     """Lock the run directory until `stack` closes; return the descriptor of the lock. Collective.
 
-    It is -1 on ranks other than 0, and without `create` for a directory in which no run has been. Raises UserError if
-    another run is writing there.
+    It is -1 on ranks other than 0, and without `create` where there is no lock that this user may write. Raises
+    UserError if another run is writing there.
     """
     locks: list[int] = []
 
     def take() -> None:
-        if create or is_there(output / _MARK):
+        if create or os.access(output / _MARK, os.W_OK):
             locks.append(stack.enter_context(held(output, log)))
 
     everybody().first(take)

@@ -47,6 +47,7 @@ def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], boo
     Return also whether it would resume from page files. The configuration is empty, too, if it cannot be read; the
     later check of the checkpoint or page files reports that error.
     """
+    kept = 0
     try:
         saved, kept = newest_state(save)
         left = folders_in(Path(save.output) / PAGES)[0] if kept else saved
@@ -55,7 +56,7 @@ def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], boo
         ended = final_export(Path(save.output)) if save.resume == "auto" else None
         return ended.run.config if ended else {}, False
     except (OSError, ValueError, UserError):
-        return {}, False
+        return {}, bool(kept)
 
 
 def newest_state(save: SaveSection) -> tuple[Path | None, int]:

@@ -316,6 +316,9 @@ def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
         (nn.LazyBatchNorm1d(affine=False), "running_mean has no shape"),
         (nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no values"),
         (nn.Linear(2, 2, dtype=torch.float64), r"weight is torch\.float64"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.0)), r"1 \(Embedding\) has max_norm=1\.0"),
+        (nn.EmbeddingBag(8, 4, max_norm=1.0), r"the module \(EmbeddingBag\) has max_norm=1\.0"),
+        (torch.compile(nn.Linear(4, 4)), "is compiled"),
     ):
         with pytest.raises(ot.UserError, match=words):
             ot.offload(module, nvme=drive, **QUIET)

@@ -167,7 +167,8 @@ def lease_drives(
         if drives and rank == 0 and listed and not instead:
             with suppress(OSError):  # a kill must not leave a list of directories that the leases have removed
                 empty_list(listed)
-        taken = zip(drives, instead or [None] * len(drives), strict=True) if rank == first else ()
+        places: Sequence[ScratchDirectory | None] = instead or [None] * len(drives)
+        taken = zip(drives, places, strict=True) if rank == first else ()
         leases = (DriveLease(drive, say=say, listed=listed, instead=place) for drive, place in taken)
         return [stack.enter_context(lease).path for lease in leases]
 

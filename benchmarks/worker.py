@@ -165,7 +165,7 @@ def carry_out(
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
     from offload_trainer.run import build, train
-    from offload_trainer.telemetry.meters import HostTimer, PhaseClock, peak_rss_bytes
+    from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
     if product:
@@ -183,7 +183,7 @@ def carry_out(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
         if peer is not None and on_gpu:  # their streams do not wait for each other at a phase's end
-            job.clock = PhaseClock(HostTimer(torch.cuda.synchronize))
+            job.clock = PhaseClock(torch.cuda.synchronize)
         running = timed_steps(job, steps=sys.maxsize)
         if asked:
             answer(found)

@@ -36,7 +36,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
-from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, new_group, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
     Count,
@@ -138,7 +138,7 @@ class Checkpoints:
         """
         self.synchronize()
         start = time.perf_counter()
-        on_rank_zero(self._make_room)
+        everybody().first(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
         future = Future()
@@ -157,12 +157,6 @@ class Checkpoints:
         else:
             ending(future, partial(work, everybody()))()
             self.synchronize()
-
-    def note(self, line: str) -> None:
-        """Print a note, once per text."""
-        if line not in self._told:
-            self._told.add(line)
-            self._say(f"note: {line}")
 
     @property
     def saving(self) -> bool:
@@ -222,9 +216,7 @@ class Checkpoints:
             free = shutil.disk_usage(self._root).free
             need = self._need + bytes_below(self.record.model) + _SMALL_FILES
         except OSError as error:
-            raise TrainerError(
-                f"{self._root} cannot be written: {reason(error, self._root)}; nothing was saved"
-            ) from error
+            raise TrainerError(f"{self._root} cannot be written: {reason(error)}; nothing was saved") from error
         if free < need:
             raise TrainerError(
                 f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
@@ -247,7 +239,7 @@ class Checkpoints:
             )
         except OSError as error:
             raise TrainerError(
-                f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
+                f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
                 "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
@@ -259,7 +251,9 @@ class Checkpoints:
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):
-            self.note(line)
+            if line not in self._told:
+                self._told.add(line)
+                self._say(f"note: {line}")
 
 
 def checkpoint_of(root: Path, step: int) -> Path:

@@ -55,28 +55,18 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _carry_out(list(words))
         except BaseException as error:
-            message = _error_message(error, words)
+            message = explain(error)
             if message is None:
                 raise
+            if RERUN_HINT in message:
+                from offload_trainer.run.resume_point import with_resume_hint
+
+                message = with_resume_hint(message, words)
             # The launcher sends a stop signal to every rank, and reports it itself.
             if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
                 _say(f"offload-train: {message}")
-            if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
-                from offload_trainer.ranks import announce_failed_join
-
-                announce_failed_join(message)
             return exit_code(error)
     return 0
-
-
-def _error_message(error: BaseException, words: list[str]) -> str | None:
-    """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
-    message = explain(error)
-    if message is None or RERUN_HINT not in message:
-        return message
-    from offload_trainer.run.resume_point import with_resume_hint
-
-    return with_resume_hint(message, words)
 
 
 def _carry_out(words: list[str]) -> None:
@@ -210,16 +200,10 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
 def _doctor(given: Namespace, words: list[str]) -> None:
     config = prepared(words)
-    from offload_trainer.plan.engines import engine_of
     from offload_trainer.run.commands.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        checks = examine(
-            config.placement,
-            config.model,
-            output=config.save.output,
-            engine=engine_of(config),
-        )
+        checks = examine(config)
     _answer(checks, as_json=given.json, told=lambda: report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
@@ -259,14 +243,7 @@ def _import(_: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.import_checkpoint import import_checkpoint
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        done = import_checkpoint(
-            source,
-            run,
-            model=config.model,
-            optim=config.optim,
-            config=config.model_dump(mode="json"),
-            say=_say,
-        )
+        done = import_checkpoint(source, run, config, say=_say)
     print(shown(f"imported {done.told} to {done.checkpoint}: {format_bytes(done.bytes)}"))
     print(shown(f"{done.rates}\ngo on with: {shlex.join(['offload-train', *words])} {done.words}"))
 
@@ -568,8 +545,14 @@ def parse(command: str, words: list[str]) -> tuple[Namespace, list[str]]:
 
     Raises UserError for mistakes.
     """
-    parser, configured = _parser(command), bool(COMMANDS[command].flags)
-    return parser.parse_known_args(words) if configured else (parser.parse_intermixed_args(words), [])
+    parser = _parser(command)
+    if not COMMANDS[command].flags:
+        return parser.parse_intermixed_args(words), []
+    given, rest = parser.parse_known_args(words)
+    for name in {word.partition("=")[0] for word in rest if word.startswith("--")} - FLAGS.keys():
+        if others := [other for other, about in COMMANDS.items() if name in about.arguments]:
+            raise UserError(f"{name}: only `offload-train {others[0]}` takes this flag")
+    return given, rest
 
 
 def _parser(command: str) -> _Parser:

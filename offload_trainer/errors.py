@@ -7,11 +7,8 @@ traceback; every other error is a bug and keeps its traceback.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from offload_trainer.packages import explain_import
 
@@ -65,17 +62,6 @@ def fills_gpu(error: BaseException | None) -> bool:
 
 # What torch says if cudaMalloc fails, and if the libraries that it calls have no memory.
 _FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
-
-
-@contextmanager
-def gpu_full_told() -> Iterator[None]:
-    """Raise GpuFull in place of an error inside the block that a full GPU has caused."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, GpuFull) or not fills_gpu(error):
-            raise
-        raise GpuFull(error) from error
 
 
 class PeerFailed(TrainerError):
@@ -133,17 +119,6 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def reason(error: OSError, directory: str | os.PathLike[str] | None = None) -> str:
-    """Return the operating system's message, or say that inodes are exhausted if that is why the disk is full.
-
-    `directory`: a path on the filesystem in question, for errors that name no file.
-    """
-    place = directory or (os.path.dirname(error.filename) if isinstance(error.filename, str | os.PathLike) else None)
-    if error.errno == errno.ENOSPC and place is not None:
-        try:
-            room = os.statvfs(place)
-        except OSError:
-            return str(error.strerror)
-        if room.f_files and not room.f_favail:
-            return f"No inodes left: the filesystem holds {room.f_files} files and takes no more, whatever their size"
+def reason(error: OSError) -> str:
+    """Return the operating system's message."""
     return error.strerror or str(error)

@@ -347,7 +347,15 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
 def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
     mistakes = [f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None))]
-    mistakes += _hub_mistakes(args, session) + _generation_mistakes(args, session)
+    mistakes += _generation_mistakes(args, session)
+    if args.push_to_hub and session.trained and not args.save_only_model:
+        strategy = HubStrategy(args.hub_strategy)
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            mistakes.append(
+                f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
+                "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints "
+                "without them"
+            )
     if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
         mistakes.append(f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no")
     if session.trained and args.optim not in _ADAMW:
@@ -371,18 +379,14 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append(
             f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
         )
-    return mistakes + _checkpointing_mistakes(args)
-
-
-def _hub_mistakes(args: TrainingArguments, session: Session) -> list[str]:
-    """Return a message if the Trainer would push a session's state, with masters and moments, to the hub."""
-    strategy = HubStrategy(args.hub_strategy)
-    whole = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and not args.save_only_model
-    if not (args.push_to_hub and whole and session.trained):
-        return []
-    return [
-        f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
-        "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints without them"
+    words: dict[str, Any] = {}
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # of versions of transformers
+        words |= getattr(args, name, None) or {}
+    right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
+    return mistakes + [
+        f"gradient_checkpointing_kwargs: {name}={value!r} is not what load() planned with: leave it out"
+        for name, value in words.items()
+        if name not in right or value != right[name]
     ]
 
 
@@ -405,22 +409,6 @@ def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
     """Return True if the arguments' class, or one that it derives from, has one of these names."""
     return any(one.__name__ in names for one in type(args).__mro__)
-
-
-def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:
-    """Return messages for gradient-checkpointing arguments that differ from those `load` planned with.
-
-    Versions of transformers use two names for these arguments.
-    """
-    words: dict[str, Any] = {}
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        words |= getattr(args, name, None) or {}
-    right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
-    return [
-        f"gradient_checkpointing_kwargs: {name}={value!r} is not what load() planned with: leave it out"
-        for name, value in words.items()
-        if name not in right or value != right[name]
-    ]
 
 
 def model_mistakes(model: nn.Module, session: Session) -> list[str]:

@@ -138,11 +138,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         lines.append(f"the text of --data is another, or has changed since: {sizes}")
     if (text := "validation text") in keys:
         keys.remove(text)
-        if text in saved and text in now:
-            lines.append("the text of --validation-data is another, or has changed since")
-        else:
-            before, after = ("with", "none") if text in saved else ("without", "one")
-            lines.append(f"it was made {before} --validation-data, and this run has {after}")
+        lines.append("the text of --validation-data is another, or has changed since")
     for key in keys:
         its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
         lines.append(f"{shown(key)}: it has {its}, this run {ours}")

@@ -38,7 +38,7 @@ STALLED = 300  # timeout in seconds of a collective within a step
 UNANSWERED = 60  # seconds until a rank that does not answer, in a step or not, counts as lost
 _SETTING_UP = 86_400.0  # timeout in seconds outside steps: rank 0 may initialize a model or write a checkpoint
 _JOINING, _AGAIN = 600.0, 0.1  # timeout until all ranks have started, and polling interval, in seconds
-_TELLING, _NOT_COMING = 5.0, "not coming"  # timeout in seconds of the launcher's store, and the key of the note in it
+_ENDING = 5.0  # seconds that a process waits at its end for threads inside gloo
 _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does first and names the missing ranks
 _BEAT = 5.0  # seconds between two exchanges of the threads that watch the other ranks
 _GONE = 30.0  # seconds after which a wait counts as endless once a rank has ended
@@ -217,7 +217,7 @@ def _close_all() -> None:
     """End the waits of side threads: one that leaves C++ while the interpreter ends would abort the process."""
     for group in list(_groups):
         group.close()
-    until = time.monotonic() + _TELLING
+    until = time.monotonic() + _ENDING
     while _waiting and time.monotonic() < until:
         time.sleep(0.001)
 
@@ -278,45 +278,24 @@ def _stay_on_loopback() -> None:
 
 
 def _common_store(world: int) -> dist.Store:
-    """Return the store through which ranks find each other: the file of our launcher, else torchrun's store."""
-    if path := os.environ.get(STORE):
-        return dist.FileStore(path, world)
-    return _store_of_attempt(timeout=_JOINING)
-
-
-def _store_of_attempt(*, timeout: float) -> dist.Store:
-    """Connect to torchrun's store; return what belongs to the ranks started together.
+    """Return the store through which ranks find each other: the file of our launcher, else torchrun's store.
 
     torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
     """
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if path := os.environ.get(STORE):
+        return dist.FileStore(path, world)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _await_all(store: dist.Store, rank: int, world: int) -> None:
-    """Wait until all ranks have come to the store. Raises TrainerError if one is late or has left a note."""
+    """Wait until all ranks have come to the store. Raises TrainerError if one is late."""
     until = time.monotonic() + _JOINING
     store.set(f"rank {rank}", "here")
     while (arrived := sum(store.check([f"rank {other}"]) for other in range(world))) < world:
-        if store.check([_NOT_COMING]):
-            node, _, message = store.get(_NOT_COMING)[:10_000].decode(errors="replace").partition(" ")
-            known = node == os.environ.get("GROUP_RANK")  # the rank has already printed it on this node
-            raise PeerFailed(message, code=LOST) if known else TrainerError(f"node {node} does not come: {message}")
         if time.monotonic() > until:
             raise TrainerError(f"{_late()}: {arrived} of {world} are here")
         time.sleep(_AGAIN)
-
-
-def announce_failed_join(why: str) -> None:
-    """Leave a note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
-
-    Does nothing after `join`, on a single node, or without a launcher's store.
-    """
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1"))
-    if _everybody is not ALONE or not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    with suppress(RuntimeError):  # the node that hosts the store has ended
-        _store_of_attempt(timeout=_TELLING).set(_NOT_COMING, f"{os.environ.get('GROUP_RANK')} {why}")
 
 
 def _connect(name: str, members: Sequence[int], *, patience: float, rank: int, store: dist.Store) -> Group:
@@ -546,31 +525,28 @@ def new_group() -> Group:
     return ALONE if _everybody is ALONE else group_of(in_step=False)
 
 
-def on_rank_zero(work: Callable[[], object]) -> None:
-    """Do `work` on rank 0 only. If it fails, all ranks raise."""
-    _everybody.first(work)
-
-
 def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
     """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
     return _everybody.each(lambda: [work()] if _everybody.rank == 0 else [], list[kind])[0][0]
 
 
-def on_some(work: Callable[[], object], *, mine: bool) -> None:
-    """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
-    _everybody.some(work, mine=mine)
-
-
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the first rank of every other node, then on every rank; return this rank's result.
+    """Do `work` on rank 0, then on the first rank of every other node, then on the others; return this rank's result.
 
-    `work` must be idempotent: later ranks find the files of earlier ones, if they share the directory.
+    Later ranks find the files of earlier ones, if they share the directory.
     """
+    done: list[T] = []
+
+    def once() -> None:
+        if not done:
+            done.append(work())
+
     if _everybody is not ALONE:
-        on_rank_zero(work)
+        _everybody.first(once)
         rank, each = place_here()[0], len(nodes()[0])
-        on_some(work, mine=rank > 0 and rank % each == 0)
-    return work()
+        _everybody.some(once, mine=rank > 0 and rank % each == 0)
+    once()
+    return done[0]
 
 
 def broadcast_json(value: Any, kind: Any = Any, *, source: int = 0, group: Group | None = None) -> Any:

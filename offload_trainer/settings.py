@@ -70,12 +70,6 @@ FLAGS: dict[str, Flag] = {
 }
 
 
-# Keys that users look for and that are not implemented.
-_NOT_IMPLEMENTED = {
-    "parallel.pipeline": "not implemented: docs/scaling.md explains why",
-}
-
-
 class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes text which `_Loader` would read as another type, and escapes unprintable text."""
 
@@ -156,14 +150,12 @@ class _Draft:
             value = [text if str in get_args(annotation) else value]
         self.values.setdefault(section, {})[name] = value
 
-    def append(self, key: str, text: str) -> None:
+    def append(self, key: str, texts: list[str]) -> None:
         """Append to a list. The first flag for a key replaces the list from the file."""
         section, _, name = key.partition(".")
         values = self.values.setdefault(section, {})
-        if key not in self.repeated:
-            values[name] = []
-            self.repeated.add(key)
-        values[name].append(text)
+        values[name] = [*(values[name] if key in self.repeated else ()), *texts]
+        self.repeated.add(key)
 
     def leave_out_what_words_replace(self) -> None:
         """Drop steps or epochs of the file if the command line has the other."""
@@ -222,8 +214,6 @@ def literals_of(annotation: Any) -> Iterator[str]:
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the error message for an unknown key, with a suggestion."""
-    if key in _NOT_IMPLEMENTED:
-        return f"{spelled}: {_NOT_IMPLEMENTED[key]}"
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -268,8 +258,6 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     if term is None:
         return ""
     key, fixed, value = term.here.partition("=")
-    if key in _NOT_IMPLEMENTED:
-        return _NOT_IMPLEMENTED[key]
     if not key:
         return term.note
     if fixed:
@@ -416,18 +404,6 @@ def _more_values(queue: list[str]) -> list[str]:
     return found
 
 
-# Flags of one subcommand, which people also give to training.
-FLAGS_OF_COMMANDS = {
-    "--machine": "plan",
-    "--nodes": "plan",
-    "--parallel": "plan",
-    "--explain": "plan",
-    "--drive-gigabytes": "bench",
-    "--write": "tune",
-    "--trial-steps": "tune",
-}
-
-
 def _apply_words(words: list[str], draft: _Draft) -> None:
     """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised."""
     queue = list(words)
@@ -449,9 +425,7 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
             given = queue.pop(0) if follows else text if equals else None
             key = plain(name)
-            if name in FLAGS_OF_COMMANDS:
-                problem = f"only `offload-train {FLAGS_OF_COMMANDS[name]}` takes this flag"
-            elif key in all_keys():
+            if key in all_keys():
                 problem = f"a key is written without dashes: {_written(key, given, as_flag=False)}"
             else:
                 problem = f"unknown flag{_hint(key, given, as_flag=True)}"
@@ -465,8 +439,7 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             if flag.repeat:
                 more = [] if equals else _more_values(queue)
                 del queue[: len(more)]
-                for each in (value, *more):
-                    draft.append(flag.key, each)
+                draft.append(flag.key, [value, *more])
             else:
                 draft.put(flag.key, value, spelled=name)
 

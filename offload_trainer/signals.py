@@ -163,20 +163,15 @@ def _restore_defaults() -> None:
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """Install the handlers within this context, except for SIGHUP if it is ignored (nohup)."""
-    before = {}
+    before: dict[signal.Signals, Any] = {}
     for number, handler in handlers.items():
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     try:
         yield
     except Stopped:
-        raise  # keep the default actions, so that the next signal kills the process while it cleans up
-    except BaseException:
-        _put_back(before)
+        before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
-    _put_back(before)
-
-
-def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

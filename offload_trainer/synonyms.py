@@ -32,6 +32,7 @@ _UPLOADS = (
     "it has a switch for private repositories"
 )
 _SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`"
+_PIPELINE = "not implemented: docs/scaling.md explains why"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
 _TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
@@ -177,7 +178,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "run_name wandb_run_name wandb_run_id", "a tracker names the run by --output"),
     ("", "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo push_dataset_to_hub upload", _UPLOADS),
     ("", "fsdp fsdp_config strategy ddp ddp_backend ddp_timeout distributed_type num_nodes nnodes", _SHARDING),
-    ("parallel.pipeline", "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", ""),
+    ("", "parallel.pipeline pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", _PIPELINE),
     ("", "gpu device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
     ("", "do_train do_eval do_predict eval_only", _SWITCHES),
     ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),

@@ -6,10 +6,10 @@ The loop is independent of the engine and the model. Everything it uses is in a 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
-from offload_trainer.ranks import all_gather_json, on_rank_zero, place_here, wait_for_all
+from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
     IoCount,
@@ -54,10 +54,9 @@ class TimeToSave:
         """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
         self._planned_step = step
         self.save = save
-        self._steps = deque[float](maxlen=_LATEST)
-        self._validation = 0.0
+        self._took = {"step": deque[float](maxlen=_LATEST), "validation": deque[float](maxlen=1)}
         self._validates = False
-        self._now: Literal["step", "validation", "save"] = "save"
+        self._phase: Literal["step", "validation", "save"] = "save"
         self._since = time.monotonic()
 
     def begin(self, phase: Literal["step", "validation", "save"], *, validates: bool = False) -> None:
@@ -65,26 +64,23 @@ class TimeToSave:
 
         `validates`: a validation follows the step that begins.
         """
-        passed = time.monotonic() - self._since
-        if self._now == "step":
-            self._steps.append(passed)
-        elif self._now == "validation":
-            self._validation = passed
+        now = time.monotonic()
+        if self._phase != "save":
+            self._took[self._phase].append(now - self._since)
         if phase == "step":
             self._validates = validates
-        self._now, self._since = phase, time.monotonic()
+        self._phase, self._since = phase, now
 
     @property
     def seconds(self) -> float | None:
         """Return the estimate; None in a first step whose seconds the plan does not know."""
-        passed = time.monotonic() - self._since
-        if self._now == "save":
-            return max(self.save - passed, 0.0)
-        validation = self._validation if self._validates else 0.0
-        if self._now == "validation":
-            return max(validation - passed, 0.0) + self.save
-        step = max(self._steps, default=self._planned_step)
-        return None if step is None else max(step - passed, 0.0) + validation + self.save
+        step = max(self._took["step"], default=self._planned_step)
+        if self._phase == "step" and step is None:
+            return None
+        validation = max(self._took["validation"], default=0.0) if self._validates else 0.0
+        phases = {"step": step or 0.0, "validation": validation, "save": self.save}
+        this, *later = list(phases.values())[list(phases).index(self._phase) :]
+        return max(this - (time.monotonic() - self._since), 0.0) + sum(later)
 
 
 @dataclass
@@ -235,15 +231,10 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     wished = False
     if asked.save:
         asked.save, wished = False, True
-    if job.telemetry and os.path.lexists(job.save_request_file):
-        try:
+    if job.telemetry:
+        with suppress(OSError):  # there is none, or a directory, or one in a directory that is not writable
             job.save_request_file.unlink()
             wished = True
-        except OSError as error:  # a directory, or one in a directory that is not writable; it would ask at every step
-            job.checkpoints.note(
-                f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
-                f"{error.strerror}"
-            )
     stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
 
@@ -290,7 +281,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         job.telemetry.step(record)
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
-        on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
+        everybody().first(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
 
 

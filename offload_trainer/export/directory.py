@@ -130,8 +130,7 @@ def write_model(
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
-            f"{destination}: {reason(error, destination.parent)}; nothing is left there. The export takes "
-            f"{format_bytes(total)}"
+            f"{destination}: {reason(error)}; nothing is left there. The export takes {format_bytes(total)}"
         ) from error
     return Exported(source.description, total, compared)
 

@@ -34,7 +34,7 @@ from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_gather_json, nodes, place_here
+from offload_trainer.ranks import everybody, nodes, place_here
 from offload_trainer.run.directory import Log, record_of
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
@@ -42,7 +42,7 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
+from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
 from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
@@ -128,7 +128,8 @@ def build_job(
             run's metrics, so that a failure leaves them.
     """
     log = setup.log
-    swaps = _leased(setup, stack, instead=instead) if setup.plan.uses_drives else []
+    drives = setup.drives if setup.plan.uses_drives else []
+    swaps = lease_drives(drives, stack, say=log.say, listed=setup.listed, instead=instead)
     start = time.perf_counter()
     dtype = setup.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
@@ -147,20 +148,32 @@ def build_job(
     return job
 
 
-def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirectory]) -> list[Path]:
-    """Return this node's private directories on the drives. The first rank leases them; the others lock them too."""
-    rank, leases = place_here()[0], list[DriveLease]()
+def lease_drives(
+    drives: Sequence[Path],
+    stack: ExitStack,
+    *,
+    say: Callable[[str], None],
+    listed: Path | None = None,
+    instead: Sequence[ScratchDirectory] = (),
+) -> list[Path]:
+    """Return this node's private directories on the drives. The first rank leases them; the others lock them too.
+
+    Collective. `listed`: the run's list of page files. `instead`: existing directories to use in place of new ones.
+    """
+    rank = place_here()[0]
     first = next(its.start for its in nodes() if rank in its)
-    if rank == first:
-        if rank == 0 and not instead:
+
+    def lease() -> list[Path]:
+        if drives and rank == 0 and listed and not instead:
             with suppress(OSError):  # a kill must not leave a list of directories that the leases have removed
-                empty_list(setup.listed)
-        for number, drive in enumerate(setup.drives):
-            place = instead[number] if instead else None
-            lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
-            leases.append(stack.enter_context(lease))
-    swaps: list[Path] = all_gather_json([lease.path for lease in leases], list[Path])[first]
-    if rank != first and isinstance(setup.plan.sizes, TierSizes):
+                empty_list(listed)
+        places: Sequence[ScratchDirectory | None] = instead or [None] * len(drives)
+        taken = zip(drives, places, strict=True) if rank == first else ()
+        leases = (DriveLease(drive, say=say, listed=listed, instead=place) for drive, place in taken)
+        return [stack.enter_context(lease).path for lease in leases]
+
+    swaps: list[Path] = everybody().each(lease, list[Path])[first]
+    if rank != first:
         for swap in swaps:
             stack.callback(os.close, hold(swap))
     return swaps
@@ -221,10 +234,11 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     if data.spec.section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
+    need, (_, write) = checkpoint_bytes(setup.work), setup.machine.rates_of(setup.machine.output)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
-    timer: HostTimer | StreamTimer = HostTimer()
-    if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
-        timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
+    clock = PhaseClock()
+    if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
+        clock = PhaseClock(torch.cuda.synchronize, stream=plan.engine == "tiered")
     return Job(
         train=train,
         optim=setup.config.optim,
@@ -233,18 +247,18 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         text_bytes=partial(text_bytes, data.spec.tokenizer),
-        clock=PhaseClock(timer),
+        clock=clock,
         telemetry=telemetry,
         say=setup.log.say,
         checkpoints=Checkpoints(
             output / "checkpoints",
             record=setup.record,
             keep=setup.config.save.keep,
-            need_bytes=checkpoint_bytes(setup.work),
+            need_bytes=need,
             say=setup.log.say,
             growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
         ),
-        to_save=TimeToSave(step=plan.forecast.step, save=_seconds_of_save(setup)),
+        to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,
         save_every=steps_between_saves(setup.config.save.every, steps=train.steps),
         save_request_file=output / "save",
@@ -252,12 +266,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
-
-
-def _seconds_of_save(setup: Setup) -> float:
-    """Return the seconds that the first checkpoint is expected to take, after an update that may still be running."""
-    _, write = setup.machine.rates_of(setup.machine.output)
-    return checkpoint_bytes(setup.work) / write + (setup.plan.forecast.seconds.get("update") or 0.0)
 
 
 _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}

@@ -29,7 +29,7 @@ from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of, shared_filesystems, workload
-from offload_trainer.ranks import all_gather_json, broadcast_json, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import all_gather_json, broadcast_json, everybody, place_here
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
@@ -92,6 +92,12 @@ def refuse_output(planned: Planned) -> Path | None:
     if resumes:
         check_identity(resumes, planned.identity | UNKNOWN_IDENTITY, planned.layout)
     return resumes
+
+
+def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
+    """Raise UserError if another run has left newer checkpoints than `checkpoint` in a directory that was new."""
+    if refuse_output(planned) != checkpoint:
+        raise UserError(f"another run has ended in {planned.output} in the meantime: repeat the command")
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -181,9 +187,9 @@ def refuse_unseen(output: Path, *, first: int) -> None:
     Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
     """
     token = output / broadcast_json(f".seen-{secrets.token_hex(4)}")
-    on_rank_zero(partial(token.write_text, ""))
+    everybody().first(partial(token.write_text, ""))
     try:
-        on_some(partial(_read_token, token), mine=place_here()[0] == first)
+        everybody().some(partial(_read_token, token), mine=place_here()[0] == first)
     finally:
         if place_here()[0] == 0:
             token.unlink(missing_ok=True)

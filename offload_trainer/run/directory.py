@@ -15,25 +15,26 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.data.run_data import RunData
+from offload_trainer.data.tokenizer import save_tokenizer
 from offload_trainer.errors import UserError, explain
+from offload_trainer.model.loader import save_model_config
+from offload_trainer.ranks import everybody
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, shared_lock, try_lock
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
@@ -94,21 +95,20 @@ class Log:
             write_now(f"note: log.txt can no longer be written: {error.strerror}")
 
 
-@contextmanager
-def _ends_told(log: Log) -> Iterator[None]:
-    """Write the reason to log.txt if the body raises. `cli` shows it to the user."""
-    try:
-        yield
-    except BaseException as error:
-        log.write(f"ended: {explain(error) or traceback.format_exc()}")
-        raise
+def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
+    """Lock the run directory until `stack` closes; return the descriptor of the lock. Collective.
 
+    It is -1 on ranks other than 0, and without `create` where there is no lock that this user may write. Raises
+    UserError if another run is writing there.
+    """
+    locks: list[int] = []
 
-def refuse_second(output: Path) -> None:
-    """Raise UserError if another run is writing in `output`. Call this before reading its checkpoints."""
-    # without locks, `held` prints a note about it
-    with suppress(FileNotFoundError, NoLocks), _lock_errors(output), shared_lock(output / _MARK):
-        pass
+    def take() -> None:
+        if create or os.access(output / _MARK, os.W_OK):
+            locks.append(stack.enter_context(held(output, log)))
+
+    everybody().first(take)
+    return next(iter(locks), -1)
 
 
 def refuse_strangers(output: Path) -> None:
@@ -155,11 +155,9 @@ def held(output: Path, log: Log) -> Iterator[int]:
 
 @contextmanager
 def _lock_errors(output: Path) -> Iterator[None]:
-    """Convert errors of the run's lock into UserError, except that it is missing or that there are no locks."""
+    """Convert errors of the run's lock into UserError, except that there are no locks."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except BlockingIOError:
         raise UserError(f"{output}: another run is using this directory; name another --output") from None
     except OSError as error:
@@ -167,7 +165,7 @@ def _lock_errors(output: Path) -> Iterator[None]:
 
 
 def _take(lock: int) -> None:
-    """Take the lock for the whole run, retrying while a starting run briefly has it (`refuse_second`)."""
+    """Take the lock for the whole run, retrying while a list of runs briefly has it."""
     for left in reversed(range(_TRIES)):
         try:
             return try_lock(lock)
@@ -186,21 +184,22 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """
     with log.opened(output):
         try:
-            with _ends_told(log):
-                if os.fstat(lock).st_size:
-                    log.say(
-                        "note: the last run here ended without a message: it was killed, ran out of memory, or lost "
-                        "power"
-                    )
-                    os.ftruncate(lock, 0)
-                try:
-                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-                except OSError as error:
-                    error.filename = str(output / _MARK)
-                    raise
-                remove_leftovers(output / "checkpoints")
-                remove_abandoned(output)
-                yield
+            if os.fstat(lock).st_size:
+                log.say(
+                    "note: the last run here ended without a message: it was killed, ran out of memory, or lost power"
+                )
+                os.ftruncate(lock, 0)
+            try:
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                error.filename = str(output / _MARK)
+                raise
+            remove_leftovers(output / "checkpoints")
+            remove_abandoned(output)
+            yield
+        except BaseException as error:  # `cli` shows it to the user
+            log.write(f"ended: {explain(error) or traceback.format_exc()}")
+            raise
         finally:
             os.ftruncate(lock, 0)
 
@@ -212,8 +211,9 @@ def write_known(planned: Planned, data: RunData) -> None:
     for name, about in {"plan": planned.plan.to_json(), "machine": planned.machine.to_json()}.items():
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
-    dtype, tokenizer = DTYPES[config.model.dtype], data.spec.tokenizer
-    keep_model(output / "model", source, dtype=dtype, tokenizer=tokenizer, end_of_text=tokenizer.eos_token_id)
+    dtype = DTYPES[config.model.dtype]
+    save_model_config(source, output / "model", dtype=dtype, end_of_text=data.spec.tokenizer.eos_token_id)
+    save_tokenizer(data.spec.tokenizer, output / "model")
     stop_at(output / "model" / "generation_config.json", data.ends_of_answers)
 
 
@@ -225,15 +225,6 @@ def stop_at(file: Path, ends: Iterable[int]) -> None:
     known = known if isinstance(known, list) else [] if known is None else [known]
     if missing := [id_ for id_ in ends if id_ not in known]:
         write_text(file, json.dumps(settings | {"eos_token_id": known + missing}, indent=2))
-
-
-def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:
-    """Save the configuration of `source` (a ModelSource) and the tokenizer, which exports need."""
-    from offload_trainer.data.tokenizer import save_tokenizer
-    from offload_trainer.model.loader import save_model_config
-
-    save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
-    save_tokenizer(tokenizer, directory)
 
 
 def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:

@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -68,8 +68,6 @@ class ScalerState:
     scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
     good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
     window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
-    growth_factor: float
-    backoff_factor: float
 
 
 @dataclass(frozen=True)
@@ -211,19 +209,8 @@ class Record:
             self.__dict__.update(state)
 
 
-def load_metadata(file: BinaryIO, *, told: str) -> Any:
-    """Return the content of a .metadata file of torch.distributed.checkpoint, with `Record` for its classes.
-
-    Raises UserError if the file is damaged, or holds an object of a class that such files do not have.
-    """
-    try:
-        return _Metadata(file).load()
-    except Exception as error:  # a damaged pickle may raise anything
-        raise UserError(f"{told} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
-
-
 class _Metadata(pickle.Unpickler):
-    """Unpickler that builds plain values and `Record`, and calls no function of another module."""
+    """Reader of a .metadata file that builds plain values and `Record`, and calls no function of another module."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
@@ -470,7 +457,10 @@ def _add(directory: Path, stored: _Stored) -> None:
     """Add what the metadata of `directory` names. Raises UserError if it is damaged or names files outside."""
     path = directory / METADATA
     with open_given(path) as file:
-        about = load_metadata(file, told=str(path))
+        try:
+            about = _Metadata(file).load()
+        except Exception as error:  # a damaged pickle may raise anything
+            raise UserError(f"{path} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
     try:
         tensors = {name: its for name, its in about.state_dict_metadata.items() if hasattr(its, "size")}
         stored.shapes.update({name: tuple(tensor.size) for name, tensor in tensors.items()})

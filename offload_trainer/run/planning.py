@@ -88,12 +88,14 @@ def plan_run(
         again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
         like: the settings of a run that this one goes on from without a checkpoint.
     """
-    from offload_trainer.run.resume_point import config_to_resume
+    from offload_trainer.run.resume_point import earlier_run
 
-    before = config_to_resume(config.save) or (like.model_dump(mode="json") if like else {})
-    config = _with_template_date(_with_resumed_copies(config, nodes=nodes), before)
+    before, from_pages = earlier_run(config.save)
+    before = before or (like.model_dump(mode="json") if like else {})
+    config = _with_template_date(config, before)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
-    machine = _with_resumed_speeds(machine, config, nodes=nodes)
+    if from_pages and nodes == 1:
+        config, machine = as_page_files(config, machine)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
     source = again.source if again else model_of(config)
@@ -388,46 +390,23 @@ def _with_template_date(config: TrainConfig, before: Mapping[str, Mapping[str, A
     return config.with_keys("data", template_date=day.isoformat())
 
 
-def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
-    """Return the configuration with the number of state copies that the run's existing page files have.
+def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainConfig, MachineProfile]:
+    """Return both with the copies of the state, and the rates of the drives, that the run's existing page files have.
 
-    Without this, `state_copies=auto` could choose 1, and the page files could not be resumed from.
+    `state_copies=auto` could choose 1, and with other rates pages would be distributed in another way. The files could
+    not be resumed from then.
     """
-    if config.tiered.state_copies != "auto" or not _has_page_files(config, nodes=nodes):
-        return config
-    return config.with_keys("tiered", state_copies=2)
-
-
-def _with_resumed_speeds(machine: MachineProfile, config: TrainConfig, *, nodes: int) -> MachineProfile:
-    """Return the machine with the drives' rates by which the run's existing page files are laid out, if it has any.
-
-    With other rates since, pages would be distributed in another way, and the files could not be resumed from.
-    """
-    if len(machine.drives) < 2 or not _has_page_files(config, nodes=nodes):
-        return machine
-    try:
-        before = read_back(Path(config.save.output) / "machine.json", MachineProfile, fix="")
-    except UserError:
-        return machine
-    rates = {drive.directory: drive.rates for drive in before.drives}
-    drives = (replace(drive, rates=rates.get(drive.directory, drive.rates)) for drive in machine.drives)
-    return replace(machine, drives=tuple(drives))
-
-
-def _has_page_files(config: TrainConfig, *, nodes: int) -> bool:
-    """Return whether the run would resume from page files."""
-    from offload_trainer.offloading.pages.manifest import read_description
-    from offload_trainer.storage.scratch_dir import PAGES, folders_in
-
-    if config.save.resume != "auto" or nodes > 1 or config.placement.engine_name != "tiered":
-        return False
-    try:
-        folders = folders_in(Path(config.save.output) / PAGES)
-        if folders:
-            read_description(folders[0])
-    except (OSError, ValueError, UserError):  # the later check of the page files reports this
-        return False
-    return bool(folders)
+    if config.placement.engine_name != "tiered":
+        return config, machine
+    if config.tiered.state_copies == "auto":
+        config = config.with_keys("tiered", state_copies=2)
+    if len(machine.drives) > 1:
+        with suppress(UserError):
+            before = read_back(Path(config.save.output) / "machine.json", MachineProfile, fix="")
+            rates = {drive.directory: drive.rates for drive in before.drives}
+            drives = (replace(drive, rates=rates.get(drive.directory, drive.rates)) for drive in machine.drives)
+            machine = replace(machine, drives=tuple(drives))
+    return config, machine
 
 
 def _with_resumed_choices(

@@ -77,18 +77,15 @@ def prepare_process(config: TrainConfig) -> int:
         # Expandable segments avoid fragmentation. torch before 2.9 reads the second name.
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
     names = [config.model.name, config.data.tokenizer]
-    names += filter(None, map(_at_hub, (*config.data.path, *config.data.validation_path)))
+    for path in (*config.data.path, *config.data.validation_path):
+        kind, _, name = path.partition(":")
+        if kind in ("hub", "stream") and not os.path.exists(os.path.expanduser(name)):
+            names.append(name)
     if not any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in names):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     return threads
-
-
-def _at_hub(path: str) -> str | None:
-    """Return the name of a data set of the hub in an entry of data.path; None for files."""
-    kind, _, name = path.partition(":")
-    return name if kind in ("hub", "stream") and not os.path.exists(os.path.expanduser(name)) else None
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:

@@ -1,6 +1,6 @@
-"""Lock the run directory and choose what a run resumes from: nothing, a checkpoint, or page files of a killed run.
+"""Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
-    refuse_output ──> checkpoint ── verify ── hold ── done_already? ── take_over ──> page files, if they are newer
+    refuse_output ──> checkpoint ── verify ── done_already? ── take_over ──> page files, if they are newer
 
 A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
 directory on a drive that one run has locked for its page files.
@@ -9,13 +9,7 @@ directory on a drive that one run has locked for its page files.
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
     <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 
-If all optimizer state is on drives and every page has two copies, the files always hold one complete step. A run
-resumes from them in place if they are newer than the newest checkpoint and have the same page layout; the 16-bit
-weights are rebuilt from the master weights. Every page is read completely for that and compared with the checksums in
-the record.
-
-If a run cannot use page files that may be newer than any checkpoint, for any reason, it refuses to start and keeps
-them, since they may be the only copy of the progress. `--resume never` or `--resume CHECKPOINT` discards them.
+docs/design_recovery.md says when a run resumes from page files, and when it refuses to start and keeps them.
 
 The ranks of one node share the files and the record. The first rank reads them, and it writes the record once all
 ranks' pages of a step are on the drives; until then no rank writes a page of the next step. If a rank of the dead run
@@ -55,14 +49,11 @@ from offload_trainer.offloading.pages.manifest import (
     read_description,
     read_newest,
     refuse_outside,
-    torn_record,
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.ranks import broadcast_json, from_rank_zero, nodes, on_rank_zero, place_here
+from offload_trainer.ranks import from_rank_zero, nodes, place_here
 from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
-from offload_trainer.run.checks import refuse, refuse_output
-from offload_trainer.run.directory import held
 from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
@@ -98,9 +89,7 @@ class PageFiles:
     train: TrainState  # progress of the dead run
     newest: Newest
     pages: int
-    torn: bool  # one slot of the record is damaged, so it may have held a newer step
     instead: str  # flag that starts the run without the page files
-    places: Sequence[ScratchDirectory] = ()  # locked directories; empty on ranks other than the first
 
     def resume(self, engine: Engine) -> None:
         """Load the page files into the engine. Collective. Raises UserError if a page is damaged."""
@@ -111,13 +100,10 @@ class PageFiles:
                 self.newest.engine, self.newest.copies(self.pages), bytes.fromhex(self.newest.sums)
             )
         except UserError as error:
-            torn = (
-                ". One slot of their record is damaged, and the other one belongs to an older step" if self.torn else ""
-            )
-            raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
+            raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
 
-# -- checkpoints and the lock ------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
@@ -158,28 +144,6 @@ def verify(setup: Setup, checkpoint: Path) -> None:
     setup.log.say(f"checking {checkpoint}")
     for line in check_resume(checkpoint, setup.record):
         setup.log.say(f"note: {line}")
-
-
-def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path | None, int]:
-    """Lock the run directory; return (checkpoint to resume from, descriptor of the lock, -1 except on rank 0).
-
-    The checkpoint is chosen again under the lock, because another run may have ended there meanwhile and have left
-    newer ones.
-    """
-    lock = -1
-
-    def choose() -> Path | None:
-        nonlocal lock
-        lock = stack.enter_context(held(setup.output, setup.log))
-        refuse(setup)
-        chosen = refuse_output(setup)
-        if chosen != resume:
-            setup.log.say(f"another run has ended in {setup.output} in the meantime: checking again")
-            if chosen:
-                verify(setup, chosen)
-        return chosen
-
-    return from_rank_zero(choose, Path | None), lock
 
 
 def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:
@@ -274,42 +238,45 @@ def _pages(setup: Setup) -> Sequence[Any]:
 # -- at the start of a run ---------------------------------------------------------------------------------------------
 
 
-def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """Return the page files that this run resumes from; None if there are none newer than the checkpoint.
+def take_over(
+    setup: Setup, stack: ExitStack, *, begins: TrainState | None
+) -> tuple[PageFiles | None, Sequence[ScratchDirectory]]:
+    """Return the page files that this run resumes from, None if there are none newer than the checkpoint.
 
-    `begins`: the checkpoint's state. The directories stay locked until `stack` closes. Collective; rank 0 does the
-    search. Raises UserError if the page files may be newer but this run cannot use them.
+    Return also their directories on rank 0, which searches for them; they stay locked until `stack` closes. `begins`:
+    the checkpoint's state. Collective. Raises UserError if the page files may be newer but this run cannot use them.
     """
-    if setup.config.save.resume != "auto":
-        return None
-    found: list[PageFiles] = []
+    places: list[ScratchDirectory] = []
 
-    def search() -> None:
+    def search() -> PageFiles | None:
         with ExitStack() as locks:
-            files = _found(setup, locks, begins=begins)
+            files = _found(setup, locks, places, begins=begins)
             if files is None:
-                return
+                return None
             stack.push(locks.pop_all())
-        found.append(files)
-        where = ", ".join(str(place.path) for place in files.places)
+        where = ", ".join(str(place.path) for place in places)
         than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
         setup.log.say(f"resuming from the page files in {where}, step {files.train.step}; they are newer than {than}")
+        return files
 
-    on_rank_zero(search)
-    fields = [(files.train, files.newest, files.pages, files.torn, files.instead) for files in found]
-    shared = broadcast_json(fields, list[tuple[TrainState, Newest, int, bool, str]])
-    return next(iter(found or [PageFiles(*one) for one in shared]), None)
+    if setup.config.save.resume != "auto":
+        return None, ()
+    return from_rank_zero(search, PageFiles | None), places
 
 
-def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """Return the page files registered for this run, locked; None if they are not newer than `begins`."""
+def _found(
+    setup: Setup, locks: ExitStack, places: list[ScratchDirectory], *, begins: TrainState | None
+) -> PageFiles | None:
+    """Return the page files registered for this run; None if they are not newer than `begins`.
+
+    Their locked directories are added to `places`.
+    """
     saved = complete_checkpoints(setup.output / "checkpoints")
     instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
     try:
         folders = _folders(setup, begins=begins)
         if not folders:
             return None
-        places = []
         for folder in folders:
             try:
                 places.append(taken_over(folder, say=setup.log.say))
@@ -331,7 +298,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
         _refuse_otherwise(setup, folders, manifest)
         for folder in folders:
             wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, len(manifest.pages), torn_record(manifest), instead, places)
+        return PageFiles(train, newest, len(manifest.pages), instead)
     except (OSError, ValueError, TrainerError) as error:
         raise _refused(reason(error), step=step, instead=instead) from error
 
@@ -373,12 +340,12 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     """
     if not os.path.lexists(setup.listed):
         raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
+    files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
     if why := _why_never(setup):
         raise ValueError(why)
     identity, layout = setup.record.identity, setup.record.layout
     units, pages, sizes = layouts_of(setup.work).units, _pages(setup), setup.plan.sizes
     assert isinstance(sizes, TierSizes)
-    files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")

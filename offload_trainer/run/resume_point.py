@@ -52,20 +52,22 @@ def resume_hint(words: Sequence[str]) -> str:
     return STARTS_OVER
 
 
-def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
+def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], bool]:
     """Return the resolved configuration of the run that this one would resume from or has ended; empty for a new run.
 
-    It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
+    Return also whether it would resume from page files. The configuration is empty, too, if it cannot be read; the
+    later check of the checkpoint or page files reports that error.
     """
+    kept = 0
     try:
         saved, kept = newest_state(save)
         left = folders_in(Path(save.output) / PAGES)[0] if kept else saved
         if left:
-            return configuration_of(left)
+            return configuration_of(left), bool(kept)
         ended = final_export(Path(save.output)) if save.resume == "auto" else None
-        return ended.run.config if ended else {}
+        return ended.run.config if ended else {}, False
     except (OSError, ValueError, UserError):
-        return {}
+        return {}, bool(kept)
 
 
 def newest_state(save: SaveSection) -> tuple[Path | None, int]:

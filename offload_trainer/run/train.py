@@ -32,17 +32,17 @@ from offload_trainer.errors import (
     PeerFailed,
     TrainerError,
     UserError,
-    gpu_full_told,
+    fills_gpu,
 )
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.ranks import (
     end_if_rank_vanishes,
+    everybody,
     from_rank_zero,
     join,
-    on_rank_zero,
-    on_some,
     place_here,
+    rank_zero_first,
     wait_for_all,
 )
 from offload_trainer.ranks import nodes as node_ranks
@@ -52,13 +52,14 @@ from offload_trainer.run.build import Build, Setup, build_engine, build_job, wit
 from offload_trainer.run.checks import (
     check_start,
     refuse,
+    refuse_another,
     refuse_node,
     refuse_other_data,
     refuse_other_programs,
     refuse_output,
     refuse_unseen,
 )
-from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
+from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -99,22 +100,24 @@ def train_run(
         write_now(f"{log.clear}offload-train: {line}")
 
     end_if_rank_vanishes(say=tell)
-    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    planned = _plan_together(config, nodes=nodes, log=log)
-    setup, checkpoint = _set_up(config, planned, log)
-    attempt = partial(_carry_out, nodes=nodes, instead=instead, build=build)
-    if instead is not None:
-        with gpu_full_told():
-            attempt(setup, checkpoint)
-        return
-    began = read_state(checkpoint).step if checkpoint else 0
-    full = _full(partial(attempt, setup, checkpoint))
-    while full:
-        try:
-            setup, checkpoint = _with_room(config, setup, full, began=began)
-            full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
-        except UserError as error:  # something has been written
-            raise TrainerError(f"{full}, and with less on it {error}") from error
+    with ExitStack() as stack:
+        lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
+        planned = _plan_together(config, nodes=nodes, log=log)
+        setup, checkpoint = _set_up(config, planned, log)
+        if from_rank_zero(lambda: lock < 0, bool):
+            lock = hold(stack, setup.output, log, create=True)
+            everybody().first(lambda: refuse_another(setup, checkpoint))
+        attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
+        began = read_state(checkpoint).step if checkpoint else 0
+        full = _full(partial(attempt, setup, checkpoint))
+        if full and instead is not None:
+            raise full
+        while full:
+            try:
+                setup, checkpoint = _with_room(config, setup, full, began=began)
+                full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
+            except UserError as error:  # something has been written
+                raise TrainerError(f"{full}, and with less on it {error}") from error
 
 
 def _use_gpu(number: int, *, count: int) -> None:
@@ -129,9 +132,11 @@ def _use_gpu(number: int, *, count: int) -> None:
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
     """Carry out a run; return the error if it ended because the GPU is full."""
     try:
-        with gpu_full_told():
-            attempt()
-    except GpuFull as full:
+        attempt()
+    except Exception as error:
+        if not fills_gpu(error):
+            raise
+        full = error if isinstance(error, GpuFull) else GpuFull(error)
         full.__cause__ = full.__context__ = None  # their frames hold tensors
         return full.with_traceback(None)
     return None
@@ -212,15 +217,14 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     it.
     """
     refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
-    rank, found = place_here()[0], list[Planned]()
-    on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
-    here = found[0] if found else plan_run(config, nodes=len(nodes))
+    here = rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
         log.say(planned.plan.describe(steps=config.train.known_steps))
-    on_rank_zero(lambda: refuse(planned))
+    everybody().first(lambda: refuse(planned))
     if len(nodes) > 1:
-        on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
+        mine = place_here()[0] in [its.start for its in nodes[1:]]
+        everybody().some(lambda: refuse_node(planned, here.machine), mine=mine)
     return planned
 
 
@@ -229,7 +233,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
 
     Collective. Writes to the token cache only.
     """
-    on_rank_zero(lambda: check_start(planned, say=lambda _: None))
+    everybody().first(lambda: check_start(planned, say=lambda _: None))
     checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
     if machine_rates.is_due(planned):
         planned = _planned_with_rates(config, planned, log=log)
@@ -240,7 +244,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     if checkpoint:
-        on_rank_zero(lambda: resume.verify(setup, checkpoint))
+        everybody().first(lambda: resume.verify(setup, checkpoint))
     return setup, checkpoint
 
 
@@ -254,10 +258,10 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
 def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
     """Measure the rates that the plan lacks, and plan again. Collective; all ranks return the plan of rank 0."""
     machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
-    on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
+    everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
     planned = shared_plan(found[0] if found else before)
     log.say(planned.plan.describe(steps=config.train.known_steps))
-    on_rank_zero(lambda: refuse(planned))
+    everybody().first(lambda: refuse(planned))
     return planned
 
 
@@ -279,22 +283,22 @@ def _carry_out(
     setup: Setup,
     checkpoint: Path | None,
     *,
+    lock: int,
     nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
     build: Build,
     unvalidated: int = 0,
 ) -> None:
-    """Lock the run directory, resume if there is something to resume from, and train to the end."""
+    """Resume if there is something to resume from, and train to the end, in the locked run directory."""
     log, epochs = setup.log, setup.config.train.epochs
     with ExitStack() as stack:
-        checkpoint, lock = resume.hold(stack, setup, resume=checkpoint)
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
         if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
             resume.clear(setup)
             return
-        files = resume.take_over(setup, stack, begins=begins) if instead is None else None
+        files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train
         setup = with_steps(setup, begins)
@@ -304,7 +308,7 @@ def _carry_out(
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)
-        resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
+        resumes: dict[str, Any] = {"instead": places, "resume": files.resume} if files else {}
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
             instead(job)
@@ -347,7 +351,10 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             else:
                 for _ in weights:  # this rank takes part in gathering them
                     pass
-        _report(setup, job)
+        if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
+            assert job.telemetry.report
+            job.telemetry.report.end()
+            _tell_ratios(setup, rows)
         if asked.stop:
             wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
@@ -373,19 +380,6 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
-
-
-def _report(setup: Setup, job: Job) -> None:
-    """Write the last report.html of this process, and print the timing ratios, if a step was finished.
-
-    Does nothing on ranks without telemetry.
-    """
-    if not job.telemetry or not job.telemetry.report:
-        return
-    rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
-    if rows:
-        job.telemetry.report.end()
-        _tell_ratios(setup, rows)
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
 from offload_trainer.errors import UserError
@@ -39,7 +40,6 @@ from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
-from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -47,16 +47,15 @@ from offload_trainer.plan.tiers import Item
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
+from offload_trainer.run.build import lease_drives
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import record_of
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable, validated
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
-from offload_trainer.storage.scratch_dir import DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
 
 _Home = Literal["auto", "gpu", "cpu", "nvme"]
@@ -224,18 +223,19 @@ def load(
             )
         planned = _planned(config, source, say=say)
         with ExitStack() as stack:
-            parts, work, saves = _opened(planned, stack, say=say)
+            parts, work, record = _opened(planned, stack, say=say)
             without = parameters_without_memory()
             model = source.build(dtype=parts.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = without_values(model, dtype=parts.dtype, place=parts.device.place)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
-            save_model_config(source, saves.record.model, dtype=parts.dtype, end_of_text=None)
+            save_model_config(source, record.model, dtype=parts.dtype, end_of_text=None)
             weights = ((key, value.to(parts.dtype), value) for key, value in source.weights())
             offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
-            return Session(model, offloaded, plan=planned.plan, saves=saves, opened=stack.pop_all())
+            plan, opened = planned.plan, stack.pop_all()
+            return Session(model, offloaded, plan=plan, record=record, from_config=True, opened=opened)
 
 
 def offload(
@@ -263,8 +263,8 @@ def offload(
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         planned = _planned(config, source, say=say, moves=here)
         with ExitStack() as stack:
-            parts, _, saves = _opened(planned, stack, say=say)
-            saves = replace(saves, from_config=_keep_configuration(module, saves.record.model))
+            parts, _, record = _opened(planned, stack, say=say)
+            from_config = _keep_configuration(module, record.model)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             if parts.node.rank:
                 held.clear()  # all ranks get the weights of rank 0
@@ -277,7 +277,8 @@ def offload(
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
-            return Session(module, offloaded, plan=planned.plan, saves=saves, opened=stack.pop_all())
+            plan, opened = planned.plan, stack.pop_all()
+            return Session(module, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -329,8 +330,7 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
         planned = _plan_on(machine_rates.rates_at_start(planned, say=say), config, source, moves=moves)
     plan = planned.plan
     say(plan.describe())
-    if not plan.fits and not planned.config.placement.force:
-        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
+    plan.refuse(force=planned.config.placement.force)
     if several:
         refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
     return planned
@@ -338,15 +338,20 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
 
 def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves: int) -> Planned:
     """Plan on this machine, next to what this process already uses. Raises UserError for fp16."""
-    process, world = ThisProcess.now(machine, moves=moves), place_here()[1]
+    world, (counted, beside) = place_here()[1], memory_in_use(machine, moves=moves)
+    free = replace(machine, ram_bytes=machine.ram_bytes + counted)
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
-    whole = config.model.model_copy(update={"loss_chunk": tokens})  # the caller's loss uses all logits, unchunked
+    whole = config.with_keys("model", loss_chunk=tokens)  # the caller's loss uses all logits, unchunked
     tried = list[Planned]()
-    for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
+    for wish in with_fewer_buffers(whole):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = resolve_and_plan(wish, source.shape, process.free(machine), world=world, saves=False)
-        tried.append(Planned(settled, process.count_in(plan), machine, source))
-        if tried[-1].plan.fits or not lacks_room(tried[-1].plan, machine):
+        settled, plan = resolve_and_plan(wish, source.shape, free, world=world, saves=False)
+        if beside:
+            item = Item("ram", "libraries and data", beside, "of the caller, in this process when it was planned")
+            ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
+            plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
+        tried.append(Planned(settled, plan, machine, source))
+        if plan.fits or not lacks_room(plan, machine):
             break
     planned = tried[-1] if tried[-1].plan.fits else tried[0]
     if planned.config.model.dtype == "fp16":
@@ -354,52 +359,30 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
     return planned
 
 
-@dataclass(frozen=True)
-class ThisProcess:
-    """Host memory of this process, or of all ranks together, in bytes, divided by how a plan treats it."""
+def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
+    """Return two parts of the host memory that the processes of all ranks use now, in bytes.
 
-    counted: int  # part of the plan's reserve for a process that is already in use
-    beside: int  # use beyond that reserve
-    moves: int  # parameters of the model, freed while they are placed
-
-    @classmethod
-    def now(cls, machine: MachineProfile, *, moves: int) -> ThisProcess:
-        """Measure the processes of all ranks. `moves`: bytes of the model, freed while its weights are placed."""
-        found = psutil.Process().memory_info()
-        usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
-        own = found.rss - found.shared - moves  # mapped files are reclaimable
-        mine = [max(0, min(own, usual)), max(0, found.rss - moves - usual), moves]
-        counted, beside, moves = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
-        return cls(counted, beside, moves)
-
-    def free(self, machine: MachineProfile) -> MachineProfile:
-        """Return the machine with the RAM as free that is in use now and that the plan counts again."""
-        return replace(machine, ram_bytes=machine.ram_bytes + self.counted + self.moves)
-
-    def count_in(self, plan: Plan) -> Plan:
-        """Add the memory beyond the usual reserve to the plan, both as needed and as available."""
-        if not self.beside:
-            return plan
-        item = Item("ram", "libraries and data", self.beside, "of the caller, in this process when it was planned")
-        ram = {key: size + self.beside for key, size in plan.tiers["ram"].items()}
-        return replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
+    The first is counted again by a plan: its reserve for a process, and `moves`, the bytes of the model in this
+    process. The second is beyond that reserve: the caller's libraries and data.
+    """
+    found = psutil.Process().memory_info()
+    usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
+    own = found.rss - found.shared - moves  # mapped files are reclaimable
+    mine = [max(0, min(own, usual)) + moves, max(0, found.rss - moves - usual)]
+    counted, beside = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
+    return counted, beside
 
 
-def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload, Saves]:
+def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload, RunRecord]:
     """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
 
-    Return them, the workload that was planned, and the writer of saves, with an empty directory for the model's
+    Return them, the workload that was planned, and the metadata of saves, with an empty directory for the model's
     configuration, which is copied into each save.
     """
     set_malloc_threshold("tiered")
     plan, shape = planned.plan, planned.source.shape
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
-    places = from_rank_zero(
-        lambda: [stack.enter_context(DriveLease(drive, say=say)).path for drive in drives], list[Path]
-    )
-    if place_here()[0]:
-        for place in places:  # the drives of rank 0 are those of all ranks
-            stack.callback(os.close, hold(place))
+    places = lease_drives(drives, stack, say=say)
     assert isinstance(plan.sizes, TierSizes)
     work = workload(planned.config, shape, world=plan.world)
     once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
@@ -409,7 +392,7 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
     identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
-    return parts, work, Saves(record_of(planned, identity=identity, model=folder), from_config=True)
+    return parts, work, record_of(planned, identity=identity, model=folder)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------

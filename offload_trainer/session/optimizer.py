@@ -12,12 +12,11 @@ torch's AdamW updates them. A save stores them in a separate directory, one file
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -49,33 +48,6 @@ _SAVES = (
 )
 
 
-class _OffloadedState(dict[str, torch.Tensor]):
-    """Empty state of an offloaded parameter, which raises UserError for any key."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise UserError(
-            f"state[{self._name}][{key!r}]: the state of offloaded weights is stored by the session; {_SAVES}"
-        )
-
-
-class _State(defaultdict[torch.Tensor, dict[str, Any]]):
-    """Optimizer state that holds no offloaded parameters and explains that when one is accessed."""
-
-    def __init__(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        super().__init__(dict, state)
-
-    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return (
-            _OffloadedState(parameter.weight)
-            if isinstance(parameter, OffloadedParameter)
-            else super().__missing__(parameter)
-        )
-
-
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer of a Session, created by `Session.adamw` or `Session.muon`.
 
@@ -86,7 +58,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
         self.rule, self._session, self._saved_apart = rule, session, False
         super().__init__(params, defaults)
-        self.state = _State(self.state)
 
     @property
     def _steps(self) -> int:
@@ -154,14 +125,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = dict(zip(numbers, parameters, strict=False))
-        given = sum(isinstance(saved.get(number), OffloadedParameter) for number in state_dict["state"])
+        held = [saved.get(number) for number, kinds in state_dict["state"].items() if kinds]
+        given = sum(isinstance(parameter, OffloadedParameter) for parameter in held)
         if (given or self._steps) and not self._saved_apart:
             has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
             raise UserError(
                 f"load_state_dict(): the given state {has}, the session's optimizer has {self._steps} steps: {_SAVES}"
             )
         super().load_state_dict(state_dict)
-        self.state = _State(self.state)
 
     def saved_apart(self) -> AbstractContextManager[object]:
         """Within this context, state_dict() and load_state_dict() omit the moments of offloaded parameters silently.

@@ -16,8 +16,8 @@ import copy
 import json
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,14 +25,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from offload_trainer.checkpoint import RunRecord, TrainState, write_checkpoint
+from offload_trainer.checkpoint import TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import DTYPES, write_model
 from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
@@ -49,6 +49,8 @@ from offload_trainer.storage.owned_dirs import clear, is_removable
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+
+    from offload_trainer.session.session import Session
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, fp32 values) -> values to export
 _STATE = "session.json"
@@ -73,136 +75,101 @@ class _SessionState:
     base: Crc32 | None  # checksum of the model's weights if all are frozen
 
 
-@dataclass(frozen=True)
-class Saves:
-    """Writer and reader of one session's saves, with the metadata that they contain."""
+# -- writing -----------------------------------------------------------------------------------------------------------
 
-    record: RunRecord
-    from_config: bool  # transformers builds the model from the configuration in `record.model`
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> None:
+    """Write a save to `final`, replacing an older save there once the new one is complete. All ranks call it.
 
-    def save(
-        self,
-        final: Path,
-        offloaded: OffloadedModel,
-        optimizer: OffloadedOptimizer,
-        stateful: Sequence[Stateful],
-        *,
-        buffers: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Write a save to `final`, replacing an older save there once the new one is complete. All ranks call it.
-
-        `buffers`: the model's persistent buffers by name, such as BatchNorm's running statistics.
-
-        Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
-        """
-        final, group = final.absolute(), everybody()
-        states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
-        state = json.dumps(asdict(_SessionState(_groups(optimizer), states, base=_base(offloaded))))
-        if len(state) > MOST_BYTES:
-            raise UserError(
-                f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
-                f"{MOST_BYTES}: keep large lists, such as a sampler's order, elsewhere"
-            )
-        residents, step = optimizer.residents, steps_done(offloaded, optimizer)
-        record = replace(self.record, layout={**self.record.layout, **layout_of({**residents, **buffers})})
-        snapshot = offloaded.snapshot()
-
-        def also(new: Path) -> dict[str, Any]:
-            write_text(new / _STATE, state)
-            if buffers:
-                save_file({name: one.cpu().contiguous().clone() for name, one in buffers.items()}, new / BUFFERS)
-                sync_file(new / BUFFERS)
-            return write_residents(new, residents, optimizer.state)
-
-        try:
-            group.first(lambda: _refuse_to_replace(final))
-            write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
-        except OSError as error:
-            raise TrainerError(
-                f"{final} could not be written: {reason(error, final.parent)}; what was there before is untouched"
-            ) from error
-        finally:
-            snapshot.close()
-
-    def export(
-        self,
-        destination: Path,
-        offloaded: OffloadedModel,
-        *,
-        dtype: str,
-        change: Change | None,
-        step: int,
-        buffers: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Export the weights in `dtype`.
-
-        `change`: function applied to each weight, such as merging an adapter. `step`: step count for the model card.
-        `buffers`: persistent buffers by name, which are written too.
-        """
-        if dtype not in DTYPES:
-            raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-        places = offloaded.places
-        source = Source(
-            shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
-            weights=(lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()))
-            if change
-            else offloaded.masters,
-            read=offloaded.master,
-            model=self.record.model,
-            description=f"a session after step {step}",
-            card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
+    Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
+    """
+    final, group, optimizer = final.absolute(), everybody(), session.optimizer
+    states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
+    state = json.dumps(asdict(_SessionState(_groups(optimizer), states, base=_base(session._offloaded))))
+    if len(state) > MOST_BYTES:
+        raise UserError(
+            f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
+            f"{MOST_BYTES}: keep large lists, such as a sampler's order, elsewhere"
         )
-        several: Any = {} if self.from_config else {"shard_bytes": sys.maxsize, "by_name": True}
-        held = {name: buffer.cpu() for name, buffer in buffers.items()}
-        write_model(source.with_buffers(held), destination, dtype=dtype, **several)
+    residents, buffers, step = optimizer.residents, session._kept_buffers, steps_done(session)
+    record = replace(session._record, layout={**session._record.layout, **layout_of({**residents, **buffers})})
+    snapshot = session._offloaded.snapshot()
 
-    # -- reading ------------------------------------------------------------------------------------------------------
+    def also(new: Path) -> dict[str, Any]:
+        write_text(new / _STATE, state)
+        if buffers:
+            save_file({name: one.cpu().contiguous().clone() for name, one in buffers.items()}, new / BUFFERS)
+            sync_file(new / BUFFERS)
+        return write_residents(new, residents, optimizer.state)
 
-    def resume(
-        self,
-        directory: Path,
-        offloaded: OffloadedModel,
-        optimizer: OffloadedOptimizer,
-        stateful: Sequence[Stateful],
-        *,
-        buffers: Mapping[str, torch.Tensor],
-    ) -> int | None:
-        """Load a save into the model, its `buffers`, the optimizer and the `stateful` objects; return its step count.
+    try:
+        group.first(lambda: _refuse_to_replace(final))
+        write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
+    except OSError as error:
+        raise TrainerError(
+            f"{final} could not be written: {reason(error)}; what was there before is untouched"
+        ) from error
+    finally:
+        snapshot.close()
 
-        All ranks call it. Returns None if there is no save. The save is checked before anything is changed. Raises
-        UserError if it is damaged or does not fit this session.
-        """
-        save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
-        if save is None:
-            return None
-        manifest = checked_manifest(save, moments=True, fix=_FIX)
-        residents = optimizer.residents
-        refuse_other_run(save, manifest.identity, self.record.identity)
-        refuse_other_run(save, manifest.layout, {**self.record.layout, **layout_of({**residents, **buffers})})
-        held = read_back(save / _STATE, _SessionState, fix=_FIX)
-        if len(held.stateful) != len(stateful):
-            raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
-        if [group.get("params") for group in held.groups] != optimizer.names():
-            sizes = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
-            raise UserError(
-                f"{save} was made with other groups of parameters (of {sizes} parameters): use the same groups"
-            )
-        if held.base != _base(offloaded):
-            raise UserError(
-                f"{save} was made with other weights, or in another dtype or base: load the same model for it"
-            )
-        values, kept = read_residents(save, residents), load_file(save / BUFFERS) if buffers else {}
-        offloaded.load(save)
-        set_residents(residents, optimizer.state, values)
-        for name, buffer in buffers.items():
-            buffer.copy_(kept[name])
-        for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
-            group |= {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key != "params"}
-        for one, state in zip(stateful, held.stateful, strict=True):
-            one.load_state_dict(state)
-        return steps_done(offloaded, optimizer)
+
+def write_export(session: Session, destination: Path, *, dtype: str, merge: bool) -> None:
+    """Export the weights in `dtype`, with adapters merged into them if `merge`."""
+    change = merging(session.model) if merge else None
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    offloaded, step = session._offloaded, steps_done(session)
+    source = Source(
+        shapes={name: offloaded.places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
+        weights=(lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()))
+        if change
+        else offloaded.masters,
+        read=offloaded.master,
+        model=session.configuration,
+        description=f"a session after step {step}",
+        card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
+    )
+    several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
+    buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
+    write_model(source.with_buffers(buffers), destination, dtype=dtype, **several)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -> int:
+    """Load a save into model, optimizer, buffers and the `stateful` objects; return its step count, 0 without a save.
+
+    All ranks call it. The save is checked before anything is changed. Raises UserError if it is damaged or does not fit
+    this session.
+    """
+    optimizer, offloaded = session.optimizer, session._offloaded
+    save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
+    if save is None:
+        return 0
+    manifest = checked_manifest(save, moments=True, fix=_FIX)
+    residents, buffers, record = optimizer.residents, session._kept_buffers, session._record
+    refuse_other_run(save, manifest.identity, record.identity)
+    refuse_other_run(save, manifest.layout, {**record.layout, **layout_of({**residents, **buffers})})
+    held = read_back(save / _STATE, _SessionState, fix=_FIX)
+    if len(held.stateful) != len(stateful):
+        raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
+    if [group.get("params") for group in held.groups] != optimizer.names():
+        sizes = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
+        raise UserError(f"{save} was made with other groups of parameters (of {sizes} parameters): use the same groups")
+    if held.base != _base(offloaded):
+        raise UserError(f"{save} was made with other weights, or in another dtype or base: load the same model for it")
+    values, kept = read_residents(save, residents), load_file(save / BUFFERS) if buffers else {}
+    offloaded.load(save)
+    set_residents(residents, optimizer.state, values)
+    for name, buffer in buffers.items():
+        buffer.copy_(kept[name])
+    for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
+        group |= {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key != "params"}
+    for one, state in zip(stateful, held.stateful, strict=True):
+        one.load_state_dict(state)
+    forget_writes(session._model_parameters)
+    return steps_done(session)
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
@@ -227,10 +194,10 @@ def _rounded(units: Sequence[Unit]) -> str:
     )
 
 
-def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
+def steps_done(session: Session) -> int:
     """Return the largest number of updates of any weight, offloaded or not."""
-    steps = [int(state["step"]) for state in optimizer.state.values() if state] if optimizer else []
-    return max([offloaded.steps_done, *steps])
+    states = session._optimizer.state.values() if session._optimizer else ()
+    return max([session._offloaded.steps_done, *(int(state["step"]) for state in states if state)])
 
 
 def _base(offloaded: OffloadedModel) -> int | None:

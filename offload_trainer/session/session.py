@@ -21,6 +21,7 @@ import psutil
 import torch
 from torch import nn
 
+from offload_trainer.checkpoint import RunRecord
 from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled
@@ -28,7 +29,6 @@ from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import (
     OffloadedParameter,
-    forget_writes,
     refuse_recording,
     refuse_written,
 )
@@ -47,7 +47,7 @@ from offload_trainer.session.optimizer import (
     update_residents,
     with_gradient,
 )
-from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
+from offload_trainer.session.saving import Stateful, merging, read_save, write_export, write_save
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 from offload_trainer.units import format_bytes
 
@@ -63,14 +63,24 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, offloaded: OffloadedModel, *, plan: Plan, saves: Saves, opened: ExitStack
+        self,
+        model: nn.Module,
+        offloaded: OffloadedModel,
+        *,
+        plan: Plan,
+        record: RunRecord,
+        from_config: bool,
+        opened: ExitStack,
     ) -> None:
-        """Install the hooks on the model. `opened` is closed with the session."""
+        """Install the hooks on the model. `opened` is closed with the session.
+
+        `record`: the metadata of its saves. `from_config`: transformers builds the model from the configuration there.
+        """
         self.model = model
         self.plan = plan
         self.device = next(iter(offloaded.parameters.values()))[0].device
         self.rank, self.world = offloaded.node.rank, offloaded.node.world
-        self._offloaded, self._saves, self._opened = offloaded, saves, opened
+        self._offloaded, self._record, self._from_config, self._opened = offloaded, record, from_config, opened
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
         self._optimizer: OffloadedOptimizer | None = None
         self._pass = ExitStack()
@@ -325,7 +335,7 @@ class Session:
     @property
     def configuration(self) -> Path:
         """Directory with a copy of the model's configuration from when the session was created."""
-        return self._saves.record.model
+        return self._record.model
 
     @property
     def rule(self) -> str:
@@ -411,7 +421,7 @@ class Session:
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)
-        self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful, buffers=self._kept_buffers)
+        write_save(self, Path(directory), stateful)
 
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
         """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
@@ -421,12 +431,7 @@ class Session:
         """
         self._refuse_closed()
         self._clear()
-        buffers = self._kept_buffers
-        steps = self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful, buffers=buffers)
-        if steps is None:
-            return 0
-        forget_writes(self._model_parameters)
-        return steps
+        return read_save(self, Path(directory), stateful)
 
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
         """Export the weights, streamed one at a time, to a directory that transformers can load.
@@ -441,10 +446,7 @@ class Session:
         if self.rank:
             return
         refuse_written(self._model_parameters)
-        change = merging(self.model) if merge else None
-        step = steps_done(self._offloaded, self._optimizer)
-        buffers = self._kept_buffers
-        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step, buffers=buffers)
+        write_export(self, Path(directory), dtype=dtype, merge=merge)
 
     @property
     def _kept_buffers(self) -> dict[str, torch.Tensor]:

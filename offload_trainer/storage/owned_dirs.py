@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload_trainer import errors
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
 from offload_trainer.storage.atomic_io import REPLACED, sync_directory
@@ -128,10 +127,6 @@ def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterat
     with ScratchDirectory(workplace_of(final), what=what, say=say) as place:
         try:
             yield name_in_workplace(final)
-        except OSError as error:
-            # compute the reason now: removing the scratch directory frees the space
-            error.strerror = errors.reason(error, final.parent)
-            raise
         finally:
             _restore(final, place.path)
 

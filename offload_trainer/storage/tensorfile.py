@@ -182,9 +182,7 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
-    return TrainerError(
-        f"{path}: {reason(error, path.parent)} after {written} bytes; free space on that disk and run again"
-    )
+    return TrainerError(f"{path}: {reason(error)} after {written} bytes; free space on that disk and run again")
 
 
 class TensorFileWriter:

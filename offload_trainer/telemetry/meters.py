@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +21,40 @@ PHASES = ("data", *OF_STEP)
 _IO = Path("/proc/self/io")
 
 
-class HostTimer:
-    """Marks times of the host. `synchronize` waits for the device before each of them, if there is one.
+class PhaseClock:
+    """Seconds of one step by phase; a phase entered several times (micro-batches) adds up.
 
-    Without it, since kernel launches return immediately, time would be charged to the phase that waits for a result.
+    The edges of a phase are times of the host, after `synchronize`, which waits for the device if there is one: kernel
+    launches return immediately, so time would be charged to the phase that waits for a result. With `stream` they are
+    events in the current CUDA stream, for which the host waits in `take` only.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize or (lambda: None)
+    def __init__(self, synchronize: Callable[[], None] = lambda: None, *, stream: bool = False) -> None:
+        self._synchronize, self._stream = synchronize, stream
+        self._passed: list[tuple[str, Any, Any]] = []  # phases with their edges
+        self._moved: list[tuple[str, float]] = []
+        self._open: str | None = None
 
-    def mark(self) -> float:
-        self._synchronize()
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class StreamTimer:
-    """Marks positions in the current CUDA stream, so that the host need not wait for the device at a mark.
-
-    `seconds` waits until the device has reached both marks.
-    """
-
-    def mark(self) -> Any:
+    def _edge(self) -> Any:
+        if not self._stream:
+            self._synchronize()
+            return time.perf_counter()
         import torch
 
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000.0
-
-
-class PhaseClock:
-    """Seconds of one step by phase; a phase entered several times (micro-batches) adds up."""
-
-    def __init__(self, timer: HostTimer | StreamTimer | None = None) -> None:
-        """Time with `timer`, by default the host's."""
-        self._timer = timer or HostTimer()
-        self._passed: list[tuple[str, Any, Any]] = []  # phases with the marks at their edges
-        self._moved: list[tuple[str, float]] = []
-        self._open: str | None = None
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Charge the body's time to phase `name`. Phases must not nest, since time would be counted twice."""
         assert self._open is None, f"phase {name} inside {self._open}"
-        start, self._open = self._timer.mark(), name
+        start, self._open = self._edge(), name
         try:
             yield
         finally:
             self._open = None
-            self._passed.append((name, start, self._timer.mark()))
+            self._passed.append((name, start, self._edge()))
 
     def move(self, seconds: float, *, from_: str, to: str) -> None:
         """Move some seconds from one phase to another."""
@@ -86,8 +65,14 @@ class PhaseClock:
 
         This waits until the device has done what the phases queued.
         """
+        if self._stream:
+            for _, _, end in self._passed:
+                end.synchronize()
+            passed = [(name, start.elapsed_time(end) / 1000.0) for name, start, end in self._passed]
+        else:
+            passed = [(name, end - start) for name, start, end in self._passed]
         taken = dict.fromkeys(PHASES, 0.0)
-        for name, seconds in [(name, self._timer.seconds(*edges)) for name, *edges in self._passed] + self._moved:
+        for name, seconds in passed + self._moved:
             taken[name] = taken.get(name, 0.0) + seconds
         self._passed.clear()
         self._moved.clear()
@@ -103,11 +88,8 @@ class IoCount:
 
     def __sub__(self, earlier: IoCount) -> IoCount:
         """Return the bytes moved since `earlier`."""
-
-        def since(now: int | None, then: int | None) -> int | None:
-            return None if now is None or then is None else now - then
-
-        return IoCount(since(self.read_bytes, earlier.read_bytes), since(self.written_bytes, earlier.written_bytes))
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return IoCount(*(None if None in pair else pair[0] - pair[1] for pair in pairs))
 
 
 def read_io() -> IoCount:

@@ -51,9 +51,17 @@ _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
 class JsonLines:
     """An append-only file of JSON lines, each an object with a `step`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, done: int) -> None:
+        """Open or create the file. Lines of steps after `done`, and torn ones, are removed from it, atomically."""
         self.path = path
-        self._fd = open_to_append(self.path)
+        os.close(open_to_append(path))
+        kept = []
+        with open_given(path) as file:
+            for line in file.read().splitlines():
+                with suppress(ValueError):  # a torn line, which lacks its closing brace
+                    kept += [line + b"\n"] * (parsed(line, _Stepped).step <= done)
+        write_bytes(path, b"".join(kept))
+        self._fd = open_to_append(path)
 
     def write(self, line: str) -> None:
         """Append one line in one system call: a kill leaves it whole; a full drive or a power cut may tear it.
@@ -64,21 +72,9 @@ class JsonLines:
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            raise TrainerError(f"{self.path} cannot be written: {reason(error, self.path.parent)}") from error
+            raise TrainerError(f"{self.path} cannot be written: {reason(error)}") from error
         if written != len(data):
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
-
-    def truncate_after(self, step: int) -> None:
-        """Keep the lines of steps up to `step` and remove later and torn ones, atomically."""
-        with open_given(self.path) as file:
-            lines = file.read().splitlines()
-        kept = []
-        for line in lines:
-            with suppress(ValueError):  # a torn line, which lacks its closing brace
-                kept += [line + b"\n"] * (parsed(line, _Stepped).step <= step)
-        write_bytes(self.path, b"".join(kept))
-        os.close(self._fd)  # the descriptor still refers to the replaced file
-        self._fd = open_to_append(self.path)
 
     def close(self) -> None:
         """Close the file; every line is already written."""
@@ -98,10 +94,8 @@ class Telemetry:
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
         self._trackers, self._screen = trackers, screen
         self.report: LiveReport | None = None  # set by the run, which knows the plan
-        self._metrics = JsonLines(directory / "metrics.jsonl")
-        self._evaluations = JsonLines(directory / "evaluations.jsonl")
-        self._metrics.truncate_after(done)
-        self._evaluations.truncate_after(done)
+        self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
+        self._evaluations = JsonLines(directory / "evaluations.jsonl", done=done)
 
     def step(self, record: StepRecord) -> None:
         """Send a finished step to every output. The file is written first, since the others are only for viewing."""
@@ -168,7 +162,7 @@ class LiveReport:
             write_text(self._path, self._page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
             if not self._failed:
-                why = reason(error, self._path.parent) if isinstance(error, OSError) else error
+                why = reason(error) if isinstance(error, OSError) else error
                 self._say(f"note: {self._path} cannot be written, and the run does not need it: {why}")
             self._failed = True
 
@@ -307,13 +301,8 @@ class Tracked:
         return self.directory.absolute().name
 
 
-@dataclass(frozen=True)
-class _Tracker:
-    """A tracker that has started. `identity` is its id of the run, used to resume it."""
-
-    identity: str
-    log: Callable[[Numbers, int], object]
-    close: Callable[[], object]
+# A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
+Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
 
 
 class Trackers:
@@ -330,18 +319,29 @@ class Trackers:
         if run.done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
-        self._trackers = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
-        identities = {name: tracker.identity for name, tracker in self._trackers.items()}
+        self._trackers: dict[str, Started] = {}
+        for name in dict.fromkeys(names):
+            _, begin, fix = _KINDS[name]
+            try:
+                self._trackers[name] = begin(run, known.get(name))
+            except Exception as error:  # errors of a library, a network or an account
+                raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {fix}") from error
+        identities = {name: identity for name, (identity, _, _) in self._trackers.items()}
         write_text(memory, json.dumps(known | identities, indent=1))
 
     def put(self, group: str, record: StepRecord | EvalRecord) -> None:
-        """Log a finished step (group "train") or validation."""
-        numbers = numbers_of(group, record)
-        self._each(lambda tracker: tracker.log(numbers, record.step))
+        """Log a finished step (group "train") or validation, as train/loss, phases/forward, validation/loss, ..."""
+        numbers: Numbers = {}
+        for name, value in asdict(record).items():
+            if isinstance(value, dict):
+                numbers |= {f"{name}/{key}": number for key, number in value.items()}
+            elif name != "step" and value is not None:
+                numbers[f"{group}/{name.removeprefix('validation_')}"] = value
+        self._each(lambda log, _: log(numbers, record.step))
 
     def close(self) -> None:
         """Wait, with a time limit, until all trackers have taken all records."""
-        thread = threading.Thread(target=lambda: self._each(lambda tracker: tracker.close()), daemon=True)
+        thread = threading.Thread(target=lambda: self._each(lambda _, close: close()), daemon=True)
         thread.start()
         thread.join(_LAST)
         if thread.is_alive():
@@ -349,32 +349,21 @@ class Trackers:
                 f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
             )
 
-    def _each(self, act: Callable[[_Tracker], object]) -> None:
-        """Call `act` for each tracker; drop one for which it raises."""
-        for name, tracker in list(self._trackers.items()):
+    def _each(self, act: Callable[..., object]) -> None:
+        """Call `act` with what logs and what ends each tracker; drop one for which it raises."""
+        for name, (_, log, close) in list(self._trackers.items()):
             try:
-                act(tracker)
+                act(log, close)
             except Exception as error:  # no tracker error may stop the run
                 del self._trackers[name]
                 self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
-
-
-def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:
-    """Return the record's numbers by name, such as train/loss, phases/forward, memory/ram or validation/loss."""
-    values: Numbers = {}
-    for name, value in asdict(record).items():
-        if isinstance(value, dict):
-            values |= {f"{name}/{key}": number for key, number in value.items()}
-        elif name != "step" and value is not None:
-            values[f"{group}/{name.removeprefix('validation_')}"] = value
-    return values
 
 
 def refuse_missing(names: Sequence[str]) -> None:
     """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
     for name in names:
         try:
-            module, attribute = _KINDS[name].imported
+            module, attribute = _KINDS[name][0]
             if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
                 raise ImportError(f"{module} is not installed; a directory of that name is found instead")
         except ImportError as error:
@@ -383,17 +372,10 @@ def refuse_missing(names: Sequence[str]) -> None:
             ) from error
 
 
-def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:
-    try:
-        return _KINDS[name].begin(run, identity)
-    except Exception as error:  # errors of a library, a network or an account
-        raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {_KINDS[name].fix}") from error
-
-
 # -- the trackers ----------------------------------------------------------------------------------------------------
 
 
-def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
+def _tensorboard(run: Tracked, _: str | None) -> Started:
     """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -403,10 +385,10 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
         for name, number in numbers.items():
             writer.add_scalar(name, number, step)
 
-    return _Tracker("tensorboard", log, writer.close)
+    return "tensorboard", log, writer.close
 
 
-def _wandb(run: Tracked, identity: str | None) -> _Tracker:
+def _wandb(run: Tracked, identity: str | None) -> Started:
     """Start wandb. A missing API key is an error, since wandb would prompt for one on the terminal and block."""
     import wandb
 
@@ -425,33 +407,30 @@ def _wandb(run: Tracked, identity: str | None) -> _Tracker:
     began.define_metric("step")
     # wandb's own counter accepts no step twice, and a resumed run repeats some
     began.define_metric("*", step_metric="step")
-    return _Tracker(identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish)
+    return identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish
 
 
-def _trackio(run: Tracked, identity: str | None) -> _Tracker:
+def _trackio(run: Tracked, identity: str | None) -> Started:
     """Start trackio. A new run gets a unique name, since trackio would mix it with an earlier run of the same name."""
     import trackio
 
     identity = identity or f"{run.name}-{secrets.token_hex(2)}"
     began = trackio.init(project=_PROJECT, name=identity, config=dict(run.config), resume="allow")
-    return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
+    return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-@dataclass(frozen=True)
-class _Kind:
-    imported: tuple[str, str]  # a module, and a name in it
-    begin: Callable[[Tracked, str | None], _Tracker]  # second argument: the tracker's id of this run, if it has one
-    fix: str  # advice for the user if it cannot start
-
-
-_KINDS = {
-    "tensorboard": _Kind(
-        ("torch.utils.tensorboard", "SummaryWriter"), _tensorboard, "Look at the run directory, or leave it out"
+# A module and a name in it, to import; what starts the tracker, with its id of this run if it has one; advice for the
+# user if it cannot start.
+_KINDS: dict[str, tuple[tuple[str, str], Callable[[Tracked, str | None], Started], str]] = {
+    "tensorboard": (
+        ("torch.utils.tensorboard", "SummaryWriter"),
+        _tensorboard,
+        "Look at the run directory, or leave it out",
     ),
-    "wandb": _Kind(
+    "wandb": (
         ("wandb", "init"),
         _wandb,
         "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
     ),
-    "trackio": _Kind(("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
+    "trackio": (("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

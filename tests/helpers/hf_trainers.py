@@ -12,14 +12,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.hf import Offloaded, load, session_of
@@ -127,29 +120,18 @@ def ours(model: PreTrainedModel, output: Path, **changes: Any) -> Trainer:
     return Ours(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
 
 
-class _Dies(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def train_and_die(folder: Path, output: Path, drive: Path, when: str) -> None:
     """Run `ours` until SIGKILL: `step:N` after step N, `saving:N` during the checkpoint of step N."""
     moment, _, step = when.partition(":")
     with loaded(folder, drive) as model:
         trainer = ours(model, output)
-        if moment == "step":
-            trainer.add_callback(_Dies(int(step)))
-        else:
-            save = trainer._save_rng_state
+        name = {"step": "log", "saving": "_save_rng_state"}[moment]
+        method = getattr(trainer, name)
 
-            def dies(directory: str) -> None:
-                if directory.endswith(f"checkpoint-{step}"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                save(directory)
+        def dies(*given: Any, **words: Any) -> None:
+            if trainer.state.global_step == int(step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            method(*given, **words)
 
-            trainer._save_rng_state = dies
+        setattr(trainer, name, dies)
         trainer.train()

@@ -10,13 +10,12 @@ import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection
-from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.sources import Source
 from offload_trainer.manifest import crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.run.directory import keep_model
 
 
 class Small:
@@ -58,7 +57,8 @@ def checkpoint_of(engine: Any, model: Path, output: Path, *, step: int = 0) -> P
 def exported(given: Path, place: Path, *, dtype: str) -> Path:
     """Export the weights of a model directory to `place`/`dtype` as its run would, without a step of training."""
     source = resolve_model(ModelSection(name=str(given)), seed=0)
-    keep_model(place / "run", source, dtype=torch.float32, tokenizer=load_tokenizer(str(given)), end_of_text=None)
+    save_model_config(source, place / "run", dtype=torch.float32, end_of_text=None)
+    save_tokenizer(load_tokenizer(str(given)), place / "run")
     weights = dict(source.weights())
     whole = Source(
         shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},

@@ -1,4 +1,4 @@
-"""Write checkpoints of other trainers in their layouts, from a random state.
+"""Write checkpoints of other trainers in their layouts, from a random state; import them and compare the result.
 
 model_and_state(folder)          a model with random weights, and a random state of it
 write_trainer(folder, state)     transformers' Trainer
@@ -8,17 +8,23 @@ write_fsdp(folder, state)        the same with FSDP2, through accelerate
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_bench import model_directory
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
+from offload_trainer.checkpoint import read_manifest
+from offload_trainer.run.commands.import_checkpoint import Imported, import_checkpoint
+from offload_trainer.settings import load_config
+
 STEP, STEPS = 2, 9
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 GROUP = {"lr": 1e-3, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 
@@ -66,3 +72,24 @@ def distributed(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _moments(state: State, name: str) -> dict[str, torch.Tensor]:
     return {"step": torch.tensor(float(STEP))} | {kind: state[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def imported(source: Path, run: Path, *words: str, notes: list[str] | None = None) -> Imported:
+    """Import `source` as the command with `words` does; check the manifest of what it wrote."""
+    config = load_config(list(words))
+    done = import_checkpoint(source, run, config, say=(notes if notes is not None else []).append)
+    read_manifest(done.checkpoint)
+    return done
+
+
+def state_of(checkpoint: Path) -> State:
+    return {kind: load_file(checkpoint / f"{kind}.safetensors") for kind in KINDS}
+
+
+def assert_same_state(found: State, expected: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Assert that both have the same names and bit-identical tensors, none of them all zeros."""
+    for kind in KINDS:
+        assert found[kind].keys() == expected[kind].keys(), kind
+        for name, tensor in expected[kind].items():
+            assert torch.equal(found[kind][name], tensor), (kind, name)
+        assert any(tensor.any() for tensor in expected[kind].values())

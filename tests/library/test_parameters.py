@@ -533,19 +533,6 @@ def test_torch_compile(when: str, tmp_path: Path) -> None:
     assert found == trained(reference, None, square)
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.0)), r"1 \(Embedding\) has max_norm=1\.0"),
-        (nn.EmbeddingBag(8, 4, max_norm=1.0), r"the module \(EmbeddingBag\) has max_norm=1\.0"),
-        (torch.compile(nn.Linear(4, 4)), "is compiled"),
-    ],
-)
-def test_modules_that_write_or_are_compiled_are_refused(module: nn.Module, message: str) -> None:
-    with pytest.raises(ot.UserError, match=message):
-        ot.offload(module, say=lambda line: None)
-
-
 def by_transform(model: nn.Module) -> Any:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loss = lambda values, x: torch.func.functional_call(model, values, (x,)).sum()  # noqa: E731

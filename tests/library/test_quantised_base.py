@@ -11,16 +11,14 @@ import pytest
 import torch
 from bitsandbytes import functional
 from engine_bench import assert_same
-from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
+from hf_trainers import model_folder, rows
 from peft import PeftModel
-from safetensors.torch import load_file
 from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
 from small_architectures import ARCHITECTURES, reference
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
 from offload_trainer.errors import UserError
-from offload_trainer.hf import save_merged
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.machine import read_machine
@@ -276,7 +274,7 @@ def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_pat
             assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
 
 
-# -- saves, the Trainer ----------------------------------------------------------------------------------------------
+# -- saves ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -290,36 +288,6 @@ def test_a_save_holds_no_base_and_another_base_is_refused(folder: Path, drive: P
             with pytest.raises(ot.UserError, match="another dtype or base"):
                 losses(session, model, saves=tmp_path / "save")
     assert not any("q_proj.weight" in path.read_text("latin-1") for path in (tmp_path / "save").rglob("*.safetensors"))
-
-
-@pytest.mark.slow
-def test_a_trainer_has_the_stock_logs(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A Trainer over a quantised base logs, saves, resumes and merges as a stock one over the rounded base."""
-    words: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
-    data = {"train_dataset": rows(48), "eval_dataset": rows(6)}
-    stock = Trainer(adapted(plain(folder, "nf4")), arguments(tmp_path / "stock", **words), **data)
-    stock.train()
-    with loaded(folder, drive, freeze=["."], base="nf4") as model:
-        trainer = Ours(adapted(model), arguments(tmp_path / "ours", **words), **data)
-        trainer.train()
-        assert told(trainer) == told(stock)
-        save_merged(trainer.model, tmp_path / "merged")
-        model.save_pretrained(tmp_path / "base")
-    for step in (2, 4):
-        checkpoints = [tmp_path / name / f"checkpoint-{step}" for name in ("ours", "stock")]
-        assert_same(*(load_file(path / "adapter_model.safetensors") for path in checkpoints))
-        assert len(list(checkpoints[0].glob("*.safetensors"))) == 1
-    with loaded(folder, drive, home="resident", freeze=["."], base="nf4") as model:
-        again = Ours(adapted(model), arguments(tmp_path / "ours", **words), **data)
-        again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
-        assert told(again)[:-1] == told(stock)[:-1]
-    merged, base = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base")
-    )
-    assert_same(merged.state_dict(), stock.model.merge_and_unload().state_dict())
-    assert_same(base.state_dict(), plain(folder, "nf4").state_dict())
-    for name in ("merged", "base"):
-        assert "were rounded to nf4" in (tmp_path / name / "README.md").read_text()
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

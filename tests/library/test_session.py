@@ -38,7 +38,7 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
 from offload_trainer.retention import WORK
 from offload_trainer.session import api
-from offload_trainer.session.api import ThisProcess, session_config
+from offload_trainer.session.api import session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -545,7 +545,7 @@ def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp
 @pytest.mark.slow
 def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     here = api.machine_here(PlacementSection())
-    monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
+    monkeypatch.setattr(api, "memory_in_use", lambda machine, *, moves: (0, 0))
 
     def planned(ram: int, **keys: Any) -> Plan:
         monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))

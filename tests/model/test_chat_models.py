@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer, save_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.model.loader import resolve_model
-from offload_trainer.run.directory import keep_model, stop_at
+from offload_trainer.model.loader import resolve_model, save_model_config
+from offload_trainer.run.directory import stop_at
 
 END, TURN = 0, 2048
 KEPT = (
@@ -67,9 +67,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
     """Return the directory `model` of a run of `given`, from which exports are made."""
     source = resolve_model(ModelSection(name=str(given), random_init=scratch), seed=0)
-    tokenizer = load_tokenizer(str(given))
     output.mkdir(exist_ok=True)
-    keep_model(output / "model", source, dtype=torch.bfloat16, tokenizer=tokenizer, end_of_text=TURN)
+    save_model_config(source, output / "model", dtype=torch.bfloat16, end_of_text=TURN)
+    save_tokenizer(load_tokenizer(str(given)), output / "model")
     return output / "model"
 
 

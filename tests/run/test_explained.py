@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from offload_trainer.config import PlacementSection
-from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.machine import probe
-from offload_trainer.run.directory import Log, _ends_told
+from offload_trainer.run.directory import Log, held, run_directory
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import replacing, workplace_of
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
 
@@ -49,35 +48,10 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
 
 def logged(error: BaseException, folder: Path) -> str:
     """Return the content of log.txt after a run that ended with this error, without times."""
-    with open(folder / "log.txt", "wb", buffering=0) as file:
-        log = Log(loud=True, file=file)
-        with pytest.raises(type(error)), _ends_told(log):
-            raise error
+    log = Log(loud=True)
+    with pytest.raises(type(error)), held(folder, log) as lock, run_directory(folder, log, lock=lock):
+        raise error
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
-
-
-def test_missing_inodes_are_not_missing_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=0))
-    assert reason(NO_SPACE) == "No inodes left: the filesystem holds 64 files and takes no more, whatever their size"
-    bare = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert "inodes" in reason(bare, "/disk")
-    assert reason(bare) == "No space left on device"
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=1))
-    assert reason(NO_SPACE) == "No space left on device"
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=0, f_favail=0))  # btrfs reports no inodes
-    assert reason(NO_SPACE) == "No space left on device"
-
-
-def test_a_full_filesystem_is_examined_before_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filesystem is examined before a failed save is removed, which would free the inode that it lacked."""
-    final = tmp_path / "step-00000002"
-
-    def room(_: object) -> SimpleNamespace:
-        return SimpleNamespace(f_files=64, f_favail=0 if workplace_of(final).exists() else 20)
-
-    monkeypatch.setattr(os, "statvfs", room)
-    with pytest.raises(OSError, match="No inodes left"), replacing(final, what="a checkpoint"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
 
 
 def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from engine_bench import cached_counts, model_directory
 from late_transfers import QueuedKernel
 
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.errors import GpuFull, TrainerError, fills_gpu, gpu_full_told
+from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.run.build import build_engine
-from offload_trainer.run.train import train_run
+from offload_trainer.run.train import _full, train_run
 from offload_trainer.settings import load_config
 
 GPU_BYTES = 1_030_000_000  # plans take 1,000 MB for CUDA and as a reserve
@@ -154,9 +155,14 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 512.00 MiB "
         "is free. Including non-PyTorch memory, this process has 15.26 GiB memory in use."
     )
-    with pytest.raises(GpuFull, match=r"2.50 GiB were asked for, 512.00 MiB were free") as told, gpu_full_told():
-        raise torch.OutOfMemoryError(text)
-    assert told.value.missing == 2 << 30
+
+    def fails_with(error: Exception) -> None:
+        raise error
+
+    told = _full(partial(fails_with, torch.OutOfMemoryError(text)))
+    assert told
+    assert told.missing == 2 << 30
+    assert "2.50 GiB were asked for, 512.00 MiB were free" in str(told)
     alone = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     outer = TrainerError("the update failed")
     outer.__cause__ = alone
@@ -165,5 +171,5 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
     assert not GpuFull(alone).missing
     for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):
         assert not fills_gpu(other)
-        with pytest.raises(type(other)), gpu_full_told():
-            raise other
+        with pytest.raises(type(other)):
+            _full(partial(fails_with, other))

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from engine_bench import batches, model_directory
+from engine_bench import batches, engine, model_directory, train
 from fsdp2_ranks import AFTER, BEFORE, LR, STEPS, fsdp2_checkpoint
-from imported_state import assert_same_state, continued, imported, state_of
 from safetensors.torch import load_file
-from synthetic_foreign import distributed, model_and_state
+from synthetic_foreign import assert_same_state, distributed, imported, model_and_state, state_of
 from test_safe import Bomb
 from uneven_targets import random_weights
 
@@ -47,7 +46,9 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     assert (f"--steps {STEPS}" in done.words) == (kind == "trainer")
     data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
     words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
-    found = continued(done.checkpoint, model, data, *words, *freezing, accumulate=ranks, lr=LR)
+    with engine(model, "--dtype", "fp32", *words, *freezing) as made:
+        made.load(done.checkpoint)
+        found = train(made, data, accumulate=ranks, lr=LR)
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
 
 

@@ -12,16 +12,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, figures, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
 from forked_ranks import held_port
 
 from offload_trainer import ranks
-from offload_trainer.errors import LOST, PeerFailed, TrainerError, UserError
+from offload_trainer.errors import LOST, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_unseen
 
@@ -33,75 +32,49 @@ WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", 
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 
 
-class Nodes:
-    """Two nodes of `each` ranks; each node has its own drive unless `drives` says 0, and each rank runs `script`."""
+def run_nodes(
+    *words: object,
+    each: int,
+    folder: Path,
+    script: Sequence[object] = (COMMAND,),
+    restarted: tuple[dist.TCPStore, int] | None = None,
+) -> tuple[list[int], str]:
+    """Run two nodes of `each` ranks, which run `script`, with a drive each; return all exit codes and the output.
 
-    def __init__(
-        self,
-        *words: object,
-        each: int,
-        folder: Path,
-        drives: Sequence[int] = (1, 1),
-        script: Sequence[object] = (COMMAND,),
-        restarted: tuple[dist.TCPStore, int] | None = None,
-    ) -> None:
-        """`restarted`: the store of torchrun, and how often it has restarted the ranks."""
-        folder.mkdir()
-        self._bound, port = held_port()
-        launcher: dict[str, object] = {}
-        if restarted:
-            store, count = restarted
-            port = str(store.port)
-            launcher = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": count}
-        self.told, self.ranks = [], []
-        for rank in range(NODES * each):
-            drive = folder / f"drive-{rank // each}"
-            drive.mkdir(exist_ok=True)
-            place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-            place |= {"GROUP_RANK": rank // each, **launcher}
-            named = ["--nvme", drive] if drives[rank // each] else []
-            env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            self.told.append(folder / f"told-{rank}")
-            self.ranks.append(
-                start(*script, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
-            )
-
-    def wait(self) -> list[int]:
-        with self._bound:
-            return [rank.wait(300) for rank in self.ranks]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-3000:] for path in self.told)
-
-
-def assert_same(one: Run, other: Run) -> None:
-    """Check that figures of each step and the last checkpoint's tensors are equal."""
-    assert figures(one) == figures(other)
-    left, right = (run.output / "checkpoints/step-00000006" for run in (one, other))
-    for file in sorted(right.glob("*.safetensors")):
-        assert (left / file.name).read_bytes() == file.read_bytes(), file.name
+    `restarted`: the store of torchrun, and how often it has restarted the ranks.
+    """
+    folder.mkdir()
+    bound, port = held_port()
+    launcher: dict[str, object] = {}
+    if restarted:
+        store, count = restarted
+        port = str(store.port)
+        launcher = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": count}
+    told, running = [], []
+    for rank in range(NODES * each):
+        drive = folder / f"drive-{rank // each}"
+        drive.mkdir(exist_ok=True)
+        place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
+        env = {name: str(value) for name, value in (place | launcher).items()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told.append(folder / f"told-{rank}")
+        running.append(start(*script, *words, "--nvme", drive, stdout=told[-1], stderr=told[-1], **env))
+    with bound:
+        codes = [rank.wait(300) for rank in running]
+    return codes, "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 
 def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, *, port: str = "", **more: str) -> None:
-    """Set what torchrun tells a rank of one of two nodes."""
-    place = {"RANK": rank, "LOCAL_RANK": rank % (world // 2), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // 2}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (place | more).items():
-        monkeypatch.setenv(name, str(value))
-
-
 def assert_resumed(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
-    nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
-    assert nodes.wait() == [0, 0], nodes.text
-    assert "no page files to resume from: this run has 2 nodes" in nodes.text
-    assert "resumed from" in nodes.text
-    assert_same(Run(0, nodes.text, output), alone)
+    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
+    assert codes == [0, 0], text
+    assert "no page files to resume from: this run has 2 nodes" in text
+    assert "resumed from" in text
+    assert_same_run(Run(0, text, output), alone)
     assert not list(folder.glob("drive-*/offload-trainer/run-*"))
 
 
@@ -120,10 +93,10 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     output = tmp_path / "killed"
     killing = f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+kill@step=4"
     script = [FAULTY, f"2:{killing};3:{killing}"]
-    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=script)
-    assert nodes.wait() == [LOST] * 2 + [-KILL] * 2, nodes.text
+    codes, text = run_nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=script)
+    assert codes == [LOST] * 2 + [-KILL] * 2, text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
-    assert_same(by_one, alone)
+    assert_same_run(by_one, alone)
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
     assert_resumed(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
 
@@ -133,35 +106,24 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
     dying = [FAULTY, f"1:pause~{tmp_path}/out/checkpoints/step-00000002/MANIFEST.json+kill@step=4"]
-    nodes = Nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
-    assert nodes.wait() == [LOST, -KILL], nodes.text
-    nodes = Nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
-    assert nodes.wait() == [0, 0], nodes.text
-    assert "resumed from" in nodes.text
+    codes, text = run_nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
+    assert codes == [LOST, -KILL], text
+    codes, text = run_nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
+    assert codes == [0, 0], text
+    assert "resumed from" in text
     assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, port = held_port()
     with bound:
-        as_rank(monkeypatch, 0, 2, port=port)
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (place | {"MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, str(value))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
-
-
-def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's failure to start reaches other nodes through the launcher's store."""
-    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
-    attempt = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    as_rank(monkeypatch, 1, 4, port=str(_server.port), **attempt)
-    ranks.announce_failed_join("--lrr: unknown flag")
-    with pytest.raises(PeerFailed):
-        ranks.join()
-    monkeypatch.setenv("GROUP_RANK", "0")
-    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: unknown flag$"):
-        ranks.join()
 
 
 WATCHES = """

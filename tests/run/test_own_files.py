@@ -6,7 +6,7 @@ import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +20,8 @@ from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
-from offload_trainer.run import directory, resume
-from offload_trainer.run.build import Setup
+from offload_trainer.run import checks, directory
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
-from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
@@ -127,7 +125,7 @@ def hang() -> Iterator[None]:
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a log of steps": ("metrics.jsonl", read_metrics),
-    "a log of steps to go on": ("metrics.jsonl", JsonLines),
+    "a log of steps to go on": ("metrics.jsonl", partial(JsonLines, done=0)),
     "weights": ("model.safetensors", TensorFileReader),
     "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
     "a template": ("a.jinja", read_template),
@@ -162,7 +160,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
         with held(run, log) as lock, run_directory(run, log, lock=lock):
             log.write("a line")
     with pytest.raises(UserError, match="a link"):
-        JsonLines(run / "log.txt")
+        JsonLines(run / "log.txt", done=0)
     assert target.read_text() == "mine\n"
 
 
@@ -210,33 +208,13 @@ def test_a_start_does_not_wait_long_for_a_living_run(tmp_path: Path, monkeypatch
     assert max(waits) < 0.1
 
 
-def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None:
-    """--resume never is checked again after waiting for another run, so that their checkpoints do not mix."""
-    config = load_config(["--resume", "never", "--output", str(tmp_path)])
-    unused: Any = None
-    plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # a plan that fits
-    setup = Setup(config, plan, unused, unused, data=unused, log=Log(loud=False))
-
-    def hold() -> Path | None:
-        with ExitStack() as stack:
-            return resume.hold(stack, setup, resume=None)[0]
-
-    assert hold() is None
-    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000002/MANIFEST.json").touch()
-    with pytest.raises(UserError, match=r"--resume never, but .* holds checkpoints"):
-        hold()
-
-
-def test_the_checkpoint_is_chosen_again_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that ends there while the older checkpoint is checked leaves a newer one, which is checked too."""
+def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that was new is locked late; checkpoints that another run has left there by then are refused."""
     older, newer = tmp_path / "step-00000002", tmp_path / "step-00000004"
-    checked: list[Path | None] = []
-    monkeypatch.setattr(resume, "refuse", lambda planned: None)
-    monkeypatch.setattr(resume, "refuse_output", lambda planned: newer)
-    monkeypatch.setattr(resume, "verify", lambda setup, checkpoint: checked.append(checkpoint))
-    setup: Any = SimpleNamespace(output=tmp_path, log=Log(loud=False))
-    for chosen in (older, newer):
-        with ExitStack() as stack:
-            assert resume.hold(stack, setup, resume=chosen)[0] == newer
-    assert checked == [newer]
+    monkeypatch.setattr(checks, "refuse_output", lambda planned: newer)
+    planned: Any = SimpleNamespace(output=tmp_path)
+    checks.refuse_another(planned, newer)
+    with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
+        checks.refuse_another(planned, older)

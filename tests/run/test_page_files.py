@@ -23,8 +23,8 @@ from offload_trainer.export.sources import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import resume
-from offload_trainer.run.planning import _with_resumed_copies, _with_resumed_speeds
-from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
+from offload_trainer.run.planning import as_page_files
+from offload_trainer.run.resume_point import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
 from offload_trainer.telemetry.report import RELOAD
@@ -283,7 +283,7 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     state, record = whole["state"], whole["record"]
-    older = f"of step {step - 1}, newer .*of another step .*One slot of their record is damaged, and the other"
+    older = f"of step {step - 1}, newer .*of another step"
     for name, content, why, resumes in (
         ("state", state[::-1], "state: page 0, .* of another step or run", True),
         ("state", state[:-4096], "state is not there, or is shorter", False),
@@ -351,11 +351,11 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     killed("record=3", *words, "tiered.state_copies=2", output=tmp_path / "run")
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
         wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
-        assert _with_resumed_copies(wish, nodes=1).tiered.state_copies == places
-        assert _with_resumed_copies(wish, nodes=2).tiered.state_copies == "auto"
-    before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
+        assert as_page_files(wish, timed())[0].tiered.state_copies == places
+    before, from_pages = earlier_run(load_config(["--output", str(tmp_path / "run")]).save)
+    assert from_pages
     assert (before["model"]["mlp_chunk"], before["train"]["micro_batch_size"]) == ("off", 2)
-    assert config_to_resume(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
+    assert earlier_run(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == ({}, False)
     wish = load_config(["--output", str(tmp_path / "run")])
     first = timed().drives[0]
     then, now = (
@@ -364,8 +364,7 @@ def test_settings_of_the_page_files(place: Path, tmp_path: Path) -> None:
     )
     known = (tmp_path / "run/machine.json").read_bytes()
     (tmp_path / "run/machine.json").write_text(json.dumps(then.to_json()))
-    assert _with_resumed_speeds(now, wish, nodes=1).drives == then.drives
-    assert _with_resumed_speeds(now, wish, nodes=2).drives == now.drives
+    assert as_page_files(wish, now)[1].drives == then.drives
     (tmp_path / "run/machine.json").write_bytes(known)
     run = call(*words, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 3

@@ -18,7 +18,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.run import directory
 from offload_trainer.safe_files import parsed
 from offload_trainer.telemetry import meters, sinks
-from offload_trainer.telemetry.meters import HostTimer, IoCount, PhaseClock, StreamTimer, read_io
+from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
 from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
@@ -71,7 +71,7 @@ def test_phases_wait_for_the_device_at_both_edges_and_add_up_over_micro_batches(
     def synchronize() -> None:
         now[0] += waits.pop()
 
-    clock = PhaseClock(HostTimer(synchronize))
+    clock = PhaseClock(synchronize)
     for _ in range(2):
         with clock.phase("backward"):
             now[0] += 1.0  # launching kernels
@@ -106,7 +106,7 @@ def test_phases_of_a_stream_are_timed_by_events_that_nothing_waits_for_before_th
             return 1000 * (end.at - self.at)
 
     monkeypatch.setattr("torch.cuda.Event", Event)
-    clock = PhaseClock(StreamTimer())
+    clock = PhaseClock(stream=True)
     for phase in ("forward", "backward"):
         with clock.phase(phase):
             done.append(phase)
@@ -194,7 +194,7 @@ def test_arithmetic_by_hand():
 
 
 def test_a_full_drive_is_reported(tmp_path, monkeypatch):
-    lines = JsonLines(tmp_path / "m.jsonl")
+    lines = JsonLines(tmp_path / "m.jsonl", done=0)
     with monkeypatch.context() as patch:
         patch.setattr(sinks.os, "write", lambda fd, data: 3)
         with pytest.raises(TrainerError, match="3 of 12 bytes"):
@@ -219,8 +219,7 @@ def test_a_full_drive_is_reported(tmp_path, monkeypatch):
 def test_tails(tmp_path, tail, kept):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n' + tail)
-    lines = JsonLines(path)
-    lines.truncate_after(5)
+    lines = JsonLines(path, done=5)
     lines.write('{"step": 6}')
     lines.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]

@@ -18,7 +18,7 @@ from test_telemetry import a_step
 from offload_trainer.errors import UserError
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord
-from offload_trainer.telemetry.sinks import Tracked, Trackers, _Kind, _Tracker
+from offload_trainer.telemetry.sinks import Started, Tracked, Trackers
 
 EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
 
@@ -120,11 +120,11 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
     """Register a tracker `name` that passes everything to `log`; return the list of trackers that ended."""
     ended: list[str] = []
 
-    def begin(run: Tracked, identity: str | None) -> _Tracker:
+    def begin(run: Tracked, identity: str | None) -> Started:
         (begun if begun is not None else []).append((run, identity))
-        return _Tracker(identity or "a new one", log, close or (lambda: ended.append(name)))
+        return identity or "a new one", log, close or (lambda: ended.append(name))
 
-    monkeypatch.setitem(sinks._KINDS, name, _Kind(("json", "loads"), begin, "Mend it"))
+    monkeypatch.setitem(sinks._KINDS, name, (("json", "loads"), begin, "Mend it"))
     return ended
 
 
@@ -162,10 +162,10 @@ def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: p
 
 
 def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(run: Tracked, identity: str | None) -> _Tracker:
+    def begin(run: Tracked, identity: str | None) -> Started:
         raise OSError("no route to host")
 
-    monkeypatch.setitem(sinks._KINDS, "far", _Kind(("json", "loads"), begin, "Go nearer"))
+    monkeypatch.setitem(sinks._KINDS, "far", (("json", "loads"), begin, "Go nearer"))
     with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
         Trackers(["far"], tracked(tmp_path), say=print)
 

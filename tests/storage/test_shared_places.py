@@ -30,7 +30,7 @@ from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run import directory
-from offload_trainer.run.directory import Log, held, refuse_second
+from offload_trainer.run.directory import Log, held, hold
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.owned_dirs import ScratchDirectory, cache_directory, clear
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
@@ -132,18 +132,19 @@ def test_run_directories(
 ) -> None:
     monkeypatch.setattr(directory.time, "sleep", lambda _: None)
     output = tmp_path / "new" / "run"
-    refuse_second(output)
+    with ExitStack() as stack:
+        assert hold(stack, output, Log(loud=True), create=False) == -1
+        assert not output.exists()
     with held(output, Log(loud=True)), ExitStack() as stack:
         if filesystem != "none":
             with pytest.raises(UserError, match="another run is using this directory"):
-                refuse_second(output)
-            with pytest.raises(UserError, match="another run is using this directory"):
-                stack.enter_context(held(output, Log(loud=True)))
+                hold(stack, output, Log(loud=True), create=False)
             assert capsys.readouterr().err == ""
         else:
-            refuse_second(output)
+            hold(stack, output, Log(loud=True), create=False)
             assert "A second run in this directory would not be noticed" in capsys.readouterr().err
-    refuse_second(output)
+    with ExitStack() as stack:
+        assert hold(stack, output, Log(loud=True), create=False) >= 0
 
 
 def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +248,8 @@ def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
     """A lock that is a pipe, which would block, or a link is refused."""
     (tmp_path / "out").mkdir()
     THINGS[thing](tmp_path / "out/.lock")
-    for ask in (lambda: refuse_second(tmp_path / "out"), lambda: held(tmp_path / "out", Log(loud=False)).__enter__()):
-        with pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
-            ask()
+    with ExitStack() as stack, pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
+        hold(stack, tmp_path / "out", Log(loud=False), create=False)
 
 
 def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:

@@ -250,12 +250,6 @@ def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
         raise UserError(f"{path} cannot be read: {error}. {fix}") from error
 
 
-def torn_record(manifest: StoreManifest) -> bool:
-    """Return whether one of the record's two slots is damaged, so that the other may be of the previous step."""
-    path, most = manifest.record
-    return torn_slot(path, most=most)
-
-
 def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
     """Raise ValueError unless every directory that store.json names contains the same store.json, and one is this."""
     ours = file_bytes(directory / DESCRIPTION)
@@ -421,12 +415,6 @@ def read_record(path: Path, *, most: int) -> bytes:
     if found is None:
         raise ValueError(f"neither of its two slots is whole{'' if any(data) else ': it holds zeros alone'}")
     return found[1]
-
-
-def torn_slot(path: Path, *, most: int) -> bool:
-    """Return whether a slot holds data but no valid record, that is, whether a kill or the drive damaged it."""
-    slot, data = _slot(most), _read(path, _slot(most))
-    return any(_content(data, start, slot) is None and any(data[start : start + slot]) for start in (0, slot))
 
 
 def _slot(most: int) -> int:

@@ -5,18 +5,18 @@ If the DeepSpeed engine is selected, its kernels are built, and a failure shows 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from offload_trainer.config import ModelSection, PlacementSection
+from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed import DeepSpeed
+from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes
 from offload_trainer.plan.planner import with_dtype_of_card
 from offload_trainer.plan.tiered.engine import Tiered
@@ -37,17 +37,12 @@ class Check:
     fix: str = ""
 
 
-def examine(
-    place: PlacementSection,
-    model: ModelSection,
-    *,
-    output: str,
-    engine: Tiered | DeepSpeed,
-) -> list[Check]:
-    """Run all checks for a run with these settings."""
+def examine(config: TrainConfig) -> list[Check]:
+    """Run all checks for a run with this configuration."""
+    place, output, engine = config.placement, config.save.output, engine_of(config)
     needed = [package for _, package in engine.packages()]
     stock = isinstance(engine, DeepSpeed)
-    checks = [_threads(place), _torch(), *_packages(), _native_kernel()]
+    checks = [_torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(place.nvme))
     if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
@@ -57,10 +52,9 @@ def examine(
         return [*checks, Check("GPU", "failure", str(error), "repair or hide the GPU, then run this again")]
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that exist and are writable")]
-    checks += [_memory(), *_memlock(place, engine, machine), *_gpu(model, machine)]
+    checks += [_memory(), *_memlock(place, engine, machine), *_gpu(config.model, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
-    checks.append(_output(machine.output))
     return checks
 
 
@@ -76,13 +70,6 @@ def report(checks: list[Check]) -> str:
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
-
-
-def _threads(place: PlacementSection) -> Check:
-    cores, setting = len(os.sched_getaffinity(0)), place.threads
-    if setting == 1 and cores > 1:
-        return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
-    return Check("threads", "ok", f"{cores if setting == 'auto' else setting} for {cores} cores")
 
 
 def _torch() -> Check:
@@ -215,13 +202,3 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
         yield Check(
             name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not intended"
         )
-
-
-def _output(output: DriveFacts) -> Check:
-    """Check free space for checkpoints. Too little is a warning only, since small models need little; see the plan."""
-    name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
-    if output.free_bytes > 1e9:
-        return Check(name, "ok", found)
-    return Check(
-        name, "warning", found, "free space or name another --output; `offload-train plan` shows what checkpoints take"
-    )

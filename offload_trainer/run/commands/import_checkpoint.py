@@ -15,18 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 import torch
 
 from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
-from offload_trainer.config import ModelSection, OptimSection
+from offload_trainer.config import ModelSection, OptimSection, TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.optim.loss_scale import INITIAL_SCALE, LossScale
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
@@ -68,29 +67,17 @@ class Imported:
     rates: str  # learning rates of the next step, in the source and here
 
 
-def import_checkpoint(
-    source: Path,
-    run: Path,
-    *,
-    model: ModelSection,
-    optim: OptimSection,
-    config: Mapping[str, Mapping[str, Any]],
-    say: Callable[[str], None],
-) -> Imported:
-    """Write the state in `source` as the first checkpoint of the new run directory `run`.
+def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Callable[[str], None]) -> Imported:
+    """Write the state in `source`, of another trainer, as the first checkpoint of the new run directory `run`.
 
-    Args:
-        source: checkpoint directory of another trainer.
-        run: a new directory.
-        model: the model that it trained; without a name, the one whose config.json is in `source`.
-        optim: settings of the run, which schedule its learning rate.
-        config: the whole configuration, recorded in the checkpoint with the source's settings.
-        say: prints a note.
+    `config`: the configuration of the run. Without a name its model is the one whose config.json is in `source`. The
+    whole of it, with the source's settings, is recorded in the checkpoint. `say` prints a note.
 
     Raises:
         UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
         TrainerError: the disk fails.
     """
+    model, optim = config.model, config.optim
     if optim.name != ADAMW.name:
         raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
     directories = _distributed(source)
@@ -108,7 +95,7 @@ def import_checkpoint(
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
         check_destination(run.absolute(), need)
-        steps = state.steps or config["train"]["steps"]
+        steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
                 new.mkdir()
@@ -116,14 +103,15 @@ def import_checkpoint(
                 checkpoint = checkpoint_of(new / "checkpoints", state.step)
                 checkpoint.mkdir()
                 _write_model(place / "model", of, model, say=say)
-                record = _record(state, of, config=_recorded(state, config, steps=steps), model=place / "model")
+                record = _record(state, of, config, steps=steps, model=place / "model")
                 _write_state(checkpoint, state, of, names=names, record=record)
                 sync_directory(new / "checkpoints")
                 put_in_place(new, run.absolute())
         except OSError as error:
-            raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
+            raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
-    _tell_scale(state, dtype=model.dtype, say=say)
+    if state.scaler is not None and model.dtype == "fp16":
+        say(f"the loss scale goes on at {state.scaler.scale:g}, after {state.scaler.good_steps} steps without overflow")
     return Imported(
         told=f"{state.told}, step {state.step}",
         checkpoint=made,
@@ -181,26 +169,24 @@ def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Itera
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _record(state: ForeignState, of: ModelSource, *, config: Mapping[str, Any], model: Path) -> RunRecord:
-    """Return the checkpoint's record. A null in its identity is compared with nothing at resume."""
+def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
+    """Return the checkpoint's record, with the source's settings, which the run is compared with when it resumes.
+
+    A null in its identity is compared with nothing.
+    """
+    made = {
+        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
+        for section, keys in config.model_dump(mode="json").items()
+    }
+    made["optim"] |= state.optim
+    made["train"]["steps"] = steps
     identity = dict.fromkeys(("seed", "seq_len", "shuffle", "initial weights")) | UNKNOWN_IDENTITY
     return RunRecord(
         identity=identity | {"parameters": of.shape.parameters},
         layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},
-        run={"config": config, "random": False, "imported": state.told, "environment": environment()},
+        run={"config": made, "random": False, "imported": state.told, "environment": environment()},
         model=model,
     )
-
-
-def _recorded(state: ForeignState, config: Mapping[str, Mapping[str, Any]], *, steps: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration with the source's settings, which the run is compared with when it resumes."""
-    made = {
-        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
-        for section, keys in config.items()
-    }
-    made["optim"] |= state.optim
-    made["train"]["steps"] = steps
-    return made
 
 
 def _write_model(directory: Path, of: ModelSource, model: ModelSection, *, say: Callable[[str], None]) -> None:
@@ -250,20 +236,6 @@ def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> 
     words += ["--output", str(run), "--steps", str(steps)]
     words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
     return join(words)
-
-
-def _tell_scale(state: ForeignState, *, dtype: str, say: Callable[[str], None]) -> None:
-    """Print how the run's loss scale follows from the source's."""
-    scaler = state.scaler
-    if scaler is None:
-        if dtype == "fp16":
-            say(f"note: {state.told} has no loss scale: the run begins with {INITIAL_SCALE:g}")
-    elif dtype != "fp16":
-        say(f"note: {state.told} has a loss scale of {scaler.scale:g}, which only a run with --dtype fp16 uses")
-    else:
-        say(f"the loss scale goes on at {scaler.scale:g}, after {scaler.good_steps} steps without overflow")
-        if (there := (scaler.growth_factor, scaler.backoff_factor)) != (2.0, 0.5):
-            say(f"note: there it changes by factors of {there[0]:g} and {there[1]:g}, and here by 2 and 0.5")
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:

@@ -78,8 +78,13 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     """Return a short description: running, done, or how the run would resume."""
-    if _is_running(directory):
+    try:
+        with protected(directory):
+            pass
+    except BlockingIOError:
         return "is running"
+    except (OSError, NoLocks):  # that is not known
+        pass
     try:
         has_page_files = bool(folders_in(directory / PAGES))
     except (OSError, ValueError):  # resuming the run reports the error
@@ -92,15 +97,6 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if exported and saved < (steps or 0):  # a run with save.every=0 that began at an older checkpoint
         return f"exported; its newest checkpoint is of step {saved}"
     return "done" if steps is not None and saved >= steps else f"resumes from step {saved}"
-
-
-def _is_running(directory: Path) -> bool:
-    """Return True if a process holds the lock of the run."""
-    try:
-        with protected(directory):
-            return False
-    except (OSError, NoLocks) as error:
-        return isinstance(error, BlockingIOError)
 
 
 def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -308,7 +308,7 @@ def write_tokens(
             scratch.close()  # remove the file first, so that the free space includes it
             made, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
             raise TrainerError(
-                f"{folder}: tokens could not be written: {reason(error, folder)}. They had {made}, at "
+                f"{folder}: tokens could not be written: {reason(error)}. They had {made}, at "
                 f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
                 "directory with data.cache=DIR"
             ) from error

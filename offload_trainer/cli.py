@@ -549,9 +549,10 @@ def parse(command: str, words: list[str]) -> tuple[Namespace, list[str]]:
     if not COMMANDS[command].flags:
         return parser.parse_intermixed_args(words), []
     given, rest = parser.parse_known_args(words)
-    for name in {word.partition("=")[0] for word in rest if word.startswith("--")} - FLAGS.keys():
-        if others := [other for other, about in COMMANDS.items() if name in about.arguments]:
-            raise UserError(f"{name}: only `offload-train {others[0]}` takes this flag")
+    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        others = [f"`offload-train {other}`" for other, about in COMMANDS.items() if name in about.arguments]
+        if others and name not in FLAGS:
+            raise UserError(f"{name}: only {', '.join(others)} {'takes' if len(others) == 1 else 'take'} this flag")
     return given, rest
 
 

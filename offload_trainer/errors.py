@@ -53,7 +53,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def fills_gpu(error: BaseException | None) -> bool:
     """Return whether this error of torch, or one that caused it, says that a GPU has too little free memory."""
-    while error is not None and not isinstance(error, PeerFailed):
+    while error is not None and not isinstance(error, PeerFailed | Interrupted):
         if isinstance(error, GpuFull) or _FULL.search(str(error)):
             return True
         error = error.__cause__

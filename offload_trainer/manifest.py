@@ -138,7 +138,9 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         lines.append(f"the text of --data is another, or has changed since: {sizes}")
     if (text := "validation text") in keys:
         keys.remove(text)
-        lines.append("the text of --validation-data is another, or has changed since")
+        lines.append(
+            "the text of --validation-data is another, or has changed since; or only one of the two has such a text"
+        )
     for key in keys:
         its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
         lines.append(f"{shown(key)}: it has {its}, this run {ours}")

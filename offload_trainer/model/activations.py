@@ -238,14 +238,14 @@ def count_activations(
     for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
     `chunk` is `model.loss_chunk`. Returns None for a model that cannot run on meta tensors.
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.train()
-    units = UnitsOfWeights(model, blocks)
-    if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
-        blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     kernels, operations = Kernels("gpu"), Operations()
     with suppress(Exception):  # an architecture's code may raise anything
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        model.train()
+        units = UnitsOfWeights(model, blocks)
+        if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
+            blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
         loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
         parts = [model.get_submodule(name) for name in tiles]
         run = partial(_Run, loss, operations=operations, packed=packed, tiles=parts, units=units)

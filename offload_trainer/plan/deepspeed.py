@@ -26,7 +26,6 @@ In addition, the largest of these moments counts:
 
 ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
 the head of a wide model has less of it. docs/benchmarks/predictions.md has measurements.
-the head of a wide model has less of it.
 """
 
 from __future__ import annotations

@@ -229,6 +229,26 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
         assert session.resume(tmp_path / "save") == 1
 
 
+def test_the_state_of_parameters_outside_the_model_is_torchs(drive: Path) -> None:
+    """The state of parameters outside the model is in the state_dict, which restores it."""
+    found = []
+    for stops in (False, True):
+        torch.manual_seed(3)
+        model, head = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+        model.requires_grad_(False)
+        with ot.offload(model, nvme=drive, **QUIET) as session:
+            optimizer = session.adamw([head], lr=1e-2)
+            for step in range(4):
+                if stops and step == 2:
+                    held = copy.deepcopy(optimizer.state_dict())
+                    optimizer.state[head]["exp_avg"].zero_()
+                    optimizer.load_state_dict(held)
+                (model(torch.ones(16)) * head).square().sum().backward()
+                optimizer.step()
+            found.append(head.detach().clone())
+    assert torch.equal(*found)
+
+
 # -- accelerate -------------------------------------------------------------------------------------------------------
 
 

@@ -501,6 +501,7 @@ def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: py
         assert ctypes.CDLL(str(built(source, flags=("-shared", "-fPIC")))).answer() == answer
 
 
+@ON_CPU
 @pytest.mark.parametrize("states", FORMATS)
 def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):

@@ -19,7 +19,7 @@ from engine_bench import cached_counts, model_directory
 from late_transfers import QueuedKernel
 
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
+from offload_trainer.errors import GpuFull, Interrupted, TrainerError, fills_gpu
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.run.build import build_engine
 from offload_trainer.run.train import _full, train_run
@@ -169,6 +169,9 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
     assert fills_gpu(alone)
     assert fills_gpu(outer)
     assert not GpuFull(alone).missing
+    stopped = Interrupted("asked to stop", signal_number=15)
+    stopped.__cause__ = GpuFull(alone)
+    assert not fills_gpu(stopped)
     for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):
         assert not fills_gpu(other)
         with pytest.raises(type(other)):

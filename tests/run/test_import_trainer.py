@@ -91,6 +91,8 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
     done = imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *freezing(frozen), "--dtype", "fp32")
     assert_same_state(state_of(done.checkpoint), state_in(trainer))
     assert read_state(done.checkpoint).step == STEPS
+    identity = json.loads((done.checkpoint / "MANIFEST.json").read_text())["identity"]
+    assert identity["initial weights"] is identity["seed"] is None  # compared with nothing at a resume
     told = json.loads((done.checkpoint / "engine.json").read_text())
     assert (told["optimizer_steps"], told["weight_steps"]) == (STEPS, {})
     fixed = {name: p.detach() for name, p in trainer.model.named_parameters() if not p.requires_grad}

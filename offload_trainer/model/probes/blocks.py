@@ -133,8 +133,8 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
 
     passed: list[Kind] = []
     for kind, module in {kind: module for kind, _, module in inside if kind[1]}.items():
-        nested = any(kind[0] is outer[0] and kind[1].startswith(f"{outer[1]}.") for outer in passed)
-        if not nested and sum(weight.dim() > 1 for weight in module.parameters()) > 1 and runs([kind]):
+        within = {part for kind, _, outer in inside if kind in passed for part in outer.modules()}
+        if module not in within and sum(weight.dim() > 1 for weight in module.parameters()) > 1 and runs([kind]):
             passed.append(kind)
     return runs(passed)
 

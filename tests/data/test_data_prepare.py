@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -309,14 +310,17 @@ def test_a_text_that_grows_meanwhile_is_refused(
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
 
 
+@pytest.mark.parametrize("fails", ["open", "_commit"])
 def test_a_full_drive_is_reported_and_left_clean(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+    fails: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, *_: Any, **__: Any) -> Any:
+        if fails == "_commit":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path.touch()
         return open("/dev/full", "wb", buffering=0)
 
-    monkeypatch.setattr(tokenfile, "open", full, raising=False)
+    monkeypatch.setattr(tokenfile, fails, full, raising=False)
     cache = tmp_path / "cache"
     told = r"cache: tokens could not be written: No space left on device\. They had .*B.*, and there are .*B free now"
     with pytest.raises(TrainerError, match=told) as caught:

@@ -79,6 +79,7 @@ COLUMNS = {
 }
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
+    {"inputs in memory", "opt, layers are dropped"},  # it checkpoints all blocks or none
     {"reentrant", "mixtral, some experts unused"},
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]

@@ -199,7 +199,7 @@ def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) 
     shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
         units = units_of(shape, matrices=True)
-        pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
+        pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks).pages
         for unit in units:
             its = [page for page in pages if page.unit == unit.index]
             starts = [page.start for page in its]

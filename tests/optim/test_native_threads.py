@@ -106,6 +106,7 @@ def test_threads_persist_and_block_signals() -> None:
     kernel, page = NativeKernel(), Page()
 
     def child() -> None:
+        torch.set_num_threads(3)
         before = tasks()
         page.update(kernel)
         first = tasks() - before

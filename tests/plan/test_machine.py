@@ -31,7 +31,6 @@ from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import (
     Latency,
     Links,
@@ -494,7 +493,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     assert "CUDA_VISIBLE_DEVICES=" in printed
     assert len(printed.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
-    checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
+    checks = doctor.examine(config)
     assert [(check.name, check.state) for check in checks if check.state == "failure"] == [("GPU", "failure")]
 
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
 
 # BLOCKS has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
 BLOCKS = preset("gpt2", n_embd=8192, n_head=64, n_layer=3)
-WORDS = preset("gpt2", vocab_size=10**6, n_embd=1024, n_layer=3)
+WORDS = preset("gpt2", vocab_size=10**6, n_embd=1024, n_head=16, n_layer=3)
 
 
 def of_shape(shape: ModelShape, gpu: float, *words: str) -> Plan:

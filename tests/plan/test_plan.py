@@ -127,6 +127,7 @@ def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:
     assert [name for name, _ in chosen[16].rejected] == ["params gpu, optimizer gpu"]
     assert "gpu needs" in chosen[16].rejected[0][1]
     assert make_plan(wish(), shape, machine(gpu=16 * GB)) == chosen[16]
+    assert SHAPES["gpt2-10b"].parameters == 10_279_239_680
     none = make_plan(wish(), SHAPES["gpt2-10b"], machine(gpu=1 * GB, ram=2 * GB))
     assert not none.fits
     assert none.shortfalls()

@@ -1,4 +1,7 @@
-"""Loading and saving of transformers tokenizers, the facts that a token file records of them, and bytes of text."""
+"""Load and save transformers tokenizers.
+
+Prepared data records a tokenizer's fingerprint and vocabulary; validation counts the UTF-8 bytes of its tokens' text.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Probes of a model's blocks: what can run on pieces of a row, be fetched by the child, or take micro-batches together.
+"""Probes of a model's blocks: what can run on pieces of a row of tokens, or be fetched one module at a time.
 
-No list of names or architectures tells; some code reads a child's weight without calling the child, some MLPs use the
-previous token, some blocks feed all later ones. So each probe tries a tiny model of the same kind (tiny_model.py):
+A third probe finds whether several micro-batches can pass through a block before the next block runs. Names and
+architectures do not tell: some code reads a child module's weight without calling the child, some MLPs use the previous
+token, some blocks feed all later ones. So each probe tries a tiny model of the same kind (tiny_model.py):
 
     tiles      position-wise modules (tiled_mlp.py): a token's output is the same alone, in a piece, and in a whole row
     children   modules whose children can be present one at a time (`tiered.fetch_granularity=module`)

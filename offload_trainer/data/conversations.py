@@ -138,7 +138,8 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
         _refuse_other(record, form=None if lacks else form)
         if lacks:
             raise UserError(f"{lacks[0]}; there are: {named_fields(record)}")
-        first, pair = 0, None
+        first = 0
+        pair: tuple[str, str] | None = None
         if form == "alpaca":
             messages = _alpaca(record)
         elif form != "pairs":

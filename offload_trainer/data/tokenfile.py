@@ -344,7 +344,7 @@ def write_tokens(
         fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
         with told():
             os.fsync(file.fileno())
-            _commit(path, Path(file.name), (json.dumps(fields) + "\n").encode())
+            _commit(path, scratch.path / "ids", (json.dumps(fields) + "\n").encode())
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:

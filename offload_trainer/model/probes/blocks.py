@@ -43,7 +43,7 @@ from offload_trainer.model.probes.tiny_model import (
 )
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.offloading.autograd import keep_weights
+from offload_trainer.offloading.autograd import in_backward, keep_weights
 from offload_trainer.plan.shape import Needs
 from offload_trainer.plan.tiered.layout import divided
 from offload_trainer.storage.tensorfile import DTYPES
@@ -91,19 +91,19 @@ def tileable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     Both are empty if a tiny model of the kind does not run.
     """
     try:
-        runs = try_on_tiny_model(model, _positionwise, all_classes=False)
+        again = try_on_tiny_model(model, _positionwise, all_classes=False)
     except TrialFailed:
         return [], []
-    inside = [(name, runs[kind]) for kind, name, _ in modules_in_blocks(model) if kind in runs]
-    return [name for name, _ in inside], [name for name, count in inside if count > 2]
+    inside = [(kind, name) for kind, name, _ in modules_in_blocks(model) if kind in again]
+    return [name for _, name in inside], [name for kind, name in inside if again[kind]]
 
 
-def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
-    """Return the kinds of position-wise modules, and how often a step with checkpointed blocks runs each: 2 or 3 times.
+def _positionwise(tiny: PreTrainedModel) -> dict[Kind, bool]:
+    """Return the kinds of position-wise modules, and whether the recomputation of a block runs each a third time.
 
     Loss, including the routers', and gradients must be the same with the modules of a kind in pieces, and with all that
-    passed. Candidates have at least two matrices. If those that pass are nested, the outermost is returned. The
-    recomputation of a block stops before a module whose output nothing in the block saves.
+    passed. Candidates have at least two matrices and are called once. If those that pass are nested, the outermost is
+    returned. A recomputation stops before a module whose output nothing in the block saves.
     """
     tiny.train()
     for module in tiny.modules():
@@ -116,21 +116,21 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
     trials = [(ids, chunk, _gradients(tiny, ids)) for ids, chunk in ((different, 7), (different, 1), (alike, 64))]
     inside = list(modules_in_blocks(tiny))
 
-    def runs(kinds: Sequence[Kind]) -> dict[Kind, int]:
-        """Return how often the modules of each kind run, or {} if the results are not those of whole rows."""
+    def runs(kinds: Sequence[Kind]) -> dict[Kind, bool]:
+        """Return the kinds, and whether each runs a third time, or {} if the results are not those of whole rows."""
         parts = {module: kind for kind, _, module in inside if kind in kinds}
-        counts = dict[nn.Module, float]()
+        again = dict[Kind, bool]()
         for ids, chunk, whole in trials:
             try:
-                with _in_pieces(list(parts), chunk) as tokens:
+                with _in_pieces(list(parts), chunk) as (calls, tokens):
                     same = _same(whole, _gradients(tiny, ids))
             except Exception:  # the module has several inputs, or requires a certain row length
                 return {}
-            counts = {module: count / ids.numel() for module, count in tokens.items()}
-            if not (same and counts and {2, 3}.issuperset(counts.values())):  # others are called several times
+            if not same or max(calls.values(), default=0) != 1:
                 return {}
-        called = {parts[module] for module in counts}
-        return {kind: max(int(counts[module]) for module in counts if parts[module] == kind) for kind in called}
+            again = {parts[module]: False for module in calls}
+            again |= {parts[module]: True for module in calls if tokens[module] > 2 * ids.numel()}
+        return again
 
     passed: list[Kind] = []
     for kind, module in {kind: module for kind, _, module in inside if kind[1]}.items():
@@ -141,19 +141,21 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, int]:
 
 
 @contextmanager
-def _in_pieces(modules: Sequence[nn.Module], chunk: int) -> Iterator[Counter[nn.Module]]:
-    """Run the modules on pieces inside the context, and count the tokens of all pieces that each of them runs on."""
-    tokens = Counter[nn.Module]()
+def _in_pieces(modules: Sequence[nn.Module], chunk: int) -> Iterator[tuple[Counter[nn.Module], Counter[nn.Module]]]:
+    """Run the modules on pieces inside the context; count the forward's calls of each, and the tokens of all pieces."""
+    calls, tokens = Counter[nn.Module](), Counter[nn.Module]()
 
     def note(module: nn.Module, _: Any, output: torch.Tensor) -> None:
         if (count := output.shape[:-1].numel()) <= chunk:
             tokens[module] += count
+        elif not in_backward():
+            calls[module] += 1
 
     hooks = [module.register_forward_hook(note) for module in modules]
     for module in modules:
         tile(module, chunk=chunk)
     try:
-        yield tokens
+        yield calls, tokens
     finally:
         for module, hook in zip(modules, hooks, strict=True):
             del module.forward

@@ -133,6 +133,7 @@ def _train(folder: Path, words: list[str], steps: int) -> Trained:
     calls.clear()
     lr = engine._optimizer.param_groups[0]["lr"]
     found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: moved.append(0.0))
+    carried, called = moved[1:], dict(calls)  # reading the masters has collectives too
     held = masters(engine)
     stage = engine._engine.zero_optimization_stage()
-    return Trained(found, moved[1:], dict(calls), stage, apart(engine, held), held)
+    return Trained(found, carried, called, stage, apart(engine, held), held)

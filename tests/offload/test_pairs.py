@@ -81,6 +81,7 @@ IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
     {"inputs in memory", "opt, layers are dropped"},  # it checkpoints all blocks or none
     {"reentrant", "mixtral, some experts unused"},
+    {"inputs in memory", "opt, layers are dropped"},  # transformers checkpoints all of its blocks or none
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 

@@ -79,9 +79,9 @@ COLUMNS = {
 }
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
-    {"inputs in memory", "opt, layers are dropped"},  # it checkpoints all blocks or none
+    {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
+    {"inputs in memory", "gpt2, some frozen"},
     {"reentrant", "mixtral, some experts unused"},
-    {"inputs in memory", "opt, layers are dropped"},  # transformers checkpoints all of its blocks or none
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 

@@ -78,8 +78,9 @@ _OLD_NAMES: dict[str, dict[str, str]] = {
         for kind in ("gpt_neox", "gpt_neox_japanese")
     },
 }  # fmt: skip
-# Entries of a configuration that change no result of the training
-_NOT_COMPARED = {"_name_or_path", "architectures", "dtype", "pad_token_id", "transformers_version", "use_cache"}
+# Entries of a configuration that change nothing in a run that has begun
+_NOT_COMPARED = {"_name_or_path", "architectures", "dtype", "initializer_range", "pad_token_id"}
+_NOT_COMPARED |= {"transformers_version", "use_cache"}
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 

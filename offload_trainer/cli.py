@@ -123,7 +123,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     if given.machine is not None:
         machine, words = described(read_machine(given.machine), words)
     config = load_config(words)
-    quieten()
+    quieten(loads=machine is None)
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
         _answer(values, as_json=given.json, told=lambda: text)

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 
 from offload_trainer import checkpoint as saved
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
@@ -48,6 +48,7 @@ from offload_trainer.export.sources import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
+from offload_trainer.model.presets import preset_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
@@ -450,7 +451,8 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
+    shape = preset_shape("gpt2", item_bytes=2)
+    assert shape is not None
 
     def use() -> None:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)

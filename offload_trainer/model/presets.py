@@ -1,4 +1,4 @@
-"""Model presets: GPT-2 shapes with random weights.
+"""Model presets: GPT-2 shapes with random weights, whose sizes and activations are computed in closed form.
 
 OpenAI's pretrained weights are available by hub id (``openai-community/gpt2``). Dropout is off, since no token is seen
 often enough here to need it.
@@ -11,7 +11,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight, loss_peak, loss_pieces, pruned
+
+_CHUNK: int = ModelSection.model_fields["loss_chunk"].default
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
@@ -47,6 +51,108 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2, chunk: int = _CHUNK) -> ModelShape:
+    """Return the shape of transformers' GPT2LMHeadModel with tied embeddings, parameters in its order.
+
+    `item_bytes` is the size of an activation in bytes; `chunk` is `model.loss_chunk`.
+    """
+    hidden, layers = config["n_embd"], config["n_layer"]
+    block: dict[str, tuple[int, ...]] = {
+        "ln_1.weight": (hidden,),
+        "ln_1.bias": (hidden,),
+        "attn.c_attn.weight": (hidden, 3 * hidden),
+        "attn.c_attn.bias": (3 * hidden,),
+        "attn.c_proj.weight": (hidden, hidden),
+        "attn.c_proj.bias": (hidden,),
+        "ln_2.weight": (hidden,),
+        "ln_2.bias": (hidden,),
+        "mlp.c_fc.weight": (hidden, 4 * hidden),
+        "mlp.c_fc.bias": (4 * hidden,),
+        "mlp.c_proj.weight": (4 * hidden, hidden),
+        "mlp.c_proj.bias": (hidden,),
+    }
+    weights = [
+        Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte", uses=2),
+        Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe", products=0.0),
+    ]
+    for layer in range(layers):
+        unit = f"transformer.h.{layer}"
+        weights += [
+            Weight(f"{unit}.{name}", shape, unit=unit, block=True, products=float(len(shape) > 1))
+            for name, shape in block.items()
+        ]
+    unit = "transformer.ln_f"
+    weights += [Weight(f"{unit}.{name}", (hidden,), unit=unit, products=0.0) for name in ("weight", "bias")]
+    return ModelShape(
+        weights=tuple(weights),
+        layers=layers,
+        hidden=hidden,
+        vocabulary=config["vocab_size"],
+        context=config["n_positions"],
+        attention=(2 * hidden,) * layers,
+        heads=config["n_head"],
+        key_heads=config["n_head"],
+        on_gpu=gpt2_activations(config, item_bytes=item_bytes, chunk=chunk, gpu=True),
+        on_cpu=gpt2_activations(config, item_bytes=item_bytes, chunk=chunk, gpu=False),
+        can_checkpoint_some=True,
+    )
+
+
+def gpt2_activations(config: dict[str, Any], *, item_bytes: int, chunk: int, gpu: bool) -> Activations:
+    """Return what `model/activations.py` would count, in closed form: without dropout, with fused attention.
+
+    The eager `gelu_new` keeps most of it: in total 28 hidden states per token and block.
+    """
+    e, hidden, vocabulary = item_bytes, config["n_embd"], config["vocab_size"]
+    states = e * hidden
+    numbers = 4 * config["n_head"] + 16  # fp32: attention's logarithms, means and deviations of two norms
+    kept = 28 * states + numbers
+    block = Part(
+        kept=Growth(token=kept),
+        forward=(Growth(token=kept + 2 * states),),
+        backward=pruned(
+            [
+                Growth(fixed=4 * states * (hidden + 1), position=-states, token=12 * states + numbers),
+                Growth(fixed=states * (4 * hidden + 1), position=-states, token=31 * states + numbers),
+                Growth(position=-states, token=35 * states + numbers),
+            ]
+        ),
+    )
+    norm = Part(
+        kept=Growth(position=-states, token=8 - states),
+        forward=(Growth(token=states + 8),),
+        backward=(Growth(fixed=2 * states, position=-states, token=states + 8),),
+    )
+    # `optim/cross_entropy.py`: logits, pieces in fp32, and each target's column and log-softmax
+    pieces = loss_pieces(vocabulary, chunk=chunk, gpu=gpu)
+    logits, piece = e * vocabulary, 4 * vocabulary / pieces
+    looked_up = piece + 8 + 4 if e == 4 else 2 * piece + 8 + 4 * (1 - 1 / pieces)
+    head = Part(
+        kept=Growth(token=logits),
+        forward=(Growth(token=logits + looked_up),),
+        backward=pruned(
+            [
+                Growth(fixed=states * vocabulary, token=logits + states),
+                Growth(token=loss_peak(vocabulary, e, pieces=pieces) + 12),
+            ]
+        ),
+    )
+    return Activations(
+        before=Growth(position=states + 8, token=2 * states),
+        kinds=(block,),
+        blocks=(0,) * config["n_layer"],
+        hidden=Growth(token=states),
+        norm=norm,
+        head=head,
+        embedding=pruned(
+            [
+                Growth(fixed=states * vocabulary, position=8, token=2 * states),
+                Growth(fixed=states * config["n_positions"], position=states + 8, token=2 * states),
+            ]
+        ),
+    )
+
+
 def local_directory(name: str) -> Path | None:
     """Return the directory that `model.name` names; None for a preset or hub id. Raises UserError for other names."""
     path = Path(name).expanduser()
@@ -64,3 +170,8 @@ def local_directory(name: str) -> Path | None:
             f"nor a hub id such as openai-community/gpt2{hint}"
         )
     return None
+
+
+def preset_shape(name: str, *, item_bytes: int, chunk: int = _CHUNK) -> ModelShape | None:
+    """Return the shape of a preset, or None for any other name."""
+    return gpt2_shape(PRESETS[name], item_bytes=item_bytes, chunk=chunk) if name in PRESETS else None

@@ -346,6 +346,11 @@ def loss_pieces(vocabulary: int, *, chunk: int, gpu: bool) -> int:
     return min(1 << (least - 1).bit_length(), LOSS_PIECES)  # a power of two, which divides most numbers of rows
 
 
+def loss_peak(vocabulary: int, item_bytes: int, *, pieces: int) -> float:
+    """Return the bytes per token of the loss's backward: the logits, their gradient, and three pieces in fp32."""
+    return 2 * item_bytes * vocabulary + 3 * 4 * vocabulary / pieces
+
+
 def estimated(shape: ModelShape, item_bytes: int, *, pieces: int) -> Activations:
     """Estimate activation memory for an architecture that cannot run on meta tensors.
 
@@ -359,9 +364,7 @@ def estimated(shape: ModelShape, item_bytes: int, *, pieces: int) -> Activations
     text = shape.without(shape.images.units if shape.images else ())  # `image_part` counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
-    head = e * shape.vocabulary * shape.hidden
-    # in the loss's backward: the logits, their gradient, and three pieces in fp32
-    loss = 2 * e * shape.vocabulary + 3 * 4 * shape.vocabulary / pieces
+    head, loss = e * shape.vocabulary * shape.hidden, loss_peak(shape.vocabulary, e, pieces=pieces)
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),

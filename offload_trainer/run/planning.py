@@ -17,6 +17,7 @@ from datetime import date
 from functools import cached_property
 from itertools import combinations, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import PlacementSection, TrainConfig
@@ -29,6 +30,7 @@ from offload_trainer.plan.planner import (
     resolve_and_plan,
     with_fewer_buffers,
 )
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -318,9 +320,10 @@ class MemoryFallbacks:
     Probes for chunked MLPs and per-module fetching run on first use and are cached.
     """
 
-    def __init__(self, source: Callable[[], Any]) -> None:
-        """Take `source`, which creates the ModelSource."""
+    def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
+        """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
+        self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
         self._models = dict[tuple[bool, bool], Any]()  # key: with chunked MLPs, in parts
 
     @cached_property
@@ -336,6 +339,8 @@ class MemoryFallbacks:
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
         """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
         key = pieces or isinstance(config.model.mlp_chunk, int), config.tiered.fetch_granularity == "module"
+        if self._preset and not any(key):
+            return self._preset
         if key not in self._models:
             self._models[key] = as_wished(self.tiled if key[0] else self.source, config)
         return self._models[key]

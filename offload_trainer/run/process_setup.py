@@ -104,9 +104,12 @@ def go_offline() -> None:
     quieten()
 
 
-def quieten() -> None:
-    """Silence library messages that a user cannot act on, and announce on a terminal that torch is being loaded."""
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+def quieten(*, loads: bool = True) -> None:
+    """Silence library messages that a user cannot act on.
+
+    `loads`: also announce on a terminal that torch and transformers are being loaded, which takes seconds.
+    """
+    if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers", file=sys.stderr, flush=True)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
-from offload_trainer.config import ModelSection, TrainConfig
-from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.presets import PRESETS
+from offload_trainer.config import TrainConfig
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Latency, Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
 GB = 10**9
@@ -71,24 +66,7 @@ def wish(*words: str) -> TrainConfig:
     return load_config(["--nvme", "/ssd", "--save-every", "0", *words])
 
 
-@cache
-def preset(name: str, **overrides: Any) -> ModelShape:
-    """Return the shape of a preset, with keys of its configuration changed."""
-    return resolve_model(ModelSection(name=name, overrides=overrides), seed=0).shape
-
-
-class _Presets(Mapping[str, ModelShape]):
-    def __getitem__(self, name: str) -> ModelShape:
-        return preset(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(PRESETS)
-
-    def __len__(self) -> int:
-        return len(PRESETS)
-
-
-SHAPES = _Presets()  # each is counted when it is first used
+SHAPES = {name: gpt2_shape(preset) for name, preset in PRESETS.items()}
 
 
 def least_ram(plan: Plan) -> int:

@@ -42,8 +42,8 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import shares_that_fit
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import described, plan_elsewhere
-from offload_trainer.run.planning import MemoryFallbacks, model_of, planned, with_what_fits
+from offload_trainer.run.commands.plan import _models, described, plan_elsewhere
+from offload_trainer.run.planning import planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -85,7 +85,7 @@ def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:
     words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off tiered.fetch_granularity=block"
     config, small = load_config(words.split()), machine(gpu=16 * GB // 10)
     assert plan_elsewhere(config, small).fits_with == ("--seq-len 512", "--seq-len 128")
-    models = MemoryFallbacks(lambda: model_of(config))
+    models = _models(config)
     found = planned(config, models, small, world=1)
     assert with_what_fits(found, config, models, here=False, resumes=True).plan.fits_with == ()
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine, preset, wish
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
@@ -215,8 +216,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
 # -- a unit too large for the device is named with its size ------------------------------------------------------------
 
 # BLOCKS has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
-BLOCKS = preset("gpt2", n_embd=8192, n_head=64, n_layer=3)
-WORDS = preset("gpt2", vocab_size=10**6, n_embd=1024, n_head=16, n_layer=3)
+BLOCKS = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
+WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
 
 
 def of_shape(shape: ModelShape, gpu: float, *words: str) -> Plan:

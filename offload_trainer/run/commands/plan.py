@@ -1,6 +1,7 @@
 """The `plan` command for other machines, and its comparison of the ways to divide a step over ranks.
 
-`run/planning.py` plans runs on this machine.
+`run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
+sized from a transformers model on the meta device.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from offload_trainer.config import DeepSpeedSection, TieredSection, TrainConfig
+from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
+from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, with_dtype_of_card, workload
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
+from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.planning import (
     MemoryFallbacks,
     machine_here,
@@ -37,7 +41,7 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: str |
 
     Raises UserError for an invalid number of nodes.
     """
-    count, models = _count(machine, nodes), MemoryFallbacks(lambda: model_of(config))
+    count, models = _count(machine, nodes), _models(config)
     each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
     found = planned(config, models, machine, world=count * each, nodes=count)
     if not found.plan.fits:
@@ -81,8 +85,8 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    models = MemoryFallbacks(lambda: model_of(config))
-    shape, whole = models.as_wished(config).shape, _why_whole(models)
+    models = _models(config)
+    shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
@@ -176,6 +180,21 @@ def _why_whole(models: MemoryFallbacks) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def _models(config: TrainConfig) -> MemoryFallbacks:
+    return MemoryFallbacks(lambda: model_of(config), preset=_preset(config))
+
+
+def _preset(config: TrainConfig) -> ModelShape | None:
+    """Return the shape of an unmodified preset, computed without torch; None for any other model."""
+    section = config.model
+    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
+    if changed:
+        return None
+    return preset_shape(section.name, item_bytes=item_bytes(section.dtype), chunk=section.loss_chunk)
 
 
 def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:

@@ -9,7 +9,7 @@ forward (the last section). A phase for which a rate is missing is None.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
@@ -17,7 +17,7 @@ from operator import add
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from, without_frozen
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
@@ -104,53 +104,36 @@ class Costs:
 
 def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
     """Predict the seconds of a step."""
-    every = [*computing_bounds(work, machine), *costs.bounds]
+    every, found = [*computing_bounds(work, machine), *costs.bounds], dict[str, float | None](data=0.0)
     for phase in PHASES:
-        longer = costs.stretch if phase == "update" else 1.0
-        moving = _traffic_bounds([m for m in costs.traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+        moving = _traffic_bounds(costs.traffic, machine, phase, stretch=costs.stretch if phase == "update" else 1.0)
         if phase != "update" and machine.gpu is None:  # computation takes longer by what it loses to drives
             lost, computing = sum(bound.lost for bound in moving), (phase, "compute")
-            for number, bound in enumerate(every):
-                if (bound.phase, bound.kind) == computing:
-                    every[number] = replace(bound, seconds=bound.seconds and bound.seconds + lost)
+            every = [
+                replace(one, seconds=one.seconds and one.seconds + lost) if (one.phase, one.kind) == computing else one
+                for one in every
+            ]
             moving = [replace(bound, lost=0.0) for bound in moving]
         every += moving
-    found = Forecast({"data": 0.0}, tuple(every))
-    for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
-        found.seconds[phase] = None if known is None else known + costs.on_top.get(phase, 0.0)
-    return found
-
-
-def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
-    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
-    return [
-        Bound(
-            phase,
-            None if seconds is None else tokens * seconds,
-            f"computing {format_count(work.tokens)} tokens",
-            "compute",
-        )
-        for phase, seconds in seconds_of_token(work, machine).items()
-    ]
+        found[phase] = None if known is None else known + costs.on_top.get(phase, 0.0)
+    return Forecast(found, tuple(every))
 
 
 def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
     """Return the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
     found = []
-    for computing in computing_bounds(work, machine):
-        phase = computing.phase
-        each = (computing.seconds, transfer_seconds(traffic, machine, phase=phase))
-        seconds = None if None in each else sum(one for one in each if one)
-        what = f"{computing.what}, alternating with weight transfers, since there is only one buffer"
-        found.append(Bound(phase, seconds, what, "turns"))
+    for one in computing_bounds(work, machine):
+        copies = transfer_seconds(traffic, machine, phase=one.phase)
+        seconds = None if one.seconds is None or copies is None else one.seconds + copies
+        what = f"{one.what}, alternating with weight transfers, since there is only one buffer"
+        found.append(Bound(one.phase, seconds, what, "turns"))
     return found
 
 
 def transfer_seconds(traffic: Sequence[Traffic], machine: MachineProfile, *, phase: str) -> float | None:
     """Return the seconds of the slowest drive or link in a phase; None if a rate is unknown."""
-    bounds = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
+    bounds = _traffic_bounds(traffic, machine, phase)
     return _longest(bounds) if bounds else 0.0
 
 
@@ -176,33 +159,33 @@ def update_rate(work: Workload, machine: MachineProfile) -> float | None:
     return None
 
 
-def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str, stretch: float) -> list[Bound]:
-    """Return one bound for each disk, and one for copies to and from the device."""
+def _traffic_bounds(
+    traffic: Sequence[Traffic], machine: MachineProfile, phase: str, *, stretch: float = 1.0
+) -> list[Bound]:
+    """Return one bound for each disk, and one for copies to and from the device; `stretch`: see `Costs`."""
     by_disk: dict[str, list[Traffic]] = {}
-    for one in moved:
-        drive = machine.drive(one.place)
-        by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
+    for one in traffic:
+        if one.phase == phase:
+            drive = machine.drive(one.place)
+            by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
     bounds = []
     for disk, parts in by_disk.items():
-        lost = 0.0
         read, written = sum(part.read for part in parts), sum(part.written for part in parts)
         if not read and not written:
             continue
+        lost, title, ways = 0.0, "", ((read, "to the device"), (written, "from the device"))
         if disk == DEVICE_COPIES:
             seconds = copy_seconds(read, written, machine)
-            ways = ((read, "to the device"), (written, "from the device"))
-            what = ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         else:
-            drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
-            timed = drives[0].rates if drives else None
+            title, ways = f"{parts[0].place}: ", ((read, "read"), (written, "written"))
+            timed = next((drive.rates for part in parts if (drive := machine.drive(part.place))), None)
             seconds = None
-            if timed is not None:
-                alone = _at_once(read, written, timed.read, timed.write, timed.mixed_read, timed.mixed_write)
-                seconds = None if alone is None else stretch * alone
+            if timed:
+                rates = timed.read, timed.write, timed.mixed_read, timed.mixed_write
+                seconds = _at_once(read, written, *rates, stretch=stretch)
                 lost = (read + written) / timed.computation_lost.value if timed.computation_lost else 0.0
-            ways = ((read, "read"), (written, "written"))
-            what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
-        bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk, lost))
+        what = title + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
+        bounds.append(Bound(phase, seconds, what, "drive" if title else "device", disk, lost))
     return bounds
 
 
@@ -215,15 +198,18 @@ def copy_seconds(read: int, written: int, machine: MachineProfile) -> float | No
     return _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, out)
 
 
-def _at_once(
-    read: int, written: int, alone_in: Rate | None, alone_out: Rate | None, in_: Rate | None, out: Rate | None
-) -> float | None:
-    """Return the seconds of both directions in parallel until one has finished, then of the other alone."""
-    if alone_in is None or alone_out is None or in_ is None or out is None:
+def _at_once(read: int, written: int, *rates: Rate | None, stretch: float = 1.0) -> float | None:
+    """Return the seconds of both directions in parallel until one has finished, then of the other alone.
+
+    `rates` are those in and out alone, and in and out in parallel.
+    """
+    known = [rate.value for rate in rates if rate is not None]
+    if len(known) < len(rates):
         return None
-    together = min(read / in_.value, written / out.value)
-    left_in, left_out = read - together * in_.value, written - together * out.value
-    return together + max(left_in / alone_in.value, left_out / alone_out.value, 0.0)
+    alone_in, alone_out, in_, out = known
+    together = min(read / in_, written / out)
+    left_in, left_out = read - together * in_, written - together * out
+    return stretch * (together + max(left_in / alone_in, left_out / alone_out, 0.0))
 
 
 def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
@@ -248,28 +234,30 @@ class TokenWork:
     `tables` counts the elements of large gradients, once a micro-batch and not for each token.
     """
 
-    products: float
-    attention: float
-    values: float
-    logits: float
+    products: float = 0.0
+    attention: float = 0.0
+    values: float = 0.0
+    logits: float = 0.0
     tables: int = 0
 
     def __add__(self, other: TokenWork) -> TokenWork:
         return TokenWork(*map(add, astuple(self), astuple(other)))
 
 
-def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float | None]:
-    """Return the seconds per token of forward and of backward with its recomputation; None without a measured rate."""
-    again, forward, backward = work_of_token(work)
-    tokens = work.micro_batch * work.length
+def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
+    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
+    again, forward, backward = _work_of_token(work)
     repeated, first, last = (
-        _seconds(part, work.dtype, machine, phase=phase, tokens=tokens)
+        _seconds(part, work.dtype, machine, phase=phase, tokens=work.micro_batch * work.length)
         for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
     )
-    return {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
+    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
+    what = f"computing {format_count(work.tokens)} tokens"
+    each = {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
+    return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in each.items()]
 
 
-def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
+def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     """Return the work of the backward's recomputation, of the forward, and of the backward itself.
 
     Breadth-first, the forward of the head is in the backward.
@@ -279,22 +267,31 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     before them.
     """
     shape, seq_len = work.shape, work.seq_len
-    blocks = _work_of_blocks(shape, seq_len)
-    recomputed = without_frozen(shape.first_blocks(work.checkpointed))
-    head = TokenWork(products=shape.head_flops(), attention=0.0, values=0.0, logits=shape.vocabulary)
+
+    def of_blocks(model: ModelShape) -> TokenWork:
+        products = model.block_flops(seq_len=0)
+        return TokenWork(products, attention=model.block_flops(seq_len=seq_len) - products, values=model.widths)
+
+    blocks, head = of_blocks(shape), TokenWork(products=shape.head_flops(), logits=shape.vocabulary)
     whole, products = blocks + head, shape.backward_flops(seq_len=0)
+    # Gradients that each micro-batch of a CPU writes to newly mapped memory, unless freed memory is reused. Each use of
+    # a tied weight has one, and their sum is one more.
+    tables = 0
+    for weight in () if work.keeps_heap else shape.weights:
+        if weight.trainable and weight.numel * work.item_bytes >= mapped_from(work.seq_len):
+            tables += weight.numel * (weight.uses + (weight.uses > 1))
     backward = TokenWork(
         products=products,
         attention=shape.backward_flops(seq_len=seq_len) - products,
         values=shape.widths * min(1.0, products / max(1.0, 2 * whole.products)),  # frozen layers need less
         logits=shape.vocabulary,
-        tables=sum(_fresh_elements(weight, work) for weight in shape.weights if weight.trainable),
+        tables=tables,
     )
-    forward, again = whole, TokenWork(0.0, 0.0, 0.0, 0.0)
-    if work.breadth_first:  # the loss is computed in the backward
-        forward, again = blocks, head
+    # Breadth-first, the loss is computed in the backward.
+    forward, again = (blocks, head) if work.breadth_first else (whole, TokenWork())
+    recomputed = without_frozen(shape.first_blocks(work.checkpointed))
     if work.checkpointing:
-        again += _work_of_blocks(recomputed, seq_len)
+        again += of_blocks(recomputed)
     if work.mlp_chunk:
         flops, widths = (
             count(shape, checkpointing=False)
@@ -302,25 +299,10 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
             - count(recomputed, checkpointing=False)
             for count in (ModelShape.tiled_flops, ModelShape.tiled_widths)
         )
-        again += TokenWork(products=flops, attention=0.0, values=widths, logits=0.0)
+        again += TokenWork(products=flops, values=widths)
     if work.micro_batch * work.length > work.loss_chunk:
         again += head
     return again, forward, backward
-
-
-def _work_of_blocks(shape: ModelShape, seq_len: int) -> TokenWork:
-    """Return the forward work of the blocks, which activation checkpointing repeats."""
-    products = shape.block_flops(seq_len=0)
-    return TokenWork(products, attention=shape.block_flops(seq_len=seq_len) - products, values=shape.widths, logits=0.0)
-
-
-def _fresh_elements(weight: Weight, work: Workload) -> int:
-    """Return the elements of a weight's gradients that each micro-batch writes to newly mapped memory on a CPU.
-
-    Each use of a tied weight has a gradient, and their sum is one more. It is 0 if freed memory is reused.
-    """
-    large = not work.keeps_heap and weight.numel * work.item_bytes >= mapped_from(work.seq_len)
-    return weight.numel * (weight.uses + (weight.uses > 1)) if large else 0
 
 
 def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
@@ -414,19 +396,18 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
 
     `homes` says whose state is on the device; without it, none is.
     """
-    first = first_block(units)
-    there = Counter[int]()
+    first, there = first_block(units), Counter[int]()
     for one in homes.cut.groups if homes else ():
         there[one.page.unit] += one.elements * (one.page.home == DEVICE)
-    inside = there.total()
+    inside = there.total() or 1
+    outside = sum(unit.trained for unit in units) - there.total() or 1
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
-    outside = sum(unit.trained for unit in units) - inside
     computed = (sum(unit.elements for unit in units[first:]) + tied) or 1
     parts = [
         UnitShare(
-            (unit.trained - there[unit.index]) / (outside or 1),
+            (unit.trained - there[unit.index]) / outside,
             unit.elements / computed * (unit.index >= first),
-            there[unit.index] / (inside or 1),
+            there[unit.index] / inside,
         )
         for unit in units
     ]
@@ -434,13 +415,7 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
 
 
 def hidden_seconds(
-    found: Forecast,
-    parts: Sequence[UnitShare],
-    *,
-    micro_batches: int,
-    gpu: bool,
-    read: float = 0.0,
-    after: float = 0.0,
+    found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool, read: float = 0.0, after: float = 0.0
 ) -> float:
     """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
 
@@ -463,9 +438,9 @@ def hidden_seconds(
         left -= part.forward
     asked = _seconds_of_resources(found, "update", gpu=gpu)
     for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
-        asked[of] = asked.get(of, 0.0) + seconds / micro_batches
+        asked[of] += seconds / micro_batches
     for of in {bound.place for bound in found.bounds if bound.kind == "drive"}:
-        asked[of] = asked.get(of, 0.0) - after
+        asked[of] -= after
     return max(0.0, update + forward - max([*ways, *asked.values()]))
 
 
@@ -503,16 +478,13 @@ class EarlyPages:
 
 def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
     """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
-    first = first_block(units)
     outside = sum(one.elements for one in homes.cut.groups if one.page.home != DEVICE) or 1
     on_drives = [one for one in homes.cut.groups if on_drive(one.page.home)]
-    away = sum(one.elements for one in on_drives)
-    last = sum(one.elements for one in on_drives if one.page.unit < first)
-    in_ram = sum(homes.pages[number].elements for number in homes.shadows)
+    away, first = sum(one.elements for one in on_drives), first_block(units)
     return EarlyPages(
         away / outside,
-        in_ram / outside,
-        last=last / (away or 1),
+        sum(homes.pages[number].elements for number in homes.shadows) / outside,
+        last=sum(one.elements for one in on_drives if one.page.unit < first) / (away or 1),
         read=min(1.0, buffers // 2 / (sum(one.count for one in on_drives) or 1)),
         copying=copying,
     )
@@ -538,20 +510,17 @@ def ahead_of(
     if not update or backward is None or not early.share:
         return BackwardOverlap(0.0, 0.0)
     backward /= micro_batches
-    forwards = [part.forward for part in parts_of(units)]
-    blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
+    blocks = [part.forward for unit, part in zip(units, parts_of(units), strict=False) if unit.block]
     first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
-    asked: dict[str, float] = {}  # seconds of each resource that early pages use
+    asked = defaultdict[str, float](float)  # seconds of each resource that early pages use
     for bound in found.bounds:
         if bound.phase == "update" and bound.kind != "adamw_gpu":
-            of, all_of_it = _asked_of(bound, gpu=gpu), bound.kind == "drive" and early.on_drives > 0
-            share = (1 - early.last) * (1.0 if all_of_it else early.share)
-            asked[of] = asked.get(of, 0.0) + share * (bound.seconds or 0.0)
-    taken = _seconds_of_resources(found, "backward", gpu=gpu)
-    others = {of: seconds / micro_batches for of, seconds in taken.items()}
+            share = (1 - early.last) * (1.0 if bound.kind == "drive" and early.on_drives > 0 else early.share)
+            asked[_resource_of(bound, gpu=gpu)] += share * (bound.seconds or 0.0)
+    others = {of: each / micro_batches for of, each in _seconds_of_resources(found, "backward", gpu=gpu).items()}
     could = min((1 - early.last) * update, max(asked.values(), default=0.0))
     lost = sum(bound.lost for bound in found.bounds if bound.phase == "update") if early.on_drives else 0.0
-    asked["cpu"] = asked.get("cpu", 0.0) + early.copying + (1 - early.last) * lost
+    asked["cpu"] += early.copying + (1 - early.last) * lost
     longest = max(could, *asked.values())
     part, both = 0.0, backward
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
@@ -564,21 +533,20 @@ def ahead_of(
 def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Forecast:
     """Return the forecast of the rest of the update after the clipping factor is known; other pages wait for it."""
     update = found.seconds["update"] or 0.0
-
-    def waits(bound: Bound) -> float:
-        """Return the share of the bound's work that waits: of a drive's none, of others all but early pages."""
-        return {"drive": 0.0, "adamw_gpu": 1.0}.get(bound.kind, 1 - early.share)
-
-    inside = [waits(bound) * (bound.seconds or 0.0) for bound in found.bounds if bound.phase == "update"]
+    waits = {"drive": 0.0, "adamw_gpu": 1.0}  # the share of a bound's work that waits; of others all but early pages
+    inside = [
+        waits.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0)
+        for bound in found.bounds
+        if bound.phase == "update"
+    ]
     left = max([update - ahead.done, *inside])
     part = left / update if update else 1.0
 
     def scaled(bound: Bound) -> Bound:
-        by = max(part, waits(bound)) if bound.phase == "update" else 1.0
+        by = max(part, waits.get(bound.kind, 1 - early.share)) if bound.phase == "update" else 1.0
         return replace(bound, seconds=bound.seconds and bound.seconds * by, lost=bound.lost * by)
 
-    bounds = tuple(scaled(bound) for bound in found.bounds)
-    return replace(found, seconds={**found.seconds, "update": left}, bounds=bounds)
+    return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(map(scaled, found.bounds)))
 
 
 def parts_left(
@@ -587,8 +555,7 @@ def parts_left(
     """Return the shares of the remaining update of `parts`; the forward waits for all units before the blocks."""
     first = first_block(units)
     before = sum(part.update for part in parts[:first])
-    inside = _longest_of(found, "update", "adamw")
-    waits = max(last * (found.seconds["update"] or 0.0), before * inside)
+    waits = max(last * (found.seconds["update"] or 0.0), before * _longest_of(found, "update", "adamw"))
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
     scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before or 1.0)] * (len(parts) - first)
     return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]
@@ -601,20 +568,18 @@ def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str
     the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
     computation to the transfers of drives.
     """
-    asked: dict[str, float] = {}
+    asked = defaultdict[str, float](float)
     bounds = [bound for bound in found.bounds if bound.phase == phase]
     for bound in bounds:
-        of = _asked_of(bound, gpu=gpu)
-        asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0)
-        if bound.lost:
-            asked["cpu"] = asked.get("cpu", 0.0) + bound.lost
+        asked[_resource_of(bound, gpu=gpu)] += bound.seconds or 0.0
+        asked["cpu"] += bound.lost
     whole, longest = found.seconds[phase], _longest(bounds)
     if not gpu and whole is not None and longest is not None:
-        asked["cpu"] = asked.get("cpu", 0.0) + whole - longest
+        asked["cpu"] += whole - longest
     return asked
 
 
-def _asked_of(bound: Bound, *, gpu: bool) -> str:
+def _resource_of(bound: Bound, *, gpu: bool) -> str:
     """Return the resource that a bound uses. Adding gradients takes the memory bandwidth that AdamW needs."""
     if bound.kind in ("adamw", "compute", "memory"):
         return "gpu" if gpu and bound.kind == "compute" else "cpu"

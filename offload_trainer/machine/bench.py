@@ -39,6 +39,7 @@ from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.optim.muon import Products, orthogonalised
 from offload_trainer.optim.norms import Pieces
+from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.machine import (
     DriveFacts,
     DriveRates,
@@ -50,7 +51,6 @@ from offload_trainer.plan.machine import (
     layer_key,
     sums_key,
 )
-from offload_trainer.plan.parallel.comm_cost import piece_width
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.safe_files import one_line, parsed

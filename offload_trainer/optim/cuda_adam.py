@@ -22,7 +22,7 @@ from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.norms import norm_of
 from offload_trainer.optim.rules import AdamStep, step_constants
-from offload_trainer.plan.parallel.comm_cost import piece_width
+from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES

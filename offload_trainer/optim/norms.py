@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_trainer.plan.parallel.comm_cost import piece_width
+from offload_trainer.plan.communication import piece_width
 
 _CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
 

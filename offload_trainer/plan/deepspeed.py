@@ -30,26 +30,25 @@ the head of a wide model has less of it. docs/benchmarks/predictions.md has meas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
-from offload_trainer.plan.parallel.collectives import (
-    Collective,
+from offload_trainer.plan.communication import (
+    as_traffic,
     divided,
     link_seconds,
     part_held,
     refusal,
     tensor_collectives,
     weights_held,
+    zero_bounds,
     zero_collectives,
 )
-from offload_trainer.plan.parallel.comm_cost import as_traffic, zero_bounds
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
@@ -62,7 +61,7 @@ from offload_trainer.plan.step_time import (
     copy_seconds,
     update_rate,
 )
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, Tiers, kind_asked, tiers_of
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -181,19 +180,9 @@ class DeepSpeed:
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
-        found = self._placements(machine)
-        if self._zero is not None:
-            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
-        if not found or self._sums_need_ram(work):
-            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
-        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
-
-    def _placements(self, machine: MachineProfile) -> list[Placement]:
         params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
         if self.moments == "8bit":
             optimizer = TierKind.GPU
-        if params and optimizer:
-            return [Placement(params, optimizer)]
         found = [
             one
             for one in _PLACEMENTS
@@ -204,55 +193,92 @@ class DeepSpeed:
             and (machine.gpu is not None or one.optimizer != TierKind.GPU or optimizer == TierKind.GPU)
         ]
         # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
-        return found or [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+        if not found or (params and optimizer):
+            found = [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+        if self._zero is not None:
+            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
+        if not found or self._sums_need_ram(work):
+            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
+        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
 
 
-@dataclass(frozen=True)
 class DeepSpeedCandidate:
-    """One placement of DeepSpeed, with the buffer sizes computed for it."""
+    """One placement of DeepSpeed, with the buffer sizes computed for it. Counts are elements."""
 
-    work: Workload
-    machine: MachineProfile
-    placement: Placement
-    section: DeepSpeedSection
-    moments: str  # optim.moment_dtype; "8bit" means bitsandbytes on the GPU
-
-    @cached_property
-    def sizes(self) -> ZeroSizes:
-        work = self.work
-        return zero_sizes(work.shape, self.section, self.placement, world=work.world, item_bytes=work.item_bytes)
-
-    @property
-    def title(self) -> str:
-        if self.work.tensor > 1:
-            return f"DeepSpeed AutoTP over {self.work.tensor} ranks, ZeRO-1"
-        return f"DeepSpeed ZeRO-{self.placement.stage}"
-
-    @property
-    def homes(self) -> str:
-        return self.machine.in_words(str(self.placement))
-
-    @property
-    def uses_drives(self) -> bool:
-        return TierKind.DRIVES in (self.placement.params, self.placement.optimizer)
-
-    @property
-    def cannot_save(self) -> str | None:
-        if self.placement.optimizer == TierKind.DRIVES:
-            return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-        if self.moments == "8bit":
-            return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
-        return None
-
-    @cached_property
-    def _tiers(self) -> Tiers:
-        return tiers_of(self.machine)
+    def __init__(
+        self,
+        work: Workload,
+        machine: MachineProfile,
+        placement: Placement,
+        section: DeepSpeedSection,
+        moments: str,
+    ) -> None:
+        """Take a step, a machine and a placement; `moments` is optim.moment_dtype, and "8bit" bitsandbytes' AdamW."""
+        self.work, self.machine, self.placement, self._section = work, machine, placement, section
+        shape, trainable = work.shape, work.shape.trainable
+        self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
+        self.title = f"DeepSpeed ZeRO-{placement.stage}"
+        if work.tensor > 1:
+            self.title = f"DeepSpeed AutoTP over {work.tensor} ranks, ZeRO-1"
+        self.homes = machine.in_words(str(placement))
+        self.uses_drives = TierKind.DRIVES in (placement.params, placement.optimizer)
+        self.cannot_save: str | None = None
+        if placement.optimizer == TierKind.DRIVES:
+            self.cannot_save = (
+                "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+            )
+        elif moments == "8bit":
+            self.cannot_save = (
+                "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
+            )
+        self._tiers = tiers_of(machine)
+        self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
+        self._held_trained = -(-self._held * trainable // shape.parameters)
+        if work.tensor > 1:  # parameters whose optimizer state is on one node
+            self._trained = -(-self._held_trained * work.here // work.data)
+        else:
+            self._trained = -(-trainable // work.nodes)
+        self._parts = [part_held(weight, work.tensor) for weight in shape.weights if weight.trainable]  # of a rank
+        self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
+        self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
+        # Bytes of the gradient sums over a rank's micro-batches.
+        self._sums = 4 if work.accumulate > 1 and work.sums == "fp32" else work.item_bytes
+        sent = gathered(shape, self.sizes) if placement.stage == 3 else {}
+        zero = zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
+        self._collectives = [*zero, *tensor_collectives(work)]
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def costs(self) -> Costs:
-        links = list(as_traffic(self._collectives, here=self.work.here))
-        return Costs(self._traffic(), self._bounds(), links, stretch=self._stretch(), on_top=self._on_top())
+        """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
+        work, machine, traffic, collectives = self.work, self.machine, self._traffic(), self._collectives
+        update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
+        if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
+            count, rate = self._trained, update_rate(work, machine)  # parameters per second of a node
+            if rate is not None:
+                stock = machine.rates.update.get("deepspeed")
+                rate = stock.value if stock else rate * _SPEED
+            seconds = None if rate is None else count / rate + UPDATE_START
+            update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
+        bounds = [update, *zero_bounds(collectives, machine, here=work.here)]  # `on_top` has the other collectives
+        if machine.gpu is None:
+            on_top["backward"] = _HOOKS * work.shape.trainable
+        elif work.tensor > 1:  # every rank computes all of what is outside the blocks
+            head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
+            times = (work.tensor - 1) * head / (blocks + head)
+            on_top |= {bound.phase: times * (bound.seconds or 0.0) for bound in computing_bounds(work, machine)}
+        if copies := self._copies_in_turn(traffic):
+            what = "gradients out of the device, back in and out again, one copy after the other"
+            bounds.append(Bound("backward", copies[0], what, "device"))
+            on_top["backward"] += copies[1]
+        for one in collectives if machine.gpu is not None else ():
+            if not one.hides:
+                on_top[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
+        # The first sub-group is read, and the last one is written, without traffic in the other direction. Without
+        # pipelining that holds for every sub-group.
+        alone = min(1.0, self.sizes.largest_sub_group / max(1, work.shape.trainable))
+        stretch = 1 + (alone if self._section.pipeline_read or self._section.pipeline_write else 1.0)
+        return Costs(traffic, bounds, list(as_traffic(collectives, here=work.here)), stretch=stretch, on_top=on_top)
 
     def _traffic(self) -> list[Traffic]:
         """Return the bytes that a step moves.
@@ -261,7 +287,7 @@ class DeepSpeedCandidate:
         """
         work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
         drive = self.machine.drives[0].directory if self.machine.drives else None
-        trained, total = self.trained, -(-work.shape.parameters // work.nodes)
+        trained, total = self._trained, -(-work.shape.parameters // work.nodes)
         own = -(-work.shape.parameters // work.world)
         found = []
         if self.placement.optimizer != TierKind.GPU:
@@ -286,86 +312,35 @@ class DeepSpeedCandidate:
         does so for 16-bit sums, which it reads from the second micro-batch on. Copies overlap with the backward; before
         DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
         """
-        work, stage, sums = self.work, self.placement.stage, self.sums
-        own = -(-self.trained // work.here)
+        work, stage, sums = self.work, self.placement.stage, self._sums
+        own = -(-self._trained // work.here)
         if self.machine.gpu is None:
             return Traffic(DEVICE_COPIES, "backward", 0, work.item_bytes * own * (1 if stage == 1 else work.accumulate))
         several = stage == 2 and work.accumulate > 1 and sums == work.item_bytes
         written = work.accumulate if stage == 3 or several else 0
         return Traffic(DEVICE_COPIES, "backward", sums * own * (written - several), (sums * written + 4) * own)
 
-    @cached_property
-    def _copies_in_turn(self) -> tuple[float, float] | None:
+    def _copies_in_turn(self, traffic: Sequence[Traffic]) -> tuple[float, float] | None:
         """Return the seconds of the copies in a backward with ZeRO-3, and of those that follow its last gradient.
 
         Other placements have None. `partition_grads` queues the copies of a gradient on one stream: out, in, and out
         again. Weights come in on another. The step waits for the copies of the last bucket, which has at least the
         first weight's gradient (`independent_gradient_partition_epilogue`).
         """
-        into, shape = self.machine.rates.to_device, self.work.shape
+        into, shape, copies = self.machine.rates.to_device, self.work.shape, self._gradient_copies
         on_gpu = self.machine.gpu is None or self.placement.optimizer == TierKind.GPU
         if on_gpu or self.placement.stage < 3 or into is None or not shape.trainable:
             return None
-        moved = [one for one in self._traffic() if (one.place, one.phase) == (DEVICE_COPIES, "backward")]
-        copies = self._gradient_copies
-        weights, back = sum(one.read for one in moved) - copies.read, copies.read / into.value
-        whole, alone = (copy_seconds(read, copies.written, self.machine) for read in (weights, 0))
+        moved = sum(one.read for one in traffic if (one.place, one.phase) == (DEVICE_COPIES, "backward"))
+        back = copies.read / into.value
+        whole, alone = (copy_seconds(read, copies.written, self.machine) for read in (moved - copies.read, 0))
         if whole is None or alone is None:
             return None
         last = next(weight.numel for weight in shape.weights if weight.trainable) / shape.trainable
         return whole + back, (alone + back) * last / self.work.accumulate
 
-    @cached_property
-    def _collectives(self) -> list[Collective]:
-        work, stage = self.work, self.placement.stage
-        sent = gathered(work.shape, self.sizes) if stage == 3 else {}
-        zero = zero_collectives(work, stage=stage, trained=self.held_trained, gathered=sent)
-        return [*zero, *tensor_collectives(work)]
-
-    def _bounds(self) -> list[Bound]:
-        """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
-        hidden = as_traffic([one for one in self._collectives if one.hides], here=self.work.here)
-        update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
-        if self.machine.gpu is None or self.placement.optimizer != TierKind.GPU:
-            count, rate = self.trained, update_rate(self.work, self.machine)  # parameters per second of a node
-            if rate is not None:
-                stock = self.machine.rates.update.get("deepspeed")
-                rate = stock.value if stock else rate * _SPEED
-            seconds = None if rate is None else count / rate + UPDATE_START
-            update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
-        bounds = [update, *zero_bounds(list(hidden), self.machine)]  # `_on_top` has the other collectives
-        if copies := self._copies_in_turn:
-            what = "gradients out of the device, back in and out again, one copy after the other"
-            bounds.append(Bound("backward", copies[0], what, "device"))
-        return bounds
-
-    def _stretch(self) -> float:
-        """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
-
-        The first sub-group is read, and the last one is written, without traffic in the other direction. Without
-        pipelining that holds for every sub-group.
-        """
-        if not (self.section.pipeline_read or self.section.pipeline_write):
-            return 2.0
-        return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
-
-    def _on_top(self) -> Mapping[str, float]:
-        work, machine = self.work, self.machine
-        if machine.gpu is None:
-            return {"backward": _HOOKS * work.shape.trainable}
-        waits = dict.fromkeys(PHASES, 0.0)
-        if work.tensor > 1:  # every rank computes all of what is outside the blocks
-            head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
-            times = (work.tensor - 1) * head / (blocks + head)
-            waits |= {bound.phase: times * (bound.seconds or 0.0) for bound in computing_bounds(work, machine)}
-        if copies := self._copies_in_turn:
-            waits["backward"] += copies[1]
-        for one in self._collectives:
-            if not one.hides:
-                waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
-        return waits
-
-    def notes(self) -> list[str]:
+    def notes(self, _: Costs) -> list[str]:
+        """Return the sentences of the plan about this placement."""
         notes = [
             "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
         ]
@@ -383,87 +358,40 @@ class DeepSpeedCandidate:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def held(self) -> int:
-        """Return the weights of a rank in elements, divided by tensor parallelism only."""
-        return weights_held(self.work.shape, self.work.tensor)
-
-    @cached_property
-    def held_trained(self) -> int:
-        """Return the trained weights of a rank in elements."""
-        return -(-self.held * self.work.shape.trainable // self.work.shape.parameters)
-
-    @cached_property
-    def trained(self) -> int:
-        """Return the number of parameters whose optimizer state is on one node."""
-        if self.work.tensor > 1:
-            return -(-self.held_trained * self.work.here // self.work.data)
-        return -(-self.work.shape.trainable // self.work.nodes)
-
     @property
     def items(self) -> list[Item]:
         """Return a node's memory at its peak."""
-        work, shape = self.work, self.work.shape
+        work, shape, e, here, row = self.work, self.work.shape, self.work.item_bytes, self.work.here, self.work.seq_len
         if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
             on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
             work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
         # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
         reduced = self.placement.stage > 1
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
-        waiting = work.item_bytes * tied if reduced else 0
+        waiting = e * tied if reduced else 0
         model = activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)
-        there = [item for item in model if item.tier == self._tiers.device.name and item.name in _ACTIVATIONS]
-        return [
-            *self._process(),
-            *self._weights(),
-            *self._gradients(),
-            *self._state(),
-            *model,
-            self._beyond(sum(item.bytes for item in there), kept=sum(item.bytes for item in there[:-1])),
-        ]
-
-    @property
-    def sums(self) -> int:
-        """Return the bytes per element of the gradient sums over a rank's micro-batches."""
-        return 4 if self.work.accumulate > 1 and self.work.sums == "fp32" else self.work.item_bytes
-
-    @cached_property
-    def _parts(self) -> list[int]:
-        """Return the elements of each trained weight on a rank."""
-        return [part_held(weight, self.work.tensor) for weight in self.work.shape.weights if weight.trainable]
-
-    @property
-    def _bucket(self) -> int:
-        return min(self.sizes.reduce_bucket, self.held_trained)
-
-    @property
-    def _gathered(self) -> int:
-        """Return the number of weight elements that ZeRO-3 has gathered at a time."""
-        return min(self.work.shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
+        there = [item.bytes for item in model if item.tier == self._tiers.device.name and item.name in _ACTIVATIONS]
+        items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
+        if not self._tiers.has_gpu:
+            each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
+            if row < LONG:
+                times = _HOLES[self.placement.stage]
+                each = int(times * e * self._held_trained)
+                why = f", {times} times the temporary gradients; peaks were up to 13 % higher"
+            items.append(self._tiers.ram.item("heap", each * here, f"measured: heap fragments{why}"))
+        beyond = self._beyond(sum(there), kept=sum(there[:-1]))
+        return [*items, *self._weights(), *self._gradients(), *self._state(), *model, beyond]
 
     def _tier(self, kind: TierKind) -> Tier:
         if kind == TierKind.DRIVES:
             return self._tiers.drives[0] if self._tiers.drives else Tier(kind, 0)
         return self._tiers.device if kind == TierKind.GPU else self._tiers.ram
 
-    def _process(self) -> list[Item]:
-        here, row = self.work.here, self.work.seq_len
-        items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
-        if not self._tiers.has_gpu and row >= LONG:
-            why = f"measured: heap fragments of allocations below {format_bytes(mapped_from(row))}, in each process"
-            items.append(self._tiers.ram.item("heap", _HOLES_OF_LONG_ROWS * here, why))
-        elif not self._tiers.has_gpu:
-            each = _HOLES[self.placement.stage]
-            holes = int(each * self.work.item_bytes * self.held_trained) * here
-            why = f"measured: heap fragments, {each} times the temporary gradients; peaks were up to 13 % higher"
-            items.append(self._tiers.ram.item("heap", holes, why))
-        return items
-
     def _weights(self) -> list[Item]:
         work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
         if self.placement.stage < 3:
-            how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
-            return [self._tiers.device.item("weights", e * self.held * here, f"{e} B a parameter, {how}")]
+            how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
+            return [self._tiers.device.item("weights", e * self._held * here, f"{e} B a parameter, {how}")]
         home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
         why = "gathered at the same time: max_live_parameters and a prefetch bucket"
         items = [
@@ -479,28 +407,28 @@ class DeepSpeedCandidate:
 
     def _gradients(self) -> list[Item]:
         e, here, device, several = self.work.item_bytes, self.work.here, self._tiers.device, self.work.accumulate > 1
-        of_bucket = self.sums if self.placement.stage == 1 else e
+        of_bucket = self._sums if self.placement.stage == 1 else e
         count = 2 if self._tiers.has_gpu and self.placement.stage < 3 else 1
         buckets = count * of_bucket * self._bucket * here
         items = [device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
         if self.placement.stage == 3:
             tier = device if self.placement.optimizer == TierKind.GPU else self._tiers.ram
-            why = f"{self.sums} B a parameter, sharded over the ranks"
-            return [*items, tier.item("gradients", self.sums * self.trained, why)]
+            why = f"{self._sums} B a parameter, sharded over the ranks"
+            return [*items, tier.item("gradients", self._sums * self._trained, why)]
         if self.placement.stage == 1:
-            each = self.sums * self.held_trained * here
+            each = self._sums * self._held_trained * here
             items.append(device.item("gradients", each, "whole on each rank"))
         elif self.placement.optimizer == TierKind.GPU:
-            items.append(device.item("gradients", e * self.trained, f"{e} B a parameter, until the update"))
-        if several and self.placement.stage == 2 and self.sums > e:
+            items.append(device.item("gradients", e * self._trained, f"{e} B a parameter, until the update"))
+        if several and self.placement.stage == 2 and self._sums > e:
             why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            return [*items, device.item("sums", 4 * self.trained, why)]
+            return [*items, device.item("sums", 4 * self._trained, why)]
         if several and self.placement.optimizer == TierKind.RAM:
-            items.append(self._tiers.ram.item("sums", e * self.trained, "of the micro-batches' gradients"))
+            items.append(self._tiers.ram.item("sums", e * self._trained, "of the micro-batches' gradients"))
         return items
 
     def _state(self) -> list[Item]:
-        e, trained, here, sizes = self.work.item_bytes, self.trained, self.work.here, self.sizes
+        e, trained, here, sizes = self.work.item_bytes, self._trained, self.work.here, self.sizes
         home = self._tier(self.placement.optimizer)
         items = [home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")]
         if self.placement.optimizer == TierKind.DRIVES:
@@ -533,9 +461,9 @@ class DeepSpeedCandidate:
             model += e * self._gathered * here
         of_each = sorted(map(self._full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
         full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
-        if self.held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
+        if self._held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
             full += kept  # the largest gradient is not the last one to be reduced
-        whole = e * (self.work.shape.parameters - self.held) * here if self.work.tensor > 1 else 0
+        whole = e * (self.work.shape.parameters - self._held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
             why = "until AutoTP has split it; in addition to activations"
             return self._tiers.device.item("whole model", whole - model, why)
@@ -548,7 +476,7 @@ class DeepSpeedCandidate:
         largest = max(self._parts, default=0)
         norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
         if self.placement.stage < 3:
-            sent = 2 * e * min(bucket, -(-self.held_trained // alike)) if alike > 1 else 0
+            sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0
             return max(norm, sent)
         if self.placement.optimizer == TierKind.DRIVES:
             norm = max(norm, 4 * -(-bucket // alike))

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.collectives import kept_elements
 from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated, loss_pieces
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import RAM_NAME, Item, TierKind, Tiers, tiers_of
@@ -90,8 +89,10 @@ def activation_items(
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=tiers.has_gpu)
     of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
     if work.sequence > 1:
-        more = work.item_bytes * kept_elements(shape, work.sequence)
-        of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
+        # Attention keeps a second copy of its result, and replicates keys and values until their heads are a multiple.
+        own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
+        kept_elements = shape.attention_elements * (1 + 2 * max(0.0, shape.sent_keys(work.sequence) - own))
+        of_rank = in_pieces(of_rank, ranks=work.sequence, more=work.item_bytes * kept_elements)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
     peak = peak_of(of_rank, work, inputs_here=not offloaded, gradients=gradients, waiting=waiting, tied_sum=tied_sum)

@@ -369,7 +369,7 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         links=tuple(costs.links),
         forecast=found,
         rejected=(),
-        notes=(*work.shape.notes, *machine.notes, *_notes(work, costs.traffic, machine), *one.notes()),
+        notes=(*work.shape.notes, *machine.notes, *_notes(work, costs.traffic, machine), *one.notes(costs)),
     )
 
 

@@ -100,6 +100,7 @@ class Costs:
     links: Sequence[Traffic] = ()  # between ranks, for display; their time is in `bounds` and `on_top`
     stretch: float = 1.0  # the update's drive time exceeds simultaneous reading and writing of its bytes by this factor
     on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
+    waits: Sequence[Bound] = ()  # those between ranks that `on_top` counts, for display
 
 
 def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:

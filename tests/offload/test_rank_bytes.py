@@ -23,7 +23,7 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.ranks import collective_fetch
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, exchange_of
+from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of

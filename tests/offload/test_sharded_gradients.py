@@ -25,7 +25,7 @@ from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.norms import norm_of
-from offload_trainer.plan.parallel import comm_cost
+from offload_trainer.plan import communication
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
 from offload_trainer.storage.transfer import DriveFile, Transfers
@@ -55,8 +55,8 @@ Sums = dict[str, torch.Tensor]
 
 
 def measure_in(piece: int, replace: Callable[..., None] = setattr) -> None:
-    replace(comm_cost, "_PIECE", piece)
-    replace(comm_cost, "_CHUNK", 1 << piece.bit_length() - 1)
+    replace(communication, "_PIECE", piece)
+    replace(communication, "_CHUNK", 1 << piece.bit_length() - 1)
 
 
 def hand_over(to: Gradients | ShardedGradients, *, seed: int, last: bool) -> None:

@@ -18,9 +18,11 @@ from sample_plans import GB, SHAPES, cluster, rate, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed import gathered, zero_sizes
-from offload_trainer.plan.machine import Latency, Links, MachineProfile, read_machine
-from offload_trainer.plan.parallel.collectives import (
+from offload_trainer.plan.communication import (
+    GPUS,
+    NETWORK,
+    OUTBOX,
+    STEP_BARRIERS,
     Collective,
     all_to_alls,
     column_products,
@@ -30,7 +32,8 @@ from offload_trainer.plan.parallel.collectives import (
     weights_held,
     zero_collectives,
 )
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, OUTBOX, STEP_BARRIERS
+from offload_trainer.plan.deepspeed import gathered, zero_sizes
+from offload_trainer.plan.machine import Latency, Links, MachineProfile, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import Weight

@@ -38,7 +38,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.optim.norms import Pieces
-from offload_trainer.plan.parallel.comm_cost import NormShards, norm_parts
+from offload_trainer.plan.communication import NormShards, norm_parts
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import OUTBOXES, exchange_bytes
 from offload_trainer.storage.host_memory import host_buffer

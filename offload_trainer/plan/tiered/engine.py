@@ -7,17 +7,24 @@ much of the optimizer state on the GPU as fits, then as much in RAM as fits, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
+from offload_trainer.plan.communication import (
+    all_to_alls,
+    as_traffic,
+    exchange_of,
+    hidden_waits,
+    link_seconds,
+    refusal,
+    waits_of,
+)
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, heap_holes
-from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
-from offload_trainer.plan.parallel.comm_cost import CommCost, as_traffic, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
     PHASES,
@@ -25,8 +32,6 @@ from offload_trainer.plan.step_time import (
     Bound,
     Costs,
     Forecast,
-    Traffic,
-    UnitShare,
     ahead_of,
     early_pages,
     hidden_seconds,
@@ -60,11 +65,7 @@ from offload_trainer.plan.tiered.spec import (
     tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_streaming import (
-    TransferBytes,
-    bounds_by_parts,
-    describe_weight_transfer,
-)
+from offload_trainer.plan.tiered.weight_streaming import bounds_by_parts, describe_weight_transfer
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -87,26 +88,23 @@ class Tiered:
     name = "tiered"
 
     def mistakes(self) -> list[str]:
-        """Return the mistakes in the configuration, one sentence each."""
-        return self._not_with_ranks(self.place.gpus) + self._not_with_shares()
-
-    def _not_with_shares(self) -> list[str]:
-        """Return the mistake if --gpu-fraction and --ram-fraction do not add up or contradict --optimizer."""
-        place = self.place
+        """Return the mistakes in the configuration, one sentence each: of ranks, and of shares that contradict."""
+        place, asked = self.place, kind_asked(self.place.optimizer)
         given = {flag: share for flag, share in place.shares.items() if share != "auto"}
         words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
         left = round(1 - sum(given.values()), 9)
-        if left < 0:
-            return [f"{words} add up to {1 - left:g} of the state: lower one of them"]
-        asked = kind_asked(place.optimizer)
-        only = "--gpu-fraction" if asked == TierKind.GPU else "--ram-fraction" if asked == TierKind.RAM else None
-        if only and any(share != (flag == only) for flag, share in given.items()):
-            where = "on the GPU" if only == "--gpu-fraction" else "in RAM"
-            return [f"{words} with --optimizer {place.optimizer}, which puts all of it {where}: leave one out"]
-        if place.ram_fraction != "auto" and left and not place.nvme:
-            other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
-            return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
-        return []
+        only, where = ("--gpu-fraction", "on the GPU") if asked == TierKind.GPU else ("--ram-fraction", "in RAM")
+        other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
+        shares = {
+            f"{words} add up to {1 - left:g} of the state: lower one of them": left < 0,
+            f"{words} with --optimizer {place.optimizer}, which puts all of it {where}: leave one out": (
+                asked in (TierKind.GPU, TierKind.RAM) and any(one != (flag == only) for flag, one in given.items())
+            ),
+            f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}": (
+                place.ram_fraction != "auto" and left and not place.nvme
+            ),
+        }
+        return [*self._not_with_ranks(place.gpus), *[one for one, wrong in shares.items() if wrong][:1]]
 
     def _not_with_ranks(self, world: int) -> list[str]:
         """Return the settings that several ranks do not support, one sentence each."""
@@ -137,18 +135,28 @@ class Tiered:
 
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
-        section, why, in_pieces = self.section, why_not_breadth_first(work), _why_not_in_pieces(work)
-        breadth_first = section.micro_batch_order == "breadth_first" and work.accumulate > 1
-        whole = section.fetch_granularity == "module" and not is_divided(work.shape)
+        section, shape, why = self.section, work.shape, why_not_breadth_first(work)
+        pieces = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
+        reasons = {  # why rows cannot be divided over ranks
+            f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)": work.world % work.sequence,
+            " with data.packing=on: attention masks between documents need whole rows; leave one out": shape.packed,
+            ": the model's number of attention heads is not known; leave it out": not shape.heads,
+            f": {pieces}": pieces,
+        }
+        in_pieces = next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
         found = {
             "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
             "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
             f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
-            f"tiered.micro_batch_order=breadth_first: {why}; leave it out": breadth_first and why,
+            f"tiered.micro_batch_order=breadth_first: {why}; leave it out": (
+                section.micro_batch_order == "breadth_first" and work.accumulate > 1 and why
+            ),
             "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
-            "modules need their weights one after the other and are much smaller than the block; leave it out": whole,
+            "modules need their weights one after the other and are much smaller than the block; leave it out": (
+                section.fetch_granularity == "module" and not is_divided(shape)
+            ),
             f"optim.name={work.state.rule.name}: no repeated block of this model has a trainable matrix; use "
-            "optim.name=adamw": work.state.rule.matrices and not any(weight.matrix for weight in work.shape.weights),
+            "optim.name=adamw": work.state.rule.matrices and not any(weight.matrix for weight in shape.weights),
         }
         return [*self._not_with_ranks(work.world), *(sentence for sentence, wrong in found.items() if wrong)]
 
@@ -199,6 +207,7 @@ class Tiered:
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
+        """Return the candidate with as much state on the GPU and in RAM as fits, where the shares are open."""
         tried: dict[TierSizes, TieredCandidate] = {}
 
         def sized(sizes: TierSizes) -> TieredCandidate:
@@ -207,16 +216,21 @@ class Tiered:
         def needs(sizes: TierSizes, tier: Tier) -> int:
             return sum_of(sized(sizes).items, tier)
 
-        trained = sum(unit.trained for unit in one.units) // one.work.nodes
-        each, ram, sizes = one.sizes.format.mean_bytes(one.work.shape), tiers_of(one.machine).ram, one.sizes
-        room, may_keep = ram.capacity - left_free(ram.capacity), _may_keep_heap(one.work, one.machine)
-        if may_keep and heap_holes(one.work, one.items) <= left_free(ram.capacity):
+        work, machine, sizes, ram = one.work, one.machine, one.sizes, tiers_of(one.machine).ram
+        trained = sum(unit.trained for unit in one.units) // work.nodes
+        # malloc may keep freed memory in a run of one process on a CPU; a session's process also runs other code. For
+        # long rows the arithmetic outweighs fresh pages (`mapped_from`).
+        run = work.world == 1 and work.checkpoints is not None
+        may_keep = run and machine.gpu is None and work.seq_len < LONG
+        if may_keep and heap_holes(work, one.items) <= left_free(ram.capacity):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
-        sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
+        each = sizes.format.mean_bytes(work.shape)
+        sizes = shares_that_fit(self.place, sizes, machine, trained=trained, each=each, needs=needs)
         if may_keep:
+            room = ram.capacity - left_free(ram.capacity)
             sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True), ram) <= room)
-        chosen = sized(shadows_that_fit(sizes, one.machine, needs=needs))
-        return replace(chosen, work=replace(chosen.work, keeps_heap=chosen.sizes.keeps_heap))
+        chosen = sized(shadows_that_fit(sizes, machine, needs=needs))
+        return replace(chosen, work=replace(work, keeps_heap=chosen.sizes.keeps_heap))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
@@ -242,26 +256,6 @@ class Tiered:
                 homes = [asked]
             found += [(placement, one) for one in homes]
         return [one for one in found if place.nvme or drives not in (one[0].params, one[1])]
-
-
-def _may_keep_heap(work: Workload, machine: MachineProfile) -> bool:
-    """Return whether malloc may keep freed memory: in a run of one process that computes rows below `LONG` on a CPU.
-
-    For long rows the arithmetic outweighs fresh pages (`mapped_from`). A session's process also runs other code.
-    """
-    return machine.gpu is None and work.world == 1 and work.seq_len < LONG and work.checkpoints is not None
-
-
-def _why_not_in_pieces(work: Workload) -> str:
-    """Return why the rows of this step cannot be divided over ranks (`parallel.sequence`), or "" if they can."""
-    why = refusal(work.shape, sequence=work.sequence, seq_len=work.seq_len)
-    reasons = {
-        f" with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)": work.world % work.sequence,
-        " with data.packing=on: attention masks between documents need whole rows; leave one out": work.shape.packed,
-        ": the model's number of attention heads is not known; leave it out": not work.shape.heads,
-        f": {why}": why,
-    }
-    return next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
 
 
 def why_not_breadth_first(work: Workload) -> str:
@@ -326,59 +320,46 @@ class TieredCandidate:
         return tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
     def costs(self) -> Costs:
-        return Costs(self._traffic, self._bounds, links=self._links, on_top=self._on_top)
+        """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients.
 
-    @cached_property
-    def _traffic(self) -> list[Traffic]:
-        return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
-
-    @cached_property
-    def _exchange(self) -> CommCost:
-        return exchange_of(self.work, self.units, self._laid_out, by_parts=self._by_parts)
-
-    @cached_property
-    def _by_parts(self) -> dict[str, TransferBytes]:
-        return gathered_weights(self.work, self.units, self._laid_out, self.sizes)
-
-    @property
-    def _links(self) -> list[Traffic]:
-        """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
-        return [*self._exchange.links, *as_traffic(all_to_alls(self.work), here=self.work.here)]
-
-    @property
-    def _waits(self) -> list[Bound]:
-        """Return the waits between ranks that no computation overlaps."""
-        found = list(waits(self._exchange, self.work, self.machine))
-        for one in all_to_alls(self.work) if self.machine.gpu is not None else ():  # on a CPU no rate is known
-            what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
-            found.append(Bound(one.phase, link_seconds(one, self.machine, here=self.work.here), what, "gpus"))
-        return found
-
-    @property
-    def _bounds(self) -> list[Bound]:
-        """Return the bounds of the optimizer on GPU and CPU, of transfers between ranks, and of adding gradients.
-
-        Waits between ranks are in `_on_top`; those of unknown duration are bounds here, so that the phase is unknown.
+        Waits between ranks that no computation overlaps are on top of a phase's slowest bound. Those of unknown
+        duration are bounds, so that the phase is unknown.
         """
-        bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
-        bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
-        bounds += [wait for wait in self._waits if wait.seconds is None]
-        if self.placement.params != TierKind.GPU and self.sizes.unit_buffers == 1:
-            bounds += in_turn(self.work, self.machine, self._traffic)
-        if self.machine.gpu is not None and (adding := self._adding):
+        work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
+        traffic = tiered_traffic(work, self.units, homes, sizes, tiers=tiers_of(machine))
+        by_parts = gathered_weights(work, self.units, homes, sizes)
+        exchange, sent = exchange_of(work, self.units, homes, by_parts=by_parts), list(all_to_alls(work))
+        waits = waits_of(exchange, work, machine)
+        for one in sent if gpu is not None else ():  # on a CPU no rate is known
+            what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
+            waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
+        bounds = [*self._updates(), *hidden_waits(exchange, work, machine)]
+        bounds += bounds_by_parts(by_parts, machine, ranks=work.here)
+        bounds += [wait for wait in waits if wait.seconds is None]
+        on_top = dict.fromkeys(PHASES, 0.0)
+        for wait in waits:
+            on_top[wait.phase] += wait.seconds or 0.0
+        if self.placement.params != TierKind.GPU and sizes.unit_buffers == 1:
+            bounds += in_turn(work, machine, traffic)
+        adding, memory = self._adding(), machine.rates.memory
+        if gpu is not None and adding:
             bounds.append(Bound("backward", adding, "adding gradients in RAM", "memory"))
-        return bounds
+        if gpu is None:  # the cores that compute also add gradients and copy weights from RAM
+            on_top["backward"] += adding
+            for moved in traffic if self.placement.params == TierKind.RAM else ():
+                if memory and moved.place == DEVICE_COPIES and moved.phase != "update":
+                    on_top[moved.phase] += 2 * moved.read / memory.value
+        links = [*exchange.links, *as_traffic(sent, here=work.here)]
+        return Costs(traffic, bounds, links, on_top=on_top, waits=waits)
 
-    @property
     def _adding(self) -> float:
         """Return the seconds of adding gradients in RAM and of measuring the sums; 0 if no rate is known."""
-        if self.work.world > 1:
-            return 0.0  # several ranks exchange gradients instead (`comm_cost.py`)
-        rates = self.machine.rates
-        added = added_bytes(self.work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
-        seconds = 0.0
+        work, rates, seconds = self.work, self.machine.rates, 0.0
+        if work.world > 1:
+            return 0.0  # several ranks exchange gradients instead (`communication.py`)
+        added = added_bytes(work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
         for measured, moved in added.items():
-            keys = [sums_key(name, measured=measured) for name in kernels_of(self.work)]
+            keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates.sums[key] for key in keys if key in rates.sums), rates.memory)
             seconds += moved / rate.value if rate is not None else 0.0
         return seconds
@@ -390,22 +371,20 @@ class TieredCandidate:
         The products of a rule on whole matrices come in addition. They do not overlap the transfers of pages without
         matrices, since a unit's pages are updated one after the other.
         """
-        work, rates, bounds = self.work, self.machine.rates.update, []
-        on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
+        work, machine, rates, bounds = self.work, self.machine, self.machine.rates.update, list[Bound]()
+        on_gpu = self.sizes.gpu_fraction if machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
         moved = 2 * work.state.mean_bytes(work.shape) + 2  # bytes per parameter without the gradient
-        title = work.state.rule.title
-        longer = (moved + work.gradient_bytes) / (moved + 2)
+        longer, title = (moved + work.gradient_bytes) / (moved + 2), work.state.rule.title
         products: float | None = 0.0
         others: float | None = 0.0
         if work.state.rule.matrices:
-            products = seconds_of_matrices(work.shape, self.machine)
-            cores = self.machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
+            products = seconds_of_matrices(work.shape, machine)
+            cores = machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            tiers = tiers_of(self.machine)
-            beside = traffic_beside_matrices(work, self._laid_out, format=self.sizes.format, tiers=tiers)
-            others = transfer_seconds(beside, self.machine, phase="update")
+            beside = traffic_beside_matrices(work, self._laid_out, format=self.sizes.format, tiers=tiers_of(machine))
+            others = transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
@@ -414,101 +393,74 @@ class TieredCandidate:
             what = f"{title} on {format_count(inside)} parameters on the GPU"
             bounds.append(Bound("update", seconds, what, "adamw_gpu"))
         if outside:
-            speed = update_rate(work, self.machine)
-            seconds = None
+            speed, seconds = update_rate(work, machine), None
             if speed and products is not None and others is not None:
                 seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
-
-    def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
-        """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
-        # An update that overlaps has one core of a CPU that computes the model.
-        if not self.sizes.overlap and (self._computes_products_on_cpu or self.section.overlap != "auto"):
-            return self.sizes, found
-        overlapped = self.overlapping_forward(found)
-        if found.step is not None:
-            gains = overlapped.hidden >= _FORWARD_WORTH * found.step
-        else:
-            # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
-            # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
-            gains = self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
-        if not self.sizes.overlap and not gains:
-            return self.sizes, replace(found, could_hide=overlapped.hidden)
-        if self.sizes.ahead:
-            return self.sizes, self._overlapping_backward(found)
-        return replace(self.sizes, overlap=True), overlapped
 
     @property
     def _computes_products_on_cpu(self) -> bool:
         """Return whether the update has matrix products, and the CPU computes them and the model."""
         return self.work.state.rule.matrices and self.machine.gpu is None
 
-    def overlapping_forward(self, found: Forecast) -> Forecast:
-        """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
-        pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
-        micro, buffers, read = self.work.passes, self.sizes.page_buffers, 0.0
-        if self._weights_precede_state:
-            read = read_before_update(found, pages, buffers=buffers, micro_batches=micro)
-        return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units, self._laid_out), read=read))
+    def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
+        """Return the final sizes and forecast, after deciding whether the update overlaps other work.
 
-    @property
-    def _weights_precede_state(self) -> bool:
-        """Return whether new weights are ready before the state of their page has been written.
-
-        Several ranks wait for both. Weights on drives are written after the state of earlier pages.
+        `found` is without overlap. New weights may be ready before the state of their page has been written: not with
+        several ranks, which wait for both, nor on drives, where they are written after the state of earlier pages.
         """
-        return self.work.world == 1 and self.placement.params != TierKind.DRIVES
+        sizes, work, machine, gpu = self.sizes, self.work, self.machine, self.machine.gpu is not None
+        # An update that overlaps has one core of a CPU that computes the model.
+        if not sizes.overlap and (self._computes_products_on_cpu or self.section.overlap != "auto"):
+            return sizes, found
+        parts, early = (
+            parts_of(self.units, self._laid_out),
+            work.world == 1 and self.placement.params != TierKind.DRIVES,
+        )
+        pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
+        read = read_before_update(found, pages, buffers=sizes.page_buffers, micro_batches=work.passes) if early else 0.0
+        hidden = hidden_seconds(found, parts, micro_batches=work.passes, gpu=gpu, read=read)
+        if found.step is not None:
+            gains = hidden >= _FORWARD_WORTH * found.step
+        else:
+            # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
+            # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
+            gains = self.uses_drives and (gpu or machine.cores > work.here)
+        if not sizes.overlap and not gains:
+            return sizes, replace(found, could_hide=hidden)
+        if sizes.ahead:
+            return sizes, self._overlapping_backward(found, read_early=early)
+        return replace(sizes, overlap=True), replace(found, behind=True, hidden=hidden)
 
-    def _hidden(self, found: Forecast, parts: Sequence[UnitShare], *, read: float = 0.0, after: float = 0.0) -> float:
-        gpu, micro = self.machine.gpu is not None, self.work.passes
-        return hidden_seconds(found, parts, micro_batches=micro, gpu=gpu, read=read, after=after)
-
-    def _overlapping_backward(self, found: Forecast) -> Forecast:
+    def _overlapping_backward(self, found: Forecast, *, read_early: bool) -> Forecast:
         """Return the forecast of an update that starts during the backward; `found` has no overlap."""
-        buffers, gpu = self.sizes.page_buffers, self.machine.gpu is not None
-        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows, buffers=buffers)
-        ahead = ahead_of(found, self.units, early, micro_batches=self.work.passes, gpu=gpu)
-        left = left_after(found, ahead, early)
+        units, homes, sizes = self.units, self._laid_out, self.sizes
+        micro, gpu = self.work.passes, self.machine.gpu is not None
+        # Copying the old bytes of pages with shadow memory reads and writes each. If the memory's rate was not
+        # measured, it is that of the update, which is bound by memory.
+        size, memory = shadow_bytes(homes, sizes.format), self.machine.rates.memory
+        each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
+        moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
+        early = early_pages(units, homes, copying=2 * size / moved if moved else 0.0, buffers=sizes.page_buffers)
+        ahead = ahead_of(found, units, early, micro_batches=micro, gpu=gpu)
+        left, parts = left_after(found, ahead, early), parts_of(units, homes)
         update, rest = (one.seconds["update"] or 0.0 for one in (found, left))
-        whole_parts = parts_of(self.units, self._laid_out)
-        parts = parts_left(found, left, self.units, whole_parts, last=early.last)
-        ready = early.read * update if self._weights_precede_state else 0.0
-        whole = self._hidden(left, parts, read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
+        ready = early.read * update if read_early else 0.0
+        whole = hidden_seconds(
+            left,
+            parts_left(found, left, units, parts, last=early.last),
+            micro_batches=micro,
+            gpu=gpu,
+            read=ready / rest if rest else 0.0,
+            after=min(ahead.first, ready),
+        )
         whole += update - rest - (ahead.done - ahead.hidden)
-        # A clipped step's update starts after the backward.
-        again = self._hidden(found, whole_parts)
+        again = hidden_seconds(found, parts, micro_batches=micro, gpu=gpu)  # a clipped step's update starts afterwards
         longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 
-    @property
-    def _copying_shadows(self) -> float:
-        """Return the seconds of copying the old bytes of all pages with shadow memory: each is read and written.
-
-        If the memory's rate was not measured, it is that of the update, which is bound by memory.
-        """
-        size, rate = shadow_bytes(self._laid_out, self.sizes.format), self.machine.rates.memory
-        if rate is not None:
-            return 2 * size / rate.value
-        each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
-        moved = (update_rate(self.work, self.machine) or 0.0) * each
-        return 2 * size / moved if moved else 0.0
-
-    @property
-    def _on_top(self) -> Mapping[str, float]:
-        """Return the seconds that each phase takes in addition to the slowest of its bounds."""
-        waited = dict.fromkeys(PHASES, 0.0)
-        for wait in self._waits:
-            waited[wait.phase] += wait.seconds or 0.0
-        if self.machine.gpu is None:  # the cores that compute also add gradients and copy weights from RAM
-            waited["backward"] += self._adding
-            if self.placement.params == TierKind.RAM and (memory := self.machine.rates.memory):
-                for moved in self._traffic:
-                    if moved.place == DEVICE_COPIES and moved.phase != "update":
-                        waited[moved.phase] += 2 * moved.read / memory.value
-        return waited
-
-    def notes(self) -> Iterator[str]:
+    def notes(self, costs: Costs) -> Iterator[str]:
         """Yield the sentences of the plan about this placement."""
         work, machine = self.work, self.machine
         if machine.no_state_on_gpu:
@@ -557,7 +509,7 @@ class TieredCandidate:
                 "not in RAM"
             )
         for phase in PHASES:
-            held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
+            held_up = [wait for wait in costs.waits if wait.phase == phase and wait.seconds is not None]
             if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
                 yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"
 

@@ -14,8 +14,8 @@ from typing import Any
 from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
+from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
-from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, with_dtype_of_card, workload
 from offload_trainer.plan.shape import ModelShape

@@ -1,0 +1,392 @@
+"""The bytes that ranks exchange in a step, and the seconds that they wait. Pure arithmetic.
+
+The tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`) has N ranks, n of them on each of K nodes,
+with a micro-batches each, e bytes per weight and g per element of the gradient sums. Of a unit, T elements are trained;
+S of them are updated on this node, and R by one rank:
+
+    outboxes    a n e T written, a n e S read    each rank writes its gradients; each owner reads its shard of them all
+    sums        g S (2 a N - 1)                  in RAM: written once, then read and written per further gradient
+    network     a (N - n) e S received           gradients from all ranks of other nodes; a n e (T - S) sent
+                a n (N - n) w each way           flags from each rank to each: which of w weights have a gradient
+                e (T - S) received               new weights, since each node has all weights; e (K - 1) S sent
+    gpus        e (T - R) into each GPU          new weights that are placed on the device
+                (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
+    barriers    a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
+                                                 units whose sums are on drives, for their norms, and five per step:
+                                                 targets, losses, sums, norm, step
+    gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
+
+Messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on average 2 MB
+for each border in a unit) and those at the start of a step are not counted: up to 7 % of a step for small models on two
+nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
+takes n times the bytes of a reduction.
+
+Stock ZeRO, tensor and sequence parallelism have N = T S D ranks: T ranks share each matrix product of a block (tensor),
+S the tokens of each row (sequence), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have
+the same weights, and ZeRO partitions over them. Each of D takes M micro-batches of t tokens per step. There are h
+hidden elements; r(n) = (n - 1) / n. Each GPU sends, and receives, this many bytes in a step:
+
+    ZeRO-1      r(Z) e W of gradients once (reduce-scatter), r(Z) e W of new weights (all-gather)
+    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
+                buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/deepspeed.py avoids
+    ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
+                less what DeepSpeed does not gather again (`gathered` in plan/deepspeed.py)
+    tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
+                The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
+                gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
+                saves
+    sequence    r(S) e t / S for each element of queries, keys, values and results of all heads, M times in each of
+                forward, backward and recomputation (DeepSpeed Ulysses, Jacobs et al. 2023, section 3.2)
+
+Ranks of a tensor group are adjacent; then come those of a sequence, and of data. A ring that spans nodes enters and
+leaves each node once, and a node is crossed by as many rings as the rank distance within a group. ZeRO's collectives
+overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the plan does not tell apart); those of
+tensor and sequence do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from offload_trainer.plan.machine import MachineProfile, Rate
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
+from offload_trainer.plan.step_time import Bound, Traffic
+from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
+from offload_trainer.plan.tiered.weight_streaming import TransferBytes
+from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+STEP_BARRIERS = 5  # barriers per step in addition to those of units
+OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
+
+
+@dataclass(frozen=True)
+class CommCost:
+    """Communication of one node in a step: bytes by link and phase, and the numbers of barriers and gathers.
+
+    `sums` is the memory traffic of adding gradients in the backward, in bytes.
+    """
+
+    links: tuple[Traffic, ...]
+    sums: int
+    barriers: int
+    gathers: int
+
+    def bytes(self, place: str, phase: str) -> tuple[int, int]:
+        """Return (read, written) of a link in a phase; for the network and the GPUs, (received, sent)."""
+        found = [one for one in self.links if (one.place, one.phase) == (place, phase)]
+        return sum(one.read for one in found), sum(one.written for one in found)
+
+
+def exchange_of(
+    work: Workload,
+    units: Sequence[Unit],
+    homes: TierMap,
+    *,
+    by_parts: Mapping[str, TransferBytes] | None = None,
+    node: int = 0,
+) -> CommCost:
+    """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
+
+    `by_parts`: weights that each device receives by all-gather, by phase.
+    """
+    if work.world == 1:
+        return CommCost((), sums=0, barriers=0, gathers=0)
+    e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
+    every = own = whole = held = on_gpus = weights = barriers = 0
+    trained = [unit for unit in units if unit.trained]
+    for unit in trained:
+        first, end_of_one = range_of_rank(unit, node * here, ranks=work.world)
+        _, end = range_of_rank(unit, node * here + here - 1, ranks=work.world)
+        for place in unit.places:
+            if place.weight.trainable:
+                weights += 1
+                every += place.weight.numel
+                own += max(0, min(end, place.start + place.weight.numel) - max(first, place.start))
+        whole += unit.trained
+        held += end - first
+        barriers += micro + on_drive(homes.gradients[unit.index])
+        if homes.weights[unit.index] == DEVICE:
+            on_gpus += unit.trained - (end_of_one - first)
+    links = [
+        Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
+        Traffic(GPUS, "update", read=e * on_gpus, written=0),
+        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
+    ]
+    if remote:
+        marks = micro * here * remote * weights
+        given, taken = micro * here * e * (whole - held), micro * remote * e * held
+        links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
+        links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
+    sums = work.gradient_bytes * own * (2 * work.added - 1)
+    moving = tuple(one for one in links if one.read or one.written)
+    return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))
+
+
+def waits_of(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
+    """Return the waits that add to a phase's slowest bound.
+
+    The autograd thread waits for a unit's gradients, for the other ranks and for the additions before it continues.
+    Gradients on the network may take until the next unit's gradients are complete, and new weights until the last ones
+    are computed, so those overlap (`hidden_waits`).
+    """
+    if work.world == 1:
+        return []
+    # Gradients of other nodes are written to RAM before they are added.
+    size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
+    what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
+    return [
+        Bound("backward", _over(size, machine.rates.memory), what, "memory"),
+        *_messages(moved.barriers - STEP_BARRIERS, work, machine, phase="backward"),
+        *_messages(STEP_BARRIERS, work, machine, phase="update"),
+    ]
+
+
+def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
+    """Return the transfers that overlap a phase's computation: gradients on the network, and units' new weights."""
+    bounds = [*_over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")]
+    bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
+    to_gpus, _ = moved.bytes(GPUS, "update")
+    if machine.gpu is not None and to_gpus:
+        bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
+    return bounds + _messages(moved.gathers, work, machine, phase="update", ways=1)
+
+
+def _over(size: int, rate: Rate | None) -> float | None:
+    return None if rate is None else size / rate.value
+
+
+def _messages(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
+    """Return the seconds of `count` barriers (`ways=2`) or gathers (`ways=1`); empty if the latency is unknown.
+
+    Rank 0 counts as receiving a message from each other rank, and in a barrier as answering it.
+    """
+    message = machine.links.message
+    if message is None or count == 0:
+        return []
+    return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
+
+
+def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str) -> list[Bound]:
+    """Return the bound of simultaneous receiving and sending over a full-duplex network."""
+    what = f"{format_bytes(ways[0])} from other nodes, {format_bytes(ways[1])} to them"
+    return [Bound(phase, _over(max(ways), machine.links.network), what, "network")] if any(ways) else []
+
+
+def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) -> Bound:
+    """Return the bound of `size` bytes over the links between GPUs, or through host memory if there are none."""
+    rate = machine.links.between_gpus or machine.links.all_to_all or machine.rates.both_ways
+    return Bound(phase, _over(size, rate), f"{format_bytes(size)} {what}", "gpus")
+
+
+# -- collectives of stock ZeRO, of tensor and of sequence parallelism
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind in a step."""
+
+    phase: str
+    bytes: float  # total bytes each way through each GPU
+    count: int  # number of collectives
+    group: int  # ranks per group
+    stride: int  # rank distance between neighbours of a group
+    kind: Literal["ring", "all-to-all"] = "ring"
+    hides: bool = False  # it overlaps the phase's products
+
+    def network(self, here: int) -> float:
+        """Return the bytes each way through the network of a node with `here` ranks."""
+        if self.group * self.stride <= here:
+            return 0.0
+        inside = max(1, here // self.stride)  # ranks of one group on the node
+        if self.kind == "all-to-all":
+            return self.bytes * here * (self.group - inside) / (self.group - 1)
+        return self.bytes * min(self.stride, here)
+
+
+def zero_collectives(
+    work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Collective]:
+    """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
+    alike = work.data * work.sequence  # ranks with the same weights
+    if alike == 1:
+        return
+    size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
+    for phase, count in gathered.items():
+        if phase == "update":
+            yield Collective(phase, size * count, 1, alike, stride)
+        else:
+            yield Collective(phase, micro * size * count, micro, alike, stride, hides=True)
+    times = 1 if stage == 1 else micro
+    yield Collective("backward", times * size * trained, times, alike, stride, hides=True)
+    if stage < 3:
+        yield Collective("update", size * trained, 1, alike, stride)
+
+
+def tensor_collectives(work: Workload) -> Iterator[Collective]:
+    """Yield the all-reduces of tensor parallelism on each rank."""
+    if work.tensor == 1:
+        return
+    again, blocks = int(work.checkpointing), work.accumulate * work.shape.layers
+    each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.length * work.shape.hidden
+    for phase, count in (("forward", 2), ("backward", column_products(work.shape) + again)):
+        yield Collective(phase, blocks * count * each, blocks * count, work.tensor, 1)
+
+
+def all_to_alls(work: Workload) -> Iterator[Collective]:
+    """Yield the all-to-alls of sequence parallelism on each rank.
+
+    Queries, keys, values and results of attention pass through them (`model/attention.py`). Buffers during the
+    all-to-alls are smaller than what an MLP needs (tests/plan/test_gpu_bytes.py).
+    """
+    if work.sequence == 1:
+        return
+    each = (work.sequence - 1) / work.sequence * work.item_bytes * work.micro_batch * work.length
+    each *= work.shape.attention_elements * (2 + 2 * work.shape.sent_keys(work.sequence)) / 4
+    layers = work.shape.layers
+    for phase, blocks in (("forward", layers), ("backward", layers + work.checkpointed)):
+        times = 4 * work.accumulate * blocks
+        yield Collective(phase, times * each, times, work.sequence, work.tensor, "all-to-all")
+
+
+def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> float | None:
+    """Return the seconds of a collective, or None if a rate is unknown.
+
+    Transfers within a node and between nodes overlap. Within a node this uses the machine's rate between GPUs, else
+    the benchmark's rate of collectives, else copies through host memory.
+    """
+    measured = machine.links.all_gather if one.kind == "ring" else machine.links.all_to_all
+    inside = machine.links.between_gpus or measured or machine.rates.both_ways
+    through, network = one.network(here), machine.links.network
+    if (one.bytes and inside is None and here > 1) or (through and network is None):
+        return None
+    seconds = one.bytes / inside.value if inside is not None and here > 1 else 0.0
+    return max(seconds, through / network.value if through and network else 0.0)
+
+
+def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
+    """Yield the bytes of each phase through each GPU, and through each node's network."""
+    found: dict[tuple[str, str], float] = {}
+    for one in moved:
+        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
+            if size:
+                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
+    for (place, phase), size in found.items():
+        yield Traffic(place, phase, round(size), round(size))
+
+
+def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: int) -> list[Bound]:
+    """Return the bounds of the collectives that overlap matrix products; empty on a CPU, where no rate is known."""
+    found = []
+    for one in as_traffic((each for each in moved if each.hides), here=here) if machine.gpu is not None else ():
+        if one.place == NETWORK:
+            found += _over_network((one.read, one.written), machine, phase=one.phase)
+        else:
+            found.append(_between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU"))
+    return found
+
+
+# -- what a rank of a group has ---------------------------------------------------------------------------------------
+
+
+def refusal(shape: ModelShape, *, tensor: int = 1, sequence: int = 1, seq_len: int = 0) -> str:
+    """Return why the model or its rows of `seq_len` tokens cannot be divided, or "" if they can."""
+    if tensor > 1 and any(weight.block and len(weight.shape) > 2 for weight in shape.weights):
+        return "its experts are stored in one tensor, which cannot be split by rows or columns"
+    if shape.heads % (tensor * sequence):
+        return f"{shape.heads} attention heads are not a multiple of {tensor * sequence}"
+    if shape.key_heads % tensor:
+        return f"{shape.key_heads} key-value heads are not a multiple of {tensor}"
+    if seq_len % sequence:
+        return f"rows of {seq_len} tokens are not a multiple of {sequence}"
+    return ""
+
+
+def part_held(weight: Weight, tensor: int) -> int:
+    """Return the elements of a weight on one rank of a tensor-parallel group; embeddings and head are whole."""
+    return -(-weight.numel // tensor) if _is_divided(weight) else weight.numel
+
+
+def weights_held(shape: ModelShape, tensor: int) -> int:
+    """Return the weights of a rank in elements, before ZeRO partitions them."""
+    divided = sum(weight.numel for weight in shape.weights if _is_divided(weight))
+    return round(divided / tensor) + shape.parameters - divided
+
+
+def _is_divided(weight: Weight) -> bool:
+    return weight.block and (weight.split in ("column", "row") or len(weight.shape) > 1)
+
+
+def column_products(shape: ModelShape) -> int:
+    """Return the most column-split matrices in a block. If splits are unknown, assume that all but two are."""
+    matrices = [weight for weight in shape.weights if len(weight.shape) > 1]
+    if counts := Counter(weight.unit for weight in matrices if weight.split == "column"):
+        return max(counts.values())
+    counts = Counter(weight.unit for weight in matrices if weight.block and weight.products)
+    return max(0, max(counts.values(), default=0) - 2)
+
+
+def divided(counted: Activations, tensor: int) -> Activations:
+    """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
+
+    def inside(one: Growth) -> Growth:
+        whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
+        return Growth(*(value / tensor for value in one.values())) + whole
+
+    return replace(counted, kinds=tuple(kind.each(inside) for kind in counted.kinds))
+
+
+# -- the gradient norm of a weight, divided over the ranks that each hold a part of its summed gradient
+#
+# A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
+# number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
+# range the piece begins. The engine communicates by these rules.
+
+_PIECE = 1 << 17  # elements of a piece on a CPU
+_CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
+
+Part = tuple[int, int, int]  # rank, and elements [first, end) of the unit in that rank's range
+
+
+def piece_width(numel: int, *, ordered: bool) -> int:
+    """Return the elements per piece for a weight of `numel` elements; `ordered`: the norm is computed for a GPU."""
+    return min(_CHUNK, 1 << max(0, numel - 1).bit_length()) if ordered else _PIECE
+
+
+@dataclass(frozen=True)
+class NormShards:
+    """The part of one weight's norm that one rank computes. Elements are counted from the unit's start."""
+
+    starts: range  # starts of the pieces that begin in its range
+    ends: int  # end of the weight
+    has: int  # end of the weight's part in its range
+    gives: Part | None  # the part that it sends to an earlier rank
+    gets: tuple[Part, ...]  # the parts that it receives from later ranks
+
+
+def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
+    """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
+    ends = place.start + place.weight.numel
+
+    def within(rank: int) -> tuple[int, int]:
+        """Return the elements [first, end) of the weight in a rank's range; first equals end if there are none."""
+        first, end = range_of_rank(unit, rank, ranks=ranks)
+        first = max(first, place.start)
+        return first, max(first, min(end, ends))
+
+    sent: list[tuple[int, Part]] = []  # parts of pieces that an earlier rank computes, and that rank
+    for other in range(ranks):
+        first, has = within(other)
+        into = (first - place.start) % width  # elements since the start of the piece
+        if into and first < has:
+            owner = rank_of(unit, first - into, ranks=ranks)
+            sent.append((owner, (other, first, min(has, first - into + width))))
+    first, has = within(rank)
+    starts = range(first + (place.start - first) % width, has, width)
+    gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
+    return NormShards(starts, ends, has, gives, gets=tuple(part for owner, part in sent if owner == rank))

@@ -205,6 +205,8 @@ class DeepSpeed:
 class DeepSpeedCandidate:
     """One placement of DeepSpeed, with the buffer sizes computed for it. Counts are elements."""
 
+    engine = "deepspeed"
+
     def __init__(
         self,
         work: Workload,

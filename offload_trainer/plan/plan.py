@@ -161,7 +161,6 @@ class Plan:
             f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}"
             + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else ""),
             *self._describe_tiers(full=full),
-            *self._describe_limits(),
             *self._describe_seconds(steps, full=full),
         ]
         nearest = sorted(self.rejected, key=lambda one: not one[1].startswith("fits"))[:_REJECTED]
@@ -177,76 +176,60 @@ class Plan:
             lines += wrapped
         return "\n".join([*lines, "  more: all items, schedules and rejections: `offload-train plan ... --explain`"])
 
-    def _describe_limits(self) -> list[str]:
-        """Return what does not fit in any placement, and the longest row that fits."""
-        lines = [f"  {self.too_large}"] if self.too_large else []
-        if self.longest_row == 0:
-            lines.append("  rows of any length: not even the shortest fit with these settings")
-        elif self.longest_row is not None:
-            longer = "; rows longer than this plan's may need another placement"
-            lines.append(
-                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch"
-                + (longer if self.longest_row > self.seq_len else "")
-            )
-        return lines
-
     def _describe_tiers(self, *, full: bool) -> list[str]:
-        """Return a line for each tier of this machine, with its largest items; with `full` a line for each item."""
+        """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
         if not full:  # those that do not fit first, and no drive that is not used
             tiers = [tier for tier in tiers if self.tiers[tier]["need"] or tier in (GPU_NAME, RAM_NAME)]
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
         width, lines = max(map(len, tiers)), list[str]()
         for tier in tiers:
-            lines.append(f"  {tier:<{width}} {format_bytes(self.tiers[tier]['need']):>8} {self._verdict(tier)}")
+            room, shared = self.tiers[tier], self._shared(tier)
+            verdict = f"of {format_bytes(room['have'])}"
+            if room["need"] > room["have"]:
+                if shared is not None:
+                    others = " and ".join(each for each in shared.directories if each != tier)
+                    verdict = f"of {format_bytes(shared.free_bytes)} on the filesystem shared with {others}"
+                verdict += "   DOES NOT FIT"
+            elif not room["need"] and tier not in (GPU_NAME, RAM_NAME):
+                verdict += ": not used by this plan"
+            lines.append(f"  {tier:<{width}} {format_bytes(room['need']):>8} {verdict}")
             items = [item for item in self.items if item.tier == tier and item.bytes]
             if full:
                 lines += [f"    {item.name:<26}{format_bytes(item.bytes):>10}   {item.why}" for item in items]
             elif items:
                 largest = sorted(items, key=lambda item: -item.bytes)[:_MOST]
                 lines[-1] += f": {'; '.join(f'{item.name} {format_bytes(item.bytes)}' for item in largest)}"
+        lines += [f"  {self.too_large}"] if self.too_large else []
+        if self.longest_row == 0:
+            lines.append("  rows of any length: not even the shortest fit with these settings")
+        elif self.longest_row is not None:
+            longer = "; rows longer than this plan's may need another placement" * (self.longest_row > self.seq_len)
+            rows = f"{self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch{longer}"
+            lines.append(f"  rows of up to {rows}")
         return lines
 
-    def _verdict(self, tier: str) -> str:
-        """Return the available bytes of a tier, and whether they are enough."""
-        room, one = self.tiers[tier], self._shared(tier)
-        if room["need"] <= room["have"]:
-            unused = not room["need"] and tier not in (GPU_NAME, RAM_NAME)
-            return f"of {format_bytes(room['have'])}" + (": not used by this plan" if unused else "")
-        if one is None:
-            return f"of {format_bytes(room['have'])}   DOES NOT FIT"
-        others = " and ".join(each for each in one.directories if each != tier)
-        return f"of {format_bytes(one.free_bytes)} on the filesystem shared with {others}   DOES NOT FIT"
-
-    def _describe_untimed(self) -> list[str]:
-        """Return which rates are missing, the command that measures them, and what `auto` would then choose between."""
-        untimed = dict.fromkeys(bound.what for bound in self.forecast.bounds if bound.seconds is None)
-        drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
-        command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
-        lines = [f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}"]
-        others = [way.words for way in self.ways if way.words != self.way]
-        chooses = (
-            f"; auto then chooses the fastest of {self.way} (the current choice), {', '.join(others)}" if others else ""
-        )
-        return [*lines, f"    run `{command}` once to time it{chooses}"]
-
     def _describe_seconds(self, steps: int | None, *, full: bool) -> list[str]:
-        """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change."""
-        found, step = self.forecast, self.forecast.step
+        """Return the seconds of a step, of its phases and of the run, what limits each phase, and what would change.
+
+        Without a forecast these are the rates that are missing, and the command that measures them.
+        """
+        found, step, ways = self.forecast, self.forecast.step, [way for way in self.ways if way.words != self.way]
         if step is None:
-            return self._describe_untimed()
+            untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
+            drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
+            command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
+            others = f" (the current choice), {', '.join(way.words for way in ways)}"
+            chooses = f"; auto then chooses the fastest of {self.way}{others}" if ways else ""
+            return [
+                f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}",
+                f"    run `{command}` once to time it{chooses}",
+            ]
         total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
         lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
         for phase in PHASES:
             seconds = format_seconds(found.seconds[phase] or 0.0)
             lines.append(f"    {phase:<10}{seconds:>9}   {found.slowest(phase).what}")
-        lines += [*self._describe_hidden(), *(self._describe_ways() if full else []), *self._describe_larger_steps()]
-        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
-        return [*lines, f"  faster, with other results: {told}"] if told else lines
-
-    def _describe_hidden(self) -> list[str]:
-        """Return how much of the update overlaps with what, and what a step that needs clipping costs more."""
-        found, lines = self.forecast, list[str]()
         if found.behind:
             hidden, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
             where = "the backward and the next forward" if found.ahead else "the next forward"
@@ -254,22 +237,14 @@ class Plan:
         if found.ahead:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
-        return lines
-
-    def _describe_ways(self) -> list[str]:
-        """Return the forecasts of the other update schedules, and why some were ruled out."""
-        others = [way for way in self.ways if way.words != self.way]
-        timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
-        lines = [f"    auto chose {self.way}; estimated step with {', '.join(timed)}"] if timed else []
-        lines += [f"    auto ruled out {way.why_not}" for way in others if way.why_not]
-        return lines
-
-    def _describe_larger_steps(self) -> list[str]:
-        """Return from how many tokens a step on the drives' time is hidden."""
-        hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
-        if not hidden or hidden <= self.tokens_per_step:
-            return []
-        others = [way for way in self.ways if way.words != self.way and way.tokens]
-        of_others = [f"with {way.words} from {format_count(way.tokens or 0)} on" for way in others]
-        least = f"from {format_count(hidden)} tokens a step on (--accumulate)"
-        return [f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *of_others])}"]
+        timed = [f"{way.words} {format_seconds(way.seconds)}" for way in ways if way.seconds is not None]
+        if full and timed:
+            lines.append(f"    auto chose {self.way}; estimated step with {', '.join(timed)}")
+        lines += [f"    auto ruled out {way.why_not}" for way in ways if full and way.why_not]
+        tokens = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
+        if tokens and tokens > self.tokens_per_step:
+            least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
+            more = [f"with {way.words} from {format_count(way.tokens)} on" for way in ways if way.tokens]
+            lines.append(f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *more])}")
+        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
+        return [*lines, f"  faster, with other results: {told}"] if told else lines

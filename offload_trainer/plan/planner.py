@@ -18,7 +18,7 @@ from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
-from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
+from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
@@ -127,8 +127,8 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     took 11.6 s without recomputation and 13.6 s with it. There, of the numbers whose steps are within `_ALIKE` of the
     shortest, the one that computes least is therefore taken, also if it saves `WORTH` of the step in computation alone.
     """
-    shape, layers = work.shape, work.shape.layers
-    may_gain = default.fits and default.checkpointed and default.forecast.step is not None
+    shape, layers, step = work.shape, work.shape.layers, default.forecast.step
+    may_gain = default.fits and default.checkpointed and step is not None
     may_fit = not default.fits and not default.checkpointed
     if not shape.can_checkpoint or not shape.trainable or not (may_gain or may_fit):
         return default  # if only adapters are trained, what they keep in each block is not counted
@@ -140,6 +140,9 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
         if not plan.fits or (default.fits and _is_more_on_drives(plan, default)):
             return math.inf
         return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
+
+    def computing(count: int) -> float:
+        return sum(plans[count].forecast.seconds[phase] or 0.0 for phase in ("forward", "backward"))
 
     def best_of(counts: Iterable[int]) -> int:
         """Return the best number of all that were tried, after trying `counts`."""
@@ -156,22 +159,16 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     if not plans[best].fits:
         return plans[layers]
     before, saved = seconds(default.checkpointed), 0.0
-    if machine.gpu is None and default.forecast.step is not None:
+    if machine.gpu is None and step is not None:
         alike = (count for count in plans if seconds(count) <= _ALIKE * seconds(best))
-        best = min(alike, key=lambda count: _computing(plans[count]))
-        saved = _computing(default) - _computing(plans[best])
+        best = min(alike, key=computing)
+        saved = computing(default.checkpointed) - computing(best)
     if default.fits and seconds(best) > (1 - WORTH) * before and saved < WORTH * before:
         return default
-    step = default.forecast.step
-    forecast = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
-    other = f"{default.checkpointed} of {layers}: {forecast}"
+    told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
+    other = f"{default.checkpointed} of {layers}: {told}"
     note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
-
-
-def _computing(plan: Plan) -> float:
-    """Return the seconds of a step's forward and backward."""
-    return sum(plan.forecast.seconds[phase] or 0.0 for phase in ("forward", "backward"))
 
 
 def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
@@ -232,40 +229,33 @@ def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the fastest of the engine's candidates that fits, or the nearest to it, and why others were rejected."""
-    plans = [_plan_of(one, work, machine, engine=engine.name) for one in engine.candidates(work, machine)]
-    chosen = _choose(plans)
-    rejected = []
+    """Return the best of the engine's candidates, and why the others were rejected.
+
+    That is the fastest that fits, the first one that fits if a forecast is missing, or the smallest excess. Forecasts
+    are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
+    """
+    plans = [_plan_of(one) for one in engine.candidates(work, machine)]
+    fitting = [plan for plan in plans if plan.fits]
+    known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
+    if not fitting:
+        chosen = min(plans, key=lambda one: sum(max(0, room["need"] - room["have"]) for room in one.tiers.values()))
+    elif len(known) < len(fitting):
+        chosen = fitting[0]
+    else:
+        chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
+    rejected, best = list[tuple[str, str]](), chosen.forecast.step
     for plan in plans:
+        step = plan.forecast.step
         if plan is chosen:
             continue
         if not plan.fits:
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
-        elif plan.forecast.step is not None and chosen.forecast.step is not None:
-            rejected.append((plan.homes, _slower(plan.forecast.step, chosen.forecast.step)))
+        elif step is not None and best is not None:
+            slower = f"{step / best - 1:.0%} longer"
+            if step < 1.01 * best:
+                slower = f"less than {_ALIKE - 1:.0%} faster, and moves more bytes"
+            rejected.append((plan.homes, f"fits, but a step takes {format_seconds(step)}, {slower}"))
     return replace(chosen, rejected=tuple(rejected))
-
-
-def _slower(step: float, chosen: float) -> str:
-    """Return why a plan whose step takes `step` seconds was not chosen over one that takes `chosen`."""
-    if step >= 1.01 * chosen:
-        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
-    return f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
-
-
-def _choose(plans: Sequence[Plan]) -> Plan:
-    """Return the fastest plan that fits, the first one that fits if a forecast is missing, or the smallest excess.
-
-    Forecasts are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
-    """
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        return min(plans, key=lambda one: sum(max(0, room["need"] - room["have"]) for room in one.tiers.values()))
-    steps = [plan.forecast.step for plan in fitting]
-    known = [step for step in steps if step is not None]
-    if len(known) < len(fitting):
-        return fitting[0]
-    return next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
@@ -336,16 +326,15 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
     )
 
 
-def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
+def _plan_of(one: Candidate) -> Plan:
     """Return the plan of one candidate."""
-    costs, sizes = one.costs(), one.sizes
-    found = forecast(one.work, machine, costs)
+    work, machine, costs, sizes = one.work, one.machine, one.costs(), one.sizes
+    found = forecast(work, machine, costs)
     if isinstance(one, TieredCandidate):
         sizes, found = one.settled(found)
-    saved = saved_items(work, output=machine.output.directory)
-    items = [*one.items, *reserve_items(machine, here=work.here), *saved]
+    items, tiers, shared = _needs(one)
     return Plan(
-        engine=engine,
+        engine=one.engine,
         title=one.title,
         placement=one.placement,
         sizes=sizes,
@@ -363,14 +352,49 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         world=work.world,
         nodes=work.nodes,
         items=tuple(items),
-        tiers=room_of(items, work, machine),
-        shared=shared_filesystems(work, machine),
+        tiers=tiers,
+        shared=shared,
         traffic=tuple(costs.traffic),
         links=tuple(costs.links),
         forecast=found,
         rejected=(),
         notes=(*work.shape.notes, *machine.notes, *_notes(work, costs.traffic, machine), *one.notes(costs)),
     )
+
+
+def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], tuple[Shared, ...]]:
+    """Return all items of a candidate, and the room on the machine (`room_of`)."""
+    work, machine = one.work, one.machine
+    items = [*one.items, *reserve_items(machine, here=work.here), *saved_items(work, output=machine.output.directory)]
+    return items, *room_of(items, work, machine)
+
+
+def room_of(
+    items: Sequence[Item], work: Workload, machine: MachineProfile
+) -> tuple[dict[str, dict[str, int]], tuple[Shared, ...]]:
+    """Return {"need", "have"} in bytes for each tier, and the filesystems with several of a run's directories.
+
+    A directory that shares its filesystem with others has what the others leave.
+    """
+    tiers, outputs = tiers_of(machine, here=work.here), () if work.checkpoints is None else (machine.output,)
+    drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}  # that a run writes to
+    have = {tiers.gpu.name: tiers.gpu.capacity, tiers.ram.name: tiers.ram.capacity}
+    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
+    need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
+    together: dict[int, list[str]] = {}
+    for directory, drive in drives.items():
+        if drive.device is not None:
+            together.setdefault(drive.device, []).append(directory)
+    for these in together.values():
+        for directory in these:
+            others = sum(need[other] for other in these if other != directory)
+            have[directory] = max(0, drives[directory].free_bytes - others)
+    shared = (
+        Shared(tuple(these), min(drives[directory].free_bytes for directory in these))
+        for these in together.values()
+        if len(these) > 1
+    )
+    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, tuple(shared)
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
@@ -399,41 +423,6 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         yield "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
     if machine.gpu is None:
         yield "no GPU here: the model runs on the CPU, in RAM"
-
-
-def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
-    """Return {"need", "have"} in bytes for each tier.
-
-    A directory that shares its filesystem with others has what the others leave.
-    """
-    tiers, drives = tiers_of(machine, here=work.here), _directories(work, machine)
-    have = {tier.name: tier.capacity for tier in (tiers.gpu, tiers.ram)}
-    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
-    need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
-    for directory, drive in drives.items():
-        if drive.device is not None:
-            others = [o for o, other in drives.items() if other.device == drive.device and o != directory]
-            have[directory] = max(0, have[directory] - sum(need[other] for other in others))
-    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}
-
-
-def _directories(work: Workload, machine: MachineProfile) -> dict[str, DriveFacts]:
-    """Return the directories that a run writes to: the output, where it saves, and the drives."""
-    outputs = () if work.checkpoints is None else (machine.output,)
-    return {drive.directory: drive for drive in (*outputs, *machine.drives)}
-
-
-def shared_filesystems(work: Workload, machine: MachineProfile) -> tuple[Shared, ...]:
-    """Return the filesystems that contain several of a run's directories."""
-    by_device: dict[int, list[DriveFacts]] = {}
-    for drive in _directories(work, machine).values():
-        if drive.device is not None:
-            by_device.setdefault(drive.device, []).append(drive)
-    return tuple(
-        Shared(tuple(drive.directory for drive in drives), min(drive.free_bytes for drive in drives))
-        for drives in by_device.values()
-        if len(drives) > 1
-    )
 
 
 # -- bytes only: does anything fit, and how long may a row be? --------------------------------------------------------
@@ -478,10 +467,9 @@ def any_placement_fits(
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
-        other_items = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         for one in reversed(candidates):  # the ones with the least on the GPU first
-            room = room_of([*one.items, *other_items], each, machine)
+            _, room, _ = _needs(one)
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False

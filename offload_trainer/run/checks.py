@@ -28,7 +28,7 @@ from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.planner import room_of, shared_filesystems, workload
+from offload_trainer.plan.planner import room_of, workload
 from offload_trainer.ranks import all_gather_json, broadcast_json, everybody, place_here
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
@@ -173,10 +173,8 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
     items = tuple(replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items)
     work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
     try:
-        here_too = replace(
-            plan, items=items, tiers=room_of(items, work, machine), shared=shared_filesystems(work, machine)
-        )
-        here_too.refuse(force=config.placement.force)
+        tiers, shared = room_of(items, work, machine)
+        replace(plan, items=items, tiers=tiers, shared=shared).refuse(force=config.placement.force)
     except UserError as error:
         raise UserError(f"{here}: {error}") from error
 

@@ -283,7 +283,7 @@ class TieredCandidate:
     layouts: Layouts = field(compare=False, repr=False)
     section: TieredSection = field(default_factory=TieredSection)
 
-    title, cannot_save = "tiered engine", None
+    engine, title, cannot_save = "tiered", "tiered engine", None
 
     @property
     def units(self) -> tuple[Unit, ...]:

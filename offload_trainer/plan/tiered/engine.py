@@ -24,7 +24,7 @@ from offload_trainer.plan.communication import (
     waits_of,
 )
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
-from offload_trainer.plan.memory import LONG, heap_holes
+from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
     PHASES,
@@ -58,14 +58,10 @@ from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
     layouts_of,
-    left_free,
-    shadows_that_fit,
-    shares_in_words,
-    shares_that_fit,
     tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_streaming import bounds_by_parts, describe_weight_transfer
+from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -76,6 +72,19 @@ _FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no
 # The update schedules. tiered.overlap: without overlap, with the next forward, and with the backward as well, which
 # needs two copies of the state.
 OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
+
+
+_LARGE = 64 * 10**9  # bytes of RAM
+_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
+
+
+def left_free(ram: int) -> int:
+    """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
+
+    This covers the plan's error, which comes from the process and its libraries. The state's bytes are exact, except
+    for the kernel's page tables (0.2 %).
+    """
+    return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
 @dataclass(frozen=True)
@@ -207,30 +216,52 @@ class Tiered:
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
-        """Return the candidate with as much state on the GPU and in RAM as fits, where the shares are open."""
+        """Return the candidate with as much of the state on the GPU and then in RAM as fits, where that is left open.
+
+        Shares are multiples of 1/1000, or all that the other shares leave. What is left of RAM is shadow memory.
+        """
         tried: dict[TierSizes, TieredCandidate] = {}
 
-        def sized(sizes: TierSizes) -> TieredCandidate:
-            return tried.setdefault(sizes, replace(one, sizes=sizes))
-
         def needs(sizes: TierSizes, tier: Tier) -> int:
-            return sum_of(sized(sizes).items, tier)
+            return sum_of(tried.setdefault(sizes, replace(one, sizes=sizes)).items, tier)
 
-        work, machine, sizes, ram = one.work, one.machine, one.sizes, tiers_of(one.machine).ram
-        trained = sum(unit.trained for unit in one.units) // work.nodes
+        place, work, machine, sizes, tiers = self.place, one.work, one.machine, one.sizes, tiers_of(one.machine)
+        ram, room = tiers.ram, tiers.ram.capacity - left_free(tiers.ram.capacity)
         # malloc may keep freed memory in a run of one process on a CPU; a session's process also runs other code. For
         # long rows the arithmetic outweighs fresh pages (`mapped_from`).
         run = work.world == 1 and work.checkpoints is not None
         may_keep = run and machine.gpu is None and work.seq_len < LONG
         if may_keep and heap_holes(work, one.items) <= left_free(ram.capacity):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
-        each = sizes.format.mean_bytes(work.shape)
-        sizes = shares_that_fit(self.place, sizes, machine, trained=trained, each=each, needs=needs)
+        trained, ram_is_open = sum(unit.trained for unit in one.units) // work.nodes, place.ram_fraction == "auto"
+        is_open, each = place.optimizer == "auto" and trained > 0, sizes.format.mean_bytes(work.shape)
+        if is_open and place.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
+            bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
+            share = bare.on_drives
+            while share > 0:
+                rest = round(1 - share, 9) if ram_is_open else bare.ram_fraction
+                shared = replace(bare, gpu_fraction=share, ram_fraction=rest)
+                over = needs(shared, tiers.gpu) - (machine.gpu_bytes - gpu_reserve(machine))
+                if over <= 0:
+                    sizes = shared
+                    break
+                # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
+                share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
+        if is_open and ram_is_open and place.nvme and needs(sizes, ram) > ram.capacity:
+            # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any in RAM.
+            share = max(0, room - needs(replace(sizes, ram_fraction=0.0), ram)) / (each * trained)
+            sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
         if may_keep:
-            room = ram.capacity - left_free(ram.capacity)
             sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True), ram) <= room)
-        chosen = sized(shadows_that_fit(sizes, machine, needs=needs))
-        return replace(chosen, work=replace(work, keeps_heap=chosen.sizes.keeps_heap))
+        # Without a GPU the model and the update share the cores. Starting early would only move the update's seconds
+        # into the backward and add those of copying the old bytes.
+        if sizes.ahead and machine.gpu is not None:
+            used = needs(sizes, ram)
+            whole = needs(replace(sizes, shadow_fraction=1.0), ram) - used
+            share = min(1.0, max(0, room - used) / whole) if whole else 0.0
+            sizes = replace(sizes, shadow_fraction=int(1000 * share) / 1000)
+        chosen = tried.get(sizes) or replace(one, sizes=sizes)
+        return replace(chosen, work=replace(work, keeps_heap=True)) if sizes.keeps_heap else chosen
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
@@ -303,7 +334,9 @@ class TieredCandidate:
         for home, share in sizes.shares.items():
             title = tiers.by_home[home].title
             shares[title] = shares.get(title, 0.0) + share
-        state = shares_in_words(shares | {TierKind.DRIVES: sizes.on_drives})
+        shares |= {TierKind.DRIVES: sizes.on_drives}
+        *parts, (last, _) = [(title, share) for title, share in shares.items() if share > 0]
+        state = ", ".join([*(f"{share:.1%} {title}" for title, share in parts), f"rest {last}" if parts else last])
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
         order = ", micro-batches breadth-first" if self.work.breadth_first else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}{order}")
@@ -334,7 +367,10 @@ class TieredCandidate:
             what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
             waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
         bounds = [*self._updates(), *hidden_waits(exchange, work, machine)]
-        bounds += bounds_by_parts(by_parts, machine, ranks=work.here)
+        for phase, size in by_parts.items():
+            what = f"{format_bytes(size.from_ram)} of weights to each device from RAM, "
+            what += f"{format_bytes(size.from_others)} from other devices"
+            bounds.append(Bound(phase, seconds_of(size, machine, ranks=work.here), what, "gpus"))
         bounds += [wait for wait in waits if wait.seconds is None]
         on_top = dict.fromkeys(PHASES, 0.0)
         for wait in waits:
@@ -487,8 +523,8 @@ class TieredCandidate:
             )
         elif is_open and count > 1 and why and work.checkpoints is not None:
             yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"
-        if parts := [unit for unit in self.units if unit.is_part]:
-            largest = max(parts, key=lambda unit: unit.elements)
+        if divided := [unit for unit in self.units if unit.is_part]:
+            largest = max(divided, key=lambda unit: unit.elements)
             block = sum(unit.elements for unit in self.units if unit.within == largest.within)
             yield (
                 "tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, "
@@ -502,7 +538,15 @@ class TieredCandidate:
         in_ram, asked = self.placement.params == TierKind.RAM and work.here > 1, self.section.weight_transfer
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):
             size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
-            yield describe_weight_transfer(asked, size, machine, work=work, by_parts=self.sizes.by_parts)
+            both = seconds_of_both(size, machine, ranks=work.here, item_bytes=work.item_bytes)
+            whole, parts = ("unknown" if one is None else format_seconds(one) for one in both)
+            way = "all_gather" if self.sizes.by_parts else "direct"
+            told = "" if asked == "auto" else f" (tiered.weight_transfer={asked})"
+            yield (
+                f"weight transfer for {work.here} GPUs: {way}{told}; the largest block takes {whole} if each GPU "
+                f"copies all of it from RAM (direct), {parts} if each copies its shard and they exchange the shards "
+                "(all_gather)"
+            )
         elif asked != "auto":
             yield (
                 f"tiered.weight_transfer={asked} has no effect here: there is one rank per node, or the weights are "

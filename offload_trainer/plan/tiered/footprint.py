@@ -303,7 +303,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
-        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
+        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
         move(homes.weights[unit], phase, read=times * size)
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
@@ -337,7 +337,7 @@ def gathered_weights(
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if in_memory(homes.weights[unit]):
             size = units[unit].stored_bytes(work.item_bytes)
-            one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
     return found
 

@@ -6,13 +6,12 @@ The engine allocates with these functions, and the planner counts with them. Pur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import gpu_reserve
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
     CutPages,
@@ -28,7 +27,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, Tier, TierKind, in_memory, on_drive, tiers_of
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, in_memory, on_drive
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -180,73 +179,6 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
     through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (staged and in_memory(home))]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
-
-
-# -- shares of `auto`: as much of the optimizer state on the GPU as fits, then in RAM, then on drives
-
-_LARGE = 64 * 10**9  # bytes of RAM
-_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
-Needs = Callable[[TierSizes, Tier], int]  # returns the bytes that sizes need on a tier
-
-
-def left_free(ram: int) -> int:
-    """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
-
-    This covers the plan's error, which comes from the process and its libraries. The state's bytes are exact, except
-    for the kernel's page tables (0.2 %).
-    """
-    return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
-
-
-def shares_that_fit(
-    section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
-) -> TierSizes:
-    """Return `sizes` with the shares of `auto` computed: multiples of 1/1000, or all that the other shares leave.
-
-    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
-    """
-    if section.optimizer != "auto" or not trained:
-        return sizes
-    tiers, ram_is_open = tiers_of(machine), section.ram_fraction == "auto"
-    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
-        bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
-        share = bare.on_drives
-        while share > 0:
-            rest = round(1 - share, 9) if ram_is_open else bare.ram_fraction
-            shared = replace(bare, gpu_fraction=share, ram_fraction=rest)
-            over = needs(shared, tiers.gpu) - (machine.gpu_bytes - gpu_reserve(machine))
-            if over <= 0:
-                sizes = shared
-                break
-            # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-            share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
-    if ram_is_open and section.nvme and needs(sizes, tiers.ram) > tiers.ram.capacity:
-        # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
-        room = tiers.ram.capacity - left_free(tiers.ram.capacity)
-        share = max(0, room - needs(replace(sizes, ram_fraction=0.0), tiers.ram)) / (each * trained)
-        sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
-    return sizes
-
-
-def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
-    """Return `sizes` with shadow memory for as much of the state in RAM as the RAM that is left holds.
-
-    Without a GPU the model and the update share the cores. Starting early would only move the update's seconds into the
-    backward and add those of copying the old bytes.
-    """
-    if not sizes.ahead or machine.gpu is None:
-        return sizes
-    ram = tiers_of(machine).ram
-    have, used = ram.capacity - left_free(ram.capacity), needs(sizes, ram)
-    whole = needs(replace(sizes, shadow_fraction=1.0), ram) - used
-    share = min(1.0, max(0, have - used) / whole) if whole else 0.0
-    return replace(sizes, shadow_fraction=int(1000 * share) / 1000)
-
-
-def shares_in_words(shares: dict[str, float]) -> str:
-    """Return shares that sum to 1 as text, such as "40.0% gpu, else RAM"."""
-    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
-    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"rest {last}" if parts else last])
 
 
 # -- the parts of a page that pass through staging buffers during the update, and the buffers' sizes

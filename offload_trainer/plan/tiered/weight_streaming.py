@@ -16,18 +16,15 @@ all-gather do not overlap. The engine fetches by these rules, and the planner co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Order
-from offload_trainer.plan.step_time import Bound
 from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
 from offload_trainer.plan.tiers import DEVICE
-from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_seconds
 
 # Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
 OTHERS = 2
@@ -203,9 +200,9 @@ class TransferBytes:
         return TransferBytes(times * self.from_ram, times * self.from_others)
 
 
-def transfer_bytes(size: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
-    """Return the bytes that one of a node's `ranks` receives for a unit of `size` bytes."""
-    others = (ranks - 1) * item_bytes * even_part(size // item_bytes, ranks=ranks) if by_parts else 0
+def transfer_bytes(size: int, *, item_bytes: int, ranks: int) -> TransferBytes:
+    """Return the bytes that one of `ranks` receives for a unit of `size` bytes that they gather; 1: each copies all."""
+    others = (ranks - 1) * item_bytes * even_part(size // item_bytes, ranks=ranks)
     return TransferBytes(size - others, others)
 
 
@@ -214,25 +211,22 @@ def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
     rates, links = machine.rates, machine.links
     if machine.gpu is None or ranks == 1:
         return machine
-    read, written = (
-        together or _divided(alone, rates.memory, ranks=ranks)
-        for together, alone in (
-            (links.to_device_at_once, rates.to_device),
-            (links.from_device_at_once, rates.from_device),
-        )
-    )
+
+    def of_each(alone: Rate | None, together: Rate | None) -> Rate | None:
+        memory = rates.memory
+        if together or alone is None or memory is None or memory.value / ranks >= alone.value:
+            return together or alone
+        source = f"memory, divided by {ranks} GPUs that copy at once: {memory.source}"
+        return Rate(memory.value / ranks, "assumed", source)
+
+    read = of_each(rates.to_device, links.to_device_at_once)
+    written = of_each(rates.from_device, links.from_device_at_once)
     both, out = rates.both_ways, rates.both_ways_out
     if both and read and written and rates.to_device and rates.from_device:
         slower = min(1.0, read.value / rates.to_device.value, written.value / rates.from_device.value)
         both, out = replace(both, value=slower * both.value), out and replace(out, value=slower * out.value)
     rates = replace(rates, to_device=read, from_device=written, both_ways=both, both_ways_out=out)
     return replace(machine, rates=rates)
-
-
-def _divided(alone: Rate | None, memory: Rate | None, *, ranks: int) -> Rate | None:
-    if alone is None or memory is None or memory.value / ranks >= alone.value:
-        return alone
-    return Rate(memory.value / ranks, "assumed", f"memory, divided by {ranks} GPUs that copy at once: {memory.source}")
 
 
 def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> float | None:
@@ -243,54 +237,26 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     into, joined = machine.rates.to_device, machine.links.all_gather or machine.links.between_gpus
     if machine.gpu is None:
         memory = machine.rates.memory
-        into = machine.links.to_device_at_once or (
-            replace(memory, value=memory.value / 2 / ranks) if memory is not None else None
-        )
+        into = machine.links.to_device_at_once or (memory and replace(memory, value=memory.value / 2 / ranks))
     if into is None or (joined is None and size.from_others):
         return None
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
+def seconds_of_both(
+    size: int, machine: MachineProfile, *, ranks: int, item_bytes: int = 2
+) -> tuple[float | None, float | None]:
+    """Return the seconds for a unit of `size` bytes if each of `ranks` copies all of it, and if they gather shards."""
+    whole, parts = (transfer_bytes(size, item_bytes=item_bytes, ranks=gathering) for gathering in (1, ranks))
+    return seconds_of(whole, machine, ranks=ranks), seconds_of(parts, machine, ranks=ranks)
+
+
 def uses_all_gather(setting: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
-    if ranks == 1 or setting == "direct":
-        return False
-    if setting == "all_gather":
-        return True
-    whole, parts = (_of_unit(2 * ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
+    if ranks == 1 or setting != "auto":
+        return ranks > 1 and setting == "all_gather"
+    whole, parts = seconds_of_both(2 * ALIGN * ranks, machine, ranks=ranks)
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
-
-
-def _of_unit(size: int, machine: MachineProfile, *, ranks: int, by_parts: bool, item_bytes: int = 2) -> float | None:
-    return seconds_of(transfer_bytes(size, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks)
-
-
-def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile, *, ranks: int) -> list[Bound]:
-    """Return the time bounds of the phases in which weights are gathered."""
-    return [
-        Bound(
-            phase,
-            seconds_of(size, machine, ranks=ranks),
-            f"{format_bytes(size.from_ram)} of weights to each device from RAM, {format_bytes(size.from_others)} "
-            "from other devices",
-            "gpus",
-        )
-        for phase, size in moved.items()
-    ]
-
-
-def describe_weight_transfer(
-    setting: WeightTransfer, size: int, machine: MachineProfile, *, work: Workload, by_parts: bool
-) -> str:
-    """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
-    ways = (_of_unit(size, machine, ranks=work.here, by_parts=way, item_bytes=work.item_bytes) for way in (False, True))
-    whole, parts = ("unknown" if seconds is None else format_seconds(seconds) for seconds in ways)
-    asked = "" if setting == "auto" else f" (tiered.weight_transfer={setting})"
-    return (
-        f"weight transfer for {work.here} GPUs: {'all_gather' if by_parts else 'direct'}{asked}; the largest block "
-        f"takes {whole} if each GPU copies all of it from RAM (direct), {parts} if each copies its shard and they "
-        "exchange the shards (all_gather)"
-    )
 
 
 def with_order(shape: ModelShape, shown: Order) -> ModelShape:
@@ -305,7 +271,7 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[lis
     trained before them have a backward too, because transformers makes the first checkpointed block's input require a
     gradient (`activation_checkpointing_enable`).
     """
-    order, forward = _order(units, shape), _inside(units, shape)
+    order, forward = shape.order or _registered(units), _inside(units, shape)
     backward = {name: inside[::-1] for name, inside in forward.items()}
     names = list(order.backward)
     if again:
@@ -348,12 +314,8 @@ def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
 
     A unit that runs several times, such as a tied embedding, completes them where it runs first.
     """
-    inside = _inside(units, shape)
-    return [unit for name in dict.fromkeys(_order(units, shape).forward) for unit in inside[name]][::-1]
-
-
-def _order(units: Sequence[Unit], shape: ModelShape) -> Order:
-    return shape.order or _registered(units)
+    inside, order = _inside(units, shape), shape.order or _registered(units)
+    return [unit for name in dict.fromkeys(order.forward) for unit in inside[name]][::-1]
 
 
 def _registered(units: Sequence[Unit]) -> Order:
@@ -375,6 +337,6 @@ def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
 def _shown(units: Sequence[Unit], shape: ModelShape, needs: dict[str, tuple[str, ...]]) -> dict[str, list[int]]:
     """Return the recorded unit order of one call of each block. A block that runs several times repeats it."""
     unit_of = {place.weight.name: unit.index for unit in units for place in unit.places}
-    calls = Counter(_order(units, shape).forward)
+    calls = Counter((shape.order or _registered(units)).forward)
     one = {block: names[: len(names) // max(1, calls[block])] for block, names in needs.items()}
     return {block: [unit_of[name] for name in names] for block, names in one.items()}

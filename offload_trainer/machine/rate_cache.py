@@ -107,8 +107,8 @@ def refuse_unwritable() -> None:
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
-    """Return the machine with its cached rates, and with notes on cache entries that cannot be read."""
-    notes: list[str] = []
+    """Return the machine with its cached rates, and with notes on entries that cannot be used."""
+    notes, own = list[str](), f"rates {fingerprint(machine)}"
 
     def known(key: str, kind: type[Kind]) -> Kind | None:
         try:
@@ -124,8 +124,15 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     except ValueError as error:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = {}
-    rates = known(f"rates {fingerprint(machine)}", Rates) or Rates()
-    notes += _timed_with_others(stored, machine)
+    rates, threads = known(own, Rates) or Rates(), threads_of_all_ranks(machine)
+    every = range(1, (os.cpu_count() or 1) + 1)
+    counts = [str(count) for count in every if f"rates {fingerprint(machine, count)}" in stored]
+    if counts and own not in stored:
+        notes.append(
+            f"this machine's speed was timed with {' and '.join(counts)} CPU threads, and is unknown with the "
+            f"{threads} used now (OMP_NUM_THREADS, over all ranks): use as many, or time it with these, "
+            f"`offload-train bench placement.threads={threads}`"
+        )
     drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
     return replace(
         machine,
@@ -135,20 +142,6 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         kept_free=known(f"kept free of {machine.gpu}", Count) or 0,
         notes=(*machine.notes, *dict.fromkeys(notes)),
     )
-
-
-def _timed_with_others(stored: dict[str, Any], machine: MachineProfile) -> list[str]:
-    """Return a note if rates are cached for this machine only with other numbers of threads."""
-    threads = threads_of_all_ranks(machine)
-    every = range(1, (os.cpu_count() or 1) + 1)
-    counts = [count for count in every if f"rates {fingerprint(machine, count)}" in stored]
-    if not counts or f"rates {fingerprint(machine)}" in stored:
-        return []
-    return [
-        f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "
-        f"{threads} used now (OMP_NUM_THREADS, over all ranks): use as many, or time it with these, "
-        f"`offload-train bench placement.threads={threads}`"
-    ]
 
 
 def keep_rates(machine: MachineProfile) -> None:

@@ -68,11 +68,11 @@ def bench_here(
     """
     refuse_unwritable()
     machine = probe_machine(place, output=output)
-    if machine.gpu is not None and ranks > (there := torch.cuda.device_count()):
-        raise UserError(f"--gpus {ranks}: there are {there} here")
-    if machine.gpu is not None and ranks == 1:
-        ranks = torch.cuda.device_count()
-    if machine.gpu is None:
+    if machine.gpu is not None:
+        if ranks > (there := torch.cuda.device_count()):
+            raise UserError(f"--gpus {ranks}: there are {there} here")
+        ranks = there if ranks == 1 else ranks
+    else:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
     budget = Budget(update_page=page)
     if drive_bytes is not None:
@@ -127,8 +127,8 @@ def is_due_in_session(planned: Planned) -> bool:
     It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
     torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
     """
-    dtype, gpu = planned.config.model.dtype, planned.machine.gpu is not None
-    own = gpu or dtype == "fp32" or cpu_units.has_native_16bit(DTYPES[dtype])
+    dtype = planned.config.model.dtype
+    own = planned.machine.gpu is not None or dtype == "fp32" or cpu_units.has_native_16bit(DTYPES[dtype])
     return own and is_due(planned, steps=_SESSION_STEPS)
 
 
@@ -228,8 +228,12 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         return machine
     found = {drive.directory: drive for drive in timed.drives}
     timed = replace(timed, drives=tuple(found.get(drive.directory, drive) for drive in machine.drives))
-    taken, found_rates = time.perf_counter() - start, "; ".join(_summary(timed, config.model.dtype))
-    say(f"measured this machine in {taken:.0f} s: {found_rates}")
+    told = [f"products {format_count(timed.rates.matmul[config.model.dtype].value)}FLOP/s"]
+    told += [f"update {format_count(rate.value)} parameters/s" for rate in list(timed.rates.update.values())[:1]]
+    for directory, rates in ((drive.directory, drive.rates) for drive in timed.drives if drive.rates is not None):
+        read, written = format_bytes(rates.mixed_read.value), format_bytes(rates.mixed_write.value)
+        told.append(f"{directory} {read}/s read with {written}/s written")
+    say(f"measured this machine in {time.perf_counter() - start:.0f} s: {'; '.join(told)}")
     _keep(timed, say=say)
     return timed
 
@@ -246,14 +250,3 @@ def _layer_of(shape: ModelShape, plan: Plan, *, gpu: bool) -> LayerSizes:
         tokens=min(plan.seq_len, of_layer),
         width=min(shape.hidden, of_layer),
     )
-
-
-def _summary(machine: MachineProfile, dtype: str) -> list[str]:
-    """Return the main rates as text: products, update, and each measured drive."""
-    told = [f"products {format_count(machine.rates.matmul[dtype].value)}FLOP/s"]
-    told += [f"update {format_count(rate.value)} parameters/s" for rate in list(machine.rates.update.values())[:1]]
-    for drive in machine.drives:
-        if drive.rates is not None:
-            read, written = drive.rates.mixed_read.value, drive.rates.mixed_write.value
-            told.append(f"{drive.directory} {format_bytes(read)}/s read with {format_bytes(written)}/s written")
-    return told

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from offload_trainer.config import (
     STREAM,
-    DeepSpeedSection,
     OptimSection,
-    TieredSection,
     TrainConfig,
 )
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
@@ -87,40 +85,34 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
 
 def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     """Return errors for settings that only another engine supports and this one would ignore."""
-    mistakes = [] if isinstance(engine, Tiered) else _only_of_tiered(engine, config)
-    for name, section, default in (
-        ("tiered", config.tiered, TieredSection()),
-        ("deepspeed", config.deepspeed, DeepSpeedSection()),
-    ):
-        if engine.name != name and section != default:
-            words = f"{name}.* keys with --engine {engine.name}, which does not read them"
-            mistakes.append(f"{words}: add --engine {name}")
-    return mistakes
-
-
-def _only_of_tiered(engine: DeepSpeed, config: TrainConfig) -> list[str]:
-    """Return settings that only the tiered engine supports and `engine` would ignore."""
     place, model, optim = config.placement, config.model, config.optim
-    mistakes = [
-        f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
-        "--engine tiered divides it"
-        for flag, share in place.shares.items()
-        if share != "auto"
-    ]
-    settings = {
-        "placement.gradients": (place.gradients != "auto", ""),
-        "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
-        "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
-        "model.base": (model.base != "model", ": leave it out"),
-        "model.mlp_chunk": (model.mlp_chunk not in ("auto", "off"), ": leave it out"),
-        "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
-        "optim.name": (optim.name != "adamw", ""),
-        "optim.kernel": (optim.kernel != "auto", ""),
-    }
+    settings, mistakes = dict[str, tuple[bool, str]](), list[str]()
+    if not isinstance(engine, Tiered):
+        mistakes += [
+            f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
+            "--engine tiered divides it"
+            for flag, share in place.shares.items()
+            if share != "auto"
+        ]
+        settings = {
+            "placement.gradients": (place.gradients != "auto", ""),
+            "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
+            "model.activation_checkpointing": (isinstance(model.activation_checkpointing, int), ": use on or off"),
+            "model.base": (model.base != "model", ": leave it out"),
+            "model.mlp_chunk": (model.mlp_chunk not in ("auto", "off"), ": leave it out"),
+            "optim.moment_dtype": (optim.moment_dtype not in ("fp32", "8bit"), ""),
+            "optim.name": (optim.name != "adamw", ""),
+            "optim.kernel": (optim.kernel != "auto", ""),
+        }
     for setting, (is_set, fix) in settings.items():
         section, _, key = setting.partition(".")
         value = getattr(getattr(config, section), key)
         mistakes += [f"{setting}={value} belongs to --engine tiered, not to {engine.name}{fix}"] if is_set else []
+    other = "deepspeed" if isinstance(engine, Tiered) else "tiered"
+    keys = getattr(config, other)
+    if keys != type(keys)():
+        words = f"{other}.* keys with --engine {engine.name}, which does not read them"
+        mistakes.append(f"{words}: add --engine {other}")
     return mistakes
 
 

@@ -64,23 +64,11 @@ def process_items(tiers: Tiers, *, here: int = 1, what: str = "torch and transfo
 
 
 def activation_items(
-    work: Workload,
-    *,
-    tiers: Tiers,
-    kept: Sequence[Item] = (),
-    gradients: bool = False,
-    waiting: int = 0,
-    tied_sum: int = 0,
+    work: Workload, *, tiers: Tiers, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
 ) -> list[Item]:
-    """Return the activations at the peak of a micro-batch, and the libraries' memory.
+    """Return the activations at the peak of a micro-batch (`peak_of`), and the libraries' memory.
 
-    Args:
-        work: the step.
-        tiers: the machine's tiers.
-        kept: items for the blocks' inputs, if the engine offloads them.
-        gradients: count weight gradients from their computation until the engine takes them.
-        waiting: bytes of a tied head's gradient in one micro-batch; see `peak_of`.
-        tied_sum: bytes of the sum with the embedding's; see `peak_of`.
+    `kept` are items for the blocks' inputs, if the engine offloads them.
     """
     shape, world, device = work.shape, work.here, tiers.device.item
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
@@ -256,14 +244,10 @@ def peak_of(
     Breadth-first, each micro-batch has its masks and block inputs there. While one is in a block, each of the others
     also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
 
-    Args:
-        counted: the model's moments; blocks that run on pieces, if `work` has them.
-        work: the step.
-        inputs_here: inputs of checkpointed blocks stay on the device.
-        gradients: count weight gradients from their computation until the engine takes them.
-        waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
-        tied_sum: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new tensor. A run of
-            the tiered engine has a parameter for each use, and adds in place.
+    `inputs_here`: inputs of checkpointed blocks stay on the device. `gradients`: count weight gradients from their
+    computation until the engine takes them. `waiting`: bytes of a tied head's gradient of one micro-batch, which waits
+    for the embedding's. `tied_sum`: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new
+    tensor. A run of the tiered engine has a parameter for each use, and adds in place.
     """
     rows, length, chunk, micro_batches = work.micro_batch, work.length, work.loss_chunk, work.side_by_side
     checkpointed = len(counted.blocks) if work.checkpointed == work.shape.layers else work.checkpointed
@@ -299,35 +283,22 @@ def peak_of(
     norm = counted.norm
     rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
     peaks.append(Peak(top, beside + rest, "in the final norm"))
-    head = _head(counted, work, gradients=gradients) + (micro_batches - 1) * waiting
-    peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
+    # The head: one forward and backward, or one chunk at a time. During the backward of the last chunk, the hidden
+    # states' gradients of all other chunks and the sum of the head's gradient are in memory. Autograd adds to that sum
+    # out of place at least once. Afterwards the chunks are concatenated.
+    tokens, moments = rows * length, (*counted.head.forward, *counted.head.backward)
+    head = max(moment.at(1, min(tokens, chunk), gradients=gradients) for moment in moments)
+    if tokens > chunk:
+        summed = int(max(moment.fixed for moment in counted.head.backward)) if gradients else 0
+        head = max(hidden * (tokens - chunk) // tokens + summed + head, hidden + 3 * summed, 2 * hidden)
+    head += (micro_batches - 1) * waiting
+    peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, tokens)} tokens"))
     if counted.images:
         rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
         peaks.append(Peak(0, beside + hidden - seen + rest + others, "in the parts for images"))
     last = most(counted.embedding) + micro_batches * (waiting + seen) + others + tied_sum
     peaks.append(Peak(0, last, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
-
-
-def _head(counted: Activations, work: Workload, *, gradients: bool) -> int:
-    """Return the head's peak: one forward and backward, or one chunk at a time.
-
-    During the backward of the last chunk, the hidden states' gradients of all other chunks and the sum of the head's
-    gradient are in memory. Autograd adds to that sum out of place at least once. Afterwards the chunks are
-    concatenated.
-    """
-    tokens, chunk, head = work.micro_batch * work.length, work.loss_chunk, counted.head
-
-    def at(moment: Growth) -> int:
-        return moment.at(1, min(tokens, chunk), gradients=gradients)
-
-    largest = max(map(at, (*head.forward, *head.backward)))
-    if tokens <= chunk:
-        return largest
-    summed = int(max(moment.fixed for moment in head.backward)) if gradients else 0
-    hidden = counted.hidden.at(work.micro_batch, work.length)
-    last = hidden * (tokens - chunk) // tokens + summed + largest
-    return max(last, hidden + 3 * summed, 2 * hidden)
 
 
 def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
@@ -411,11 +382,6 @@ def image_part(work: Workload) -> Part:
         forward=(Growth(row=patches * (kept + largest) + mask) + features,),
         backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + features,) if has_backward else (),
     )
-
-
-def without_frozen(shape: ModelShape) -> ModelShape:
-    """Return the shape without the parts for images that activation checkpointing does not recompute."""
-    return shape.without(shape.images.frozen(shape.weights)) if shape.images else shape
 
 
 def _width(weight: Weight) -> float:

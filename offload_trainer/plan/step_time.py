@@ -16,7 +16,7 @@ from math import prod
 from operator import add
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
-from offload_trainer.plan.memory import mapped_from, without_frozen
+from offload_trainer.plan.memory import mapped_from
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -290,7 +290,9 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     )
     # Breadth-first, the loss is computed in the backward.
     forward, again = (blocks, head) if work.breadth_first else (whole, TokenWork())
-    recomputed = without_frozen(shape.first_blocks(work.checkpointed))
+    recomputed = shape.first_blocks(work.checkpointed)
+    if recomputed.images:  # activation checkpointing does not recompute frozen parts for images
+        recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
     if work.checkpointing:
         again += of_blocks(recomputed)
     if work.mlp_chunk:

@@ -64,11 +64,6 @@ class Tier:
     capacity: int  # bytes
     drive: DriveFacts | None = None  # filesystem, disk and rates, if it is a drive
 
-    @property
-    def title(self) -> str:
-        """Return the name for display in a placement."""
-        return "RAM" if self.name == RAM_NAME else self.name
-
     def item(self, name: str, size: int, why: str) -> Item:
         """Return an entry of the plan for `size` bytes on this tier."""
         return Item(self.name, name, size, why)
@@ -118,11 +113,6 @@ def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
         drives=tuple(Tier(drive.directory, drive.free_bytes, drive) for drive in machine.drives),
         has_gpu=machine.gpu is not None,
     )
-
-
-def sum_of(items: Sequence[Item], tier: Tier) -> int:
-    """Return the bytes that the items have on a tier."""
-    return sum(item.bytes for item in items if item.tier == tier.name)
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:

@@ -62,7 +62,7 @@ from offload_trainer.plan.tiered.spec import (
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, sum_of, tiers_of
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -223,7 +223,8 @@ class Tiered:
         tried: dict[TierSizes, TieredCandidate] = {}
 
         def needs(sizes: TierSizes, tier: Tier) -> int:
-            return sum_of(tried.setdefault(sizes, replace(one, sizes=sizes)).items, tier)
+            items = tried.setdefault(sizes, replace(one, sizes=sizes)).items
+            return sum(item.bytes for item in items if item.tier == tier.name)
 
         place, work, machine, sizes, tiers = self.place, one.work, one.machine, one.sizes, tiers_of(one.machine)
         ram, room = tiers.ram, tiers.ram.capacity - left_free(tiers.ram.capacity)
@@ -332,7 +333,7 @@ class TieredCandidate:
         gradients = f", gradients {sizes.gradients}" if shown else ""
         shares = dict[str, float]()
         for home, share in sizes.shares.items():
-            title = tiers.by_home[home].title
+            title = "RAM" if tiers.by_home[home] == tiers.ram else tiers.by_home[home].name
             shares[title] = shares.get(title, 0.0) + share
         shares |= {TierKind.DRIVES: sizes.on_drives}
         *parts, (last, _) = [(title, share) for title, share in shares.items() if share > 0]

@@ -76,7 +76,15 @@ def tiered_items(
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         items.append(device("gradients in flight", size, why))
     else:
-        items += _exchange_items(units, sizes=sizes, tiers=tiers, e=e)
+        outbox = exchange_bytes(units, item_bytes=e)
+        why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
+        items.append(ram("gradient exchange", here * outbox, why))
+        if sizes.nodes > 1:
+            inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
+            items.append(ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes"))
+        if tiers.has_gpu:
+            why = "of one block, until they are copied to the exchange buffers"
+            items.append(device("gradients in flight", here * (outbox // OUTBOXES), why))
         if tiers.has_gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             items.append(device("broadcasts", here * NCCL_BYTES, why))
@@ -114,11 +122,8 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
     if kept := shadow_bytes(homes, sizes.format):
         why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
         items.append(tiers.ram.item("shadow memory", kept, why))
-    routes = [
-        (route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one)
-        for one in homes.cut.groups
-        if one.page.home != ELSEWHERE
-    ]
+    here = [one for one in homes.cut.groups if one.page.home != ELSEWHERE]
+    routes = [(route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one) for one in here]
     if any(route.through_host for route, _ in routes):
         count = size = 0
         for rank in range(sizes.here):
@@ -128,31 +133,14 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
             buffers = min(sizes.page_buffers, moved)
             count, size = count + buffers, size + buffers * slot.total
         items.append(tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer"))
-    each = device_slot([route for route, _ in routes], gradient=g, weight=e).total
-    if each:
-        why = "one page of gradients or updated weights in transfer"
-        items.append(tiers.device.item("update buffers", each, why))
+    if each := device_slot([route for route, _ in routes], gradient=g, weight=e).total:
+        items.append(tiers.device.item("update buffers", each, "one page of gradients or updated weights in transfer"))
     return items
 
 
 def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
     """Return the bytes of shadow memory for pages in RAM."""
     return sum(format.page_bytes(homes.pages[number]) for number in homes.shadows)
-
-
-def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, tiers: Tiers, e: int) -> list[Item]:
-    """Return the ranks' buffers for gradients in transfer to the ranks that add them up."""
-    size, here = exchange_bytes(units, item_bytes=e), sizes.here
-    why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
-    items = [tiers.ram.item("gradient exchange", here * size, why)]
-    if sizes.nodes > 1:
-        inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
-        why = "the largest shard from each rank of other nodes"
-        items.append(tiers.ram.item("gradient receive buffers", inboxes, why))
-    if tiers.has_gpu:
-        why = "of one block, until they are copied to the exchange buffers"
-        items.append(tiers.device.item("gradients in flight", here * (size // OUTBOXES), why))
-    return items
 
 
 def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int) -> list[Item]:

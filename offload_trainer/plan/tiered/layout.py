@@ -152,8 +152,10 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
                 end = max(end, aligned(trained))
             places.append(Place(weight, end))
             end = aligned(end + weight.numel, ALIGN if weight.name in whole else _WEIGHT_ALIGN)
-            if weight.name in whole:
-                cuts += _cuts_of(places[-1])
+            if weight.name in whole and weight.matrix:  # its matrices' ends that are multiples of ALIGN, and its own
+                last, size = places[-1].start + weight.numel, prod(weight.matrix)
+                inner = range(places[-1].start + size, last, size)
+                cuts += [*(cut for cut in inner if cut % ALIGN == 0), aligned(last)]
             if weight.trainable:
                 trained = end
         first = weights[0]
@@ -170,14 +172,6 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
             )
         )
     return tuple(units)
-
-
-def _cuts_of(place: Place) -> list[int]:
-    """Return the multiples of ALIGN at which one of the weight's matrices ends, and the aligned end of the weight."""
-    assert place.weight.matrix is not None
-    size = prod(place.weight.matrix)
-    inner = range(place.start + size, place.start + place.weight.numel, size)
-    return [*(cut for cut in inner if cut % ALIGN == 0), aligned(place.start + place.weight.numel)]
 
 
 def first_block(units: Sequence[Unit]) -> int:
@@ -432,12 +426,7 @@ class TierMap:
 
 
 def homes_of(
-    units: Sequence[Unit],
-    cut: CutPages,
-    *,
-    params: TierKind,
-    gradients: TierKind,
-    speeds: Sequence[float],
+    units: Sequence[Unit], cut: CutPages, *, params: TierKind, gradients: TierKind, speeds: Sequence[float]
 ) -> TierMap:
     """Return the tiers of pages, weights and gradients.
 

@@ -31,9 +31,8 @@ from offload_trainer.plan.step_time import (
     parts_of,
     read_before_update,
 )
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
-from offload_trainer.plan.tiered.spec import left_free
 from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
 from offload_trainer.units import format_seconds
 

@@ -39,7 +39,6 @@ from offload_trainer.plan.tiered.layout import (
     rank_of,
     units_of,
 )
-from offload_trainer.plan.tiered.spec import shares_that_fit
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.commands.plan import _models, described, plan_elsewhere
@@ -425,12 +424,9 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
 
 def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
     """Its other needs may exceed the GPU and RAM: the plan then refuses them."""
-    section, here, sizes = (
-        wish("--nvme", "/mnt/ssd").placement,
-        machine(gpu=GB, ram=GB),
-        make_plan(wish(), SHAPES["gpt2"], machine()).sizes,
-    )
-    assert shares_that_fit(section, sizes, here, trained=0, each=0.0, needs=lambda *_: 100 * GB) == sizes
+    frozen = tuple(replace(weight, trainable=False) for weight in SHAPES["gpt2"].weights)
+    shape = replace(SHAPES["gpt2"], weights=frozen)
+    assert not make_plan(wish("--engine", "tiered"), shape, machine(gpu=GB, ram=GB), saves=False).fits
 
 
 # -- layouts that candidates share: each is computed once, and equals what a candidate would compute alone -------------

@@ -372,11 +372,9 @@ def of_node(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
 def test_bytes_of_a_unit() -> None:
     """Each of 3 ranks copies 2 of 8 pieces and the 2 left over; 4 pieces come from the other ranks."""
     piece = 2 * ALIGN
-    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
-    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
-    assert transfer_bytes(2 * piece, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
-        2 * piece, 0
-    )  # fewer pieces than ranks
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3) == TransferBytes(4 * piece, 4 * piece)
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=1) == TransferBytes(8 * piece, 0)
+    assert transfer_bytes(2 * piece, item_bytes=2, ranks=3) == TransferBytes(2 * piece, 0)  # fewer pieces than ranks
 
 
 def test_rates_of_all_at_once() -> None:

@@ -128,48 +128,38 @@ def exchange_of(
     return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))
 
 
-def waits_of(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Return the waits that add to a phase's slowest bound.
+def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple[list[Bound], list[Bound]]:
+    """Return the waits that add to a phase's slowest bound, and the transfers that overlap its computation.
 
     The autograd thread waits for a unit's gradients, for the other ranks and for the additions before it continues.
     Gradients on the network may take until the next unit's gradients are complete, and new weights until the last ones
-    are computed, so those overlap (`hidden_waits`).
+    are computed, so those overlap. Rank 0 counts as receiving a message from each other rank, and in a barrier as
+    answering it.
     """
     if work.world == 1:
-        return []
+        return [], []
+
+    def messages(phase: str, count: int, *, ways: int = 2) -> list[Bound]:
+        message = machine.links.message
+        if message is None or count == 0:
+            return []
+        return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
+
     # Gradients of other nodes are written to RAM before they are added.
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
-    return [
-        Bound("backward", _over(size, machine.rates.memory), what, "memory"),
-        *_messages(moved.barriers - STEP_BARRIERS, work, machine, phase="backward"),
-        *_messages(STEP_BARRIERS, work, machine, phase="update"),
-    ]
-
-
-def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Return the transfers that overlap a phase's computation: gradients on the network, and units' new weights."""
-    bounds = [*_over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")]
-    bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
+    waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")]
+    waits += messages("backward", moved.barriers - STEP_BARRIERS) + messages("update", STEP_BARRIERS)
+    hidden = _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
+    hidden += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
-        bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
-    return bounds + _messages(moved.gathers, work, machine, phase="update", ways=1)
+        hidden.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
+    return waits, hidden + messages("update", moved.gathers, ways=1)
 
 
 def _over(size: int, rate: Rate | None) -> float | None:
     return None if rate is None else size / rate.value
-
-
-def _messages(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
-    """Return the seconds of `count` barriers (`ways=2`) or gathers (`ways=1`); empty if the latency is unknown.
-
-    Rank 0 counts as receiving a message from each other rank, and in a barrier as answering it.
-    """
-    message = machine.links.message
-    if message is None or count == 0:
-        return []
-    return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
 
 
 def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str) -> list[Bound]:

@@ -317,11 +317,11 @@ def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
 class MemoryFallbacks:
     """One model, as settings that need less device memory see it.
 
-    Probes for chunked MLPs and per-module fetching run on first use and are cached.
+    `source` creates the ModelSource; `preset` is its shape if that is known without torch. Probes for chunked MLPs and
+    per-module fetching run on first use and are cached.
     """
 
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
-        """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
         self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
         self._models = dict[tuple[bool, bool], Any]()  # key: with chunked MLPs, in parts
@@ -415,11 +415,7 @@ def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainCo
 
 
 def _with_resumed_choices(
-    config: TrainConfig,
-    before: Mapping[str, Mapping[str, Any]],
-    models: MemoryFallbacks,
-    *,
-    on_gpu: bool,
+    config: TrainConfig, before: Mapping[str, Mapping[str, Any]], models: MemoryFallbacks, *, on_gpu: bool
 ) -> TrainConfig:
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
@@ -427,21 +423,19 @@ def _with_resumed_choices(
     the bits of one that is not. Returns `config` itself if none of them is left open, or if there is no run to resume,
     in which case `before`, its configuration, is empty.
     """
-    model, tiered, engine = config.model, config.tiered, config.placement.engine_name
-    fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"
-    recomputed_open = model.activation_checkpointing == "auto" and on_gpu
-    left_open = model.mlp_chunk == "auto" or fetch_open or recomputed_open
-    if engine == "deepspeed" or not left_open:
+    if config.placement.engine_name == "deepspeed":
         return config
-    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
+    model, tiered = config.model, config.tiered
+    fetch, was = before.get("tiered", {}).get("fetch_granularity"), before.get("model", {})
+    if tiered.fetch_granularity == "auto" and fetch == "module":  # decides the layout of page files
         is_set = "weight_buffers" in tiered.model_fields_set
         count = tiered.weight_buffers if is_set else before["tiered"]["weight_buffers"]
         tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
-    chunk = before.get("model", {}).get("mlp_chunk")
+    chunk, recomputed = was.get("mlp_chunk"), was.get("activation_checkpointing")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
-    recomputed = before.get("model", {}).get("activation_checkpointing")
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
+    recomputed_open = model.activation_checkpointing == "auto" and on_gpu
     if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
         model = model.model_copy(update={"activation_checkpointing": recomputed})
     kept = config.model_copy(update={"model": model, "tiered": tiered})

@@ -14,15 +14,7 @@ from functools import cached_property
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.communication import (
-    all_to_alls,
-    as_traffic,
-    exchange_of,
-    hidden_waits,
-    link_seconds,
-    refusal,
-    waits_of,
-)
+from offload_trainer.plan.communication import all_to_alls, as_traffic, bounds_of, exchange_of, link_seconds, refusal
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.memory import LONG, gpu_reserve, heap_holes
 from offload_trainer.plan.step_time import (
@@ -363,11 +355,11 @@ class TieredCandidate:
         traffic = tiered_traffic(work, self.units, homes, sizes, tiers=tiers_of(machine))
         by_parts = gathered_weights(work, self.units, homes, sizes)
         exchange, sent = exchange_of(work, self.units, homes, by_parts=by_parts), list(all_to_alls(work))
-        waits = waits_of(exchange, work, machine)
+        waits, hidden = bounds_of(exchange, work, machine)
         for one in sent if gpu is not None else ():  # on a CPU no rate is known
             what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
             waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
-        bounds = [*self._updates(), *hidden_waits(exchange, work, machine)]
+        bounds = [*self._updates(), *hidden]
         for phase, size in by_parts.items():
             what = f"{format_bytes(size.from_ram)} of weights to each device from RAM, "
             what += f"{format_bytes(size.from_others)} from other devices"

@@ -242,19 +242,16 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
 
 def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
     """Return the size of one host staging buffer; `gradient` and `weight` are bytes per element."""
-    inside = {part: [route.page for route in routes if part in route.through_host] for part in _PARTS}
-    state = max((format.page_bytes(page) for page in inside["state"]), default=0)
-    return SlotBytes(state, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
+    inside = [(route.page, route.through_host) for route in routes]
+    state = max((format.page_bytes(page) for page, parts in inside if "state" in parts), default=0)
+    return SlotBytes(state, gradient * _largest(inside, "gradient"), weight * _largest(inside, "weights"))
 
 
 def device_slot(routes: Sequence[Route], *, gradient: int, weight: int) -> SlotBytes:
     """Return the size of one device staging buffer; `gradient` and `weight` are bytes per element."""
-    inside = {part: [route.page for route in routes if part in route.through_device] for part in _PARTS}
-    return SlotBytes(0, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
+    inside = [(route.page, route.through_device) for route in routes]
+    return SlotBytes(0, gradient * _largest(inside, "gradient"), weight * _largest(inside, "weights"))
 
 
-_PARTS: tuple[Part, ...] = ("state", "gradient", "weights")
-
-
-def _largest(pages: Sequence[Page]) -> int:
-    return max((page.elements for page in pages), default=0)
+def _largest(inside: Sequence[tuple[Page, frozenset[Part]]], part: Part) -> int:
+    return max((page.elements for page, parts in inside if part in parts), default=0)

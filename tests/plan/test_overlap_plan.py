@@ -32,7 +32,7 @@ from offload_trainer.plan.step_time import (
     read_before_update,
 )
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
-from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
 from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
 from offload_trainer.units import format_seconds
 
@@ -547,7 +547,7 @@ def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, rank
     cut = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
     pages = cut.pages
     kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
-    homes = with_shadows(homes_of(units, cut, **kinds, speeds=()), units, share=share)
+    homes = homes_of(units, cut, **kinds, speeds=(), shadows=share)
     blocks = [unit for unit in units if unit.block]
     assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
     for unit in blocks:

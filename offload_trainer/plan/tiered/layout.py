@@ -414,7 +414,7 @@ class TierMap:
     cut: CutPages
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
-    shadows: frozenset[int] = frozenset()  # pages in RAM with shadow memory, see `with_shadows`
+    shadows: frozenset[int] = frozenset()  # pages in RAM with shadow memory
 
     @property
     def pages(self) -> tuple[Page, ...]:
@@ -426,13 +426,23 @@ class TierMap:
 
 
 def homes_of(
-    units: Sequence[Unit], cut: CutPages, *, params: TierKind, gradients: TierKind, speeds: Sequence[float]
+    units: Sequence[Unit],
+    cut: CutPages,
+    *,
+    params: TierKind,
+    gradients: TierKind,
+    speeds: Sequence[float],
+    shadows: float = 0.0,
 ) -> TierMap:
-    """Return the tiers of pages, weights and gradients.
+    """Return the tiers of pages, weights and gradients, with shadow memory for at most `shadows` of the state in RAM.
 
     `params` and `gradients` apply to all units that are not small. `cut` comes from `pages_of`. Gradient sums of small
     units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
     device stay there.
+
+    Shadow memory holds the old bytes of a page that is updated during the backward. What the backward cannot update
+    is left to the next forward, and hides best there if no block has more of it than others. So the pages are spread
+    evenly, for each rank. Units before the blocks have none: their gradients come last, when the step is decided.
     """
     drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
     held = [0.0] * len(speeds)
@@ -451,33 +461,16 @@ def homes_of(
             return DEVICE
         return place[gradients] if gradients in place else RAM if unit.small else drive[unit.index]
 
-    return TierMap(
-        cut,
-        weights=tuple(
-            DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units
-        ),
-        gradients=tuple(map(gradient, units)),
-    )
-
-
-def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> TierMap:
-    """Return the tiers with shadow memory for at most `share` of the blocks' state in RAM.
-
-    Shadow memory holds the old bytes of a page that is updated during the backward. What the backward cannot update
-    is left to the next forward, and hides best there if no block has more of it than others. So the pages are spread
-    evenly, for each rank. Units before the blocks have none: their gradients come last, when the step is decided.
-    """
-    first = first_block(units)
-    found, seen, held = set[int](), Counter[int](), Counter[int]()
-    for number, page in enumerate(homes.pages) if share else ():
-        if not in_memory(page.home) or page.unit < first:
-            continue
-        rank = homes.cut.owners[number]
-        seen[rank] += page.elements
-        if held[rank] + page.elements <= share * seen[rank]:
-            held[rank] += page.elements
-            found.add(number)
-    return replace(homes, shadows=frozenset(found))
+    first, kept, seen, has = first_block(units), set[int](), Counter[int](), Counter[int]()
+    for number, page in enumerate(cut.pages) if shadows else ():
+        if in_memory(page.home) and page.unit >= first:
+            rank = cut.owners[number]
+            seen[rank] += page.elements
+            if has[rank] + page.elements <= shadows * seen[rank]:
+                has[rank] += page.elements
+                kept.add(number)
+    weights = [DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units]
+    return TierMap(cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
 
 
 def on_node(homes: TierMap, here: range) -> TierMap:

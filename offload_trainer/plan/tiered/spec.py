@@ -23,7 +23,6 @@ from offload_trainer.plan.tiered.layout import (
     pages_of,
     range_of_rank,
     units_of,
-    with_shadows,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
@@ -148,8 +147,14 @@ class Layouts:
             ranks=sizes.ranks,
             ahead=sizes.ahead,
         )
-        homes = homes_of(self.units, pages, params=placement.params, gradients=sizes.gradients, speeds=sizes.speeds)
-        homes = with_shadows(homes, self.units, share=sizes.shadow_fraction if sizes.ahead else 0.0)
+        homes = homes_of(
+            self.units,
+            pages,
+            params=placement.params,
+            gradients=sizes.gradients,
+            speeds=sizes.speeds,
+            shadows=sizes.shadow_fraction if sizes.ahead else 0.0,
+        )
         here = range(node * sizes.here, (node + 1) * sizes.here)
         return on_node(homes, here) if sizes.nodes > 1 else homes
 

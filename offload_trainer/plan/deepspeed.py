@@ -459,9 +459,21 @@ class DeepSpeedCandidate:
         The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
         """
         e, here, parts = self.work.item_bytes, self.work.here, self._parts
+        bucket, alike, largest = self._bucket, self.work.data, max(self._parts, default=0)
+
+        def full_bucket(part: int) -> int:
+            """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of a weight."""
+            norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
+            if self.placement.stage < 3:
+                sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0
+                return max(norm, sent)
+            if self.placement.optimizer == TierKind.DRIVES:
+                norm = max(norm, 4 * -(-bucket // alike))
+            return e * bucket * min(2, alike) + norm + e * largest
+
         if self.placement.stage == 3:
             model += e * self._gathered * here
-        of_each = sorted(map(self._full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
+        of_each = sorted(map(full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
         full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
         if self._held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
             full += kept  # the largest gradient is not the last one to be reduced
@@ -471,18 +483,6 @@ class DeepSpeedCandidate:
             return self._tiers.device.item("whole model", whole - model, why)
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
         return self._tiers.device.item("gradients reduced", max(0, full - model), why)
-
-    def _full_bucket(self, part: int) -> int:
-        """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of one weight."""
-        e, bucket, alike = self.work.item_bytes, self._bucket, self.work.data
-        largest = max(self._parts, default=0)
-        norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
-        if self.placement.stage < 3:
-            sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0
-            return max(norm, sent)
-        if self.placement.optimizer == TierKind.DRIVES:
-            norm = max(norm, 4 * -(-bucket // alike))
-        return e * bucket * min(2, alike) + norm + e * largest
 
     def _largest_parts(self) -> list[int]:
         """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""

@@ -135,9 +135,15 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     plans = {default.checkpointed: default}
     least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
 
+    def on_drives(plan: Plan) -> tuple[float, ...]:
+        assert isinstance(plan.sizes, TierSizes)
+        homes = plan.placement.params, plan.sizes.gradients
+        return plan.sizes.on_drives, *(home == TierKind.DRIVES for home in homes)
+
     def seconds(count: int) -> float:
         plan = plans[count]
-        if not plan.fits or (default.fits and _is_more_on_drives(plan, default)):
+        more = any(one > other for one, other in zip(on_drives(plan), on_drives(default), strict=True))
+        if not plan.fits or (default.fits and more):
             return math.inf
         return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
 
@@ -169,17 +175,6 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     other = f"{default.checkpointed} of {layers}: {told}"
     note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
-
-
-def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
-    """Return whether weights, gradients or a larger share of optimizer state are on drives than in `other`."""
-
-    def on_drives(one: Plan) -> tuple[float, ...]:
-        sizes = one.sizes
-        assert isinstance(sizes, TierSizes)
-        return (sizes.on_drives, one.placement.params == TierKind.DRIVES, sizes.gradients == TierKind.DRIVES)
-
-    return any(here > there for here, there in zip(on_drives(plan), on_drives(other), strict=True))
 
 
 def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:

@@ -360,17 +360,22 @@ class TieredCandidate:
             what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
             waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
         bounds = [*self._updates(), *hidden]
-        for phase, size in by_parts.items():
-            what = f"{format_bytes(size.from_ram)} of weights to each device from RAM, "
-            what += f"{format_bytes(size.from_others)} from other devices"
-            bounds.append(Bound(phase, seconds_of(size, machine, ranks=work.here), what, "gpus"))
+        for phase, gathered in by_parts.items():
+            what = f"{format_bytes(gathered.from_ram)} of weights to each device from RAM, "
+            what += f"{format_bytes(gathered.from_others)} from other devices"
+            bounds.append(Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
         bounds += [wait for wait in waits if wait.seconds is None]
         on_top = dict.fromkeys(PHASES, 0.0)
         for wait in waits:
             on_top[wait.phase] += wait.seconds or 0.0
         if self.placement.params != TierKind.GPU and sizes.unit_buffers == 1:
             bounds += in_turn(work, machine, traffic)
-        adding, memory = self._adding(), machine.rates.memory
+        adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
+        added = added_bytes(work, self.units, homes, gpu=gpu is not None)
+        for measured, size in added.items() if work.world == 1 else ():  # several ranks exchange gradients instead
+            keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
+            rate = next((rates[key] for key in keys if key in rates), memory)
+            adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
         if gpu is not None and adding:
             bounds.append(Bound("backward", adding, "adding gradients in RAM", "memory"))
         if gpu is None:  # the cores that compute also add gradients and copy weights from RAM
@@ -380,18 +385,6 @@ class TieredCandidate:
                     on_top[moved.phase] += 2 * moved.read / memory.value
         links = [*exchange.links, *as_traffic(sent, here=work.here)]
         return Costs(traffic, bounds, links, on_top=on_top, waits=waits)
-
-    def _adding(self) -> float:
-        """Return the seconds of adding gradients in RAM and of measuring the sums; 0 if no rate is known."""
-        work, rates, seconds = self.work, self.machine.rates, 0.0
-        if work.world > 1:
-            return 0.0  # several ranks exchange gradients instead (`communication.py`)
-        added = added_bytes(work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
-        for measured, moved in added.items():
-            keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
-            rate = next((rates.sums[key] for key in keys if key in rates.sums), rates.memory)
-            seconds += moved / rate.value if rate is not None else 0.0
-        return seconds
 
     def _updates(self) -> list[Bound]:
         """Return the bounds of the update kernels on GPU and CPU.

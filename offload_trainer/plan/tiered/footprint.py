@@ -239,7 +239,24 @@ def tiered_traffic(
     """Return the bytes that one node moves in a step."""
     move = _Moved()
     _move_pages(move, work, homes, homes.cut.groups, format=sizes.format)
-    _move_units(move, work, units, homes, sizes)
+    e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
+    for (unit, phase), times in fetched(work, units, homes, sizes).items():
+        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
+        if homes.weights[unit] == DEVICE:
+            continue  # quantised weights are dequantised on the device
+        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
+        move(homes.weights[unit], phase, read=times * size)
+        move(DEVICE, phase, read=times * into)
+    collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
+    gradients = as_gradients_come(units, work.shape)
+    if work.breadth_first:
+        _, gradients = breadth_first([], gradients, units, times=micro)
+    for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
+        size = g * sizes.trained_here(units[unit])
+        move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
+    outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
+    handed_over = [place.weight for unit in outside for place in unit.places]
+    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
     if work.inputs_away:
         inputs = inputs_of(work)
         size = work.passes * inputs.size
@@ -282,28 +299,6 @@ def _move_pages(
             move(DEVICE, "update", **{"read" if inside else "written": g * elements})
         if inside != (weights == DEVICE):
             move(DEVICE, "update", **{"written" if inside else "read": e * elements})
-
-
-def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> None:
-    """Count weights fetched to the device, and gradients copied from it."""
-    e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
-    for (unit, phase), times in fetched(work, units, homes, sizes).items():
-        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
-        if homes.weights[unit] == DEVICE:
-            continue  # quantised weights are dequantised on the device
-        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
-        move(homes.weights[unit], phase, read=times * size)
-        move(DEVICE, phase, read=times * into)
-    collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
-    gradients = as_gradients_come(units, work.shape)
-    if work.breadth_first:
-        _, gradients = breadth_first([], gradients, units, times=micro)
-    for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
-        size = g * sizes.trained_here(units[unit])
-        move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
-    outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
-    handed_over = [place.weight for unit in outside for place in unit.places]
-    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
 
 
 def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:

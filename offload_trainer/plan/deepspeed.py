@@ -462,7 +462,7 @@ class DeepSpeedCandidate:
         bucket, alike, largest = self._bucket, self.work.data, max(self._parts, default=0)
 
         def full_bucket(part: int) -> int:
-            """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of a weight."""
+            """Return a rank's bytes at a full bucket's moment, with the state of up to `part` elements of a weight."""
             norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
             if self.placement.stage < 3:
                 sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0

@@ -188,20 +188,13 @@ def model_of(config: TrainConfig) -> Any:
     if not source.shape.trainable:
         raise UserError("model.freeze leaves nothing to train")
     refuse_other_losses(source.config)
-    return with_block_order(config, source)
-
-
-def with_block_order(config: TrainConfig, source: Any) -> Any:
-    """Return the ModelSource, knowing whether micro-batches can pass through its blocks together, if that matters."""
-    train, order = config.train, config.tiered.micro_batch_order
-    one = train.gradient_accumulation_steps == 1
+    one, order = config.train.gradient_accumulation_steps == 1, config.tiered.micro_batch_order
     at_home = config.placement.params == "gpu" and order == "auto"
     if one or at_home or order == "depth_first" or config.placement.engine_name != "tiered":
-        return source
+        return source  # it does not matter whether micro-batches can pass through its blocks together
     from offload_trainer.model.probes.blocks import why_no_chain
 
-    why = why_no_chain(source.meta())
-    return replace(source, shape=replace(source.shape, no_chain=why))
+    return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta())))
 
 
 def planned(

@@ -86,7 +86,14 @@ def compare_modes(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
     models = _models(config)
-    shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
+    shape, whole = models.as_wished(config).shape, ""  # why ranks cannot share rows of this model
+    if not _preset(config):
+        from offload_trainer.model.probes.rows import refuse_pieces
+
+        try:
+            refuse_pieces(models.source.meta())
+        except UserError as error:
+            whole = str(error)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
@@ -169,17 +176,6 @@ def _count(machine: MachineProfile, nodes: str | None) -> int:
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
     """Return the ranks of each described machine: --gpus, or else the machine's GPUs."""
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
-
-
-def _why_whole(models: MemoryFallbacks) -> str:
-    """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
-    from offload_trainer.model.probes.rows import refuse_pieces
-
-    try:
-        refuse_pieces(models.source.meta())
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def _models(config: TrainConfig) -> MemoryFallbacks:

@@ -302,17 +302,14 @@ class ModelShape:
         """Return the part of the forward outside the blocks, which a loss in several chunks repeats."""
         return sum(_forward(weight) for weight in self.weights if not weight.block)
 
-    def tiled_flops(self, *, checkpointing: bool) -> float:
-        """Return the forward operations that tiled modules repeat in addition to the recomputation of blocks."""
-        return sum(_forward(weight) for weight in self._tiled(checkpointing=checkpointing))
+    def tiled(self, *, checkpointing: bool) -> tuple[float, float]:
+        """Return what tiled modules repeat for a token in addition to the recomputation of blocks.
 
-    def tiled_widths(self, *, checkpointing: bool) -> float:
-        """Return the input and output elements per token of the products that `tiled_flops` counts."""
-        return _widths(self._tiled(checkpointing=checkpointing))
-
-    def _tiled(self, *, checkpointing: bool) -> list[Weight]:
+        These are forward operations, and input and output elements of the products.
+        """
         inside = tuple(f"{name}." for name in (self.tiles_again if checkpointing else self.tiles))
-        return [weight for weight in self.weights if weight.name.startswith(inside)]
+        weights = [weight for weight in self.weights if weight.name.startswith(inside)]
+        return sum(map(_forward, weights)), _widths(weights)
 
     def backward_flops(self, *, seq_len: int) -> float:
         """Return the operations of the backward.

@@ -296,12 +296,9 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     if work.checkpointing:
         again += of_blocks(recomputed)
     if work.mlp_chunk:
-        flops, widths = (
-            count(shape, checkpointing=False)
-            + count(recomputed, checkpointing=True)
-            - count(recomputed, checkpointing=False)
-            for count in (ModelShape.tiled_flops, ModelShape.tiled_widths)
-        )
+        once, kept = shape.tiled(checkpointing=False), recomputed.tiled(checkpointing=False)
+        more = recomputed.tiled(checkpointing=True)
+        flops, widths = (one + its - less for one, its, less in zip(once, more, kept, strict=True))
         again += TokenWork(products=flops, values=widths)
     if work.micro_batch * work.length > work.loss_chunk:
         again += head

@@ -246,11 +246,15 @@ def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> 
         if not plan.fits:
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
         elif step is not None and best is not None:
-            slower = f"{step / best - 1:.0%} longer"
-            if step < 1.01 * best:
-                slower = f"less than {_ALIKE - 1:.0%} faster, and moves more bytes"
-            rejected.append((plan.homes, f"fits, but a step takes {format_seconds(step)}, {slower}"))
+            rejected.append((plan.homes, _slower(step, best)))
     return replace(chosen, rejected=tuple(rejected))
+
+
+def _slower(step: float, chosen: float) -> str:
+    """Return why a plan whose step takes `step` seconds was not chosen over one that takes `chosen`."""
+    if step >= 1.01 * chosen:
+        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
+    return f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:

@@ -389,6 +389,7 @@ class UnitShare:
     update: float  # of pages whose state is not on the device
     forward: float
     on_device: float = 0.0  # share of the device's own update
+    block: bool = False
 
 
 def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitShare]:
@@ -408,57 +409,11 @@ def parts_of(units: Sequence[Unit], homes: TierMap | None = None) -> list[UnitSh
             (unit.trained - there[unit.index]) / outside,
             unit.elements / computed * (unit.index >= first),
             there[unit.index] / inside,
+            unit.block,
         )
         for unit in units
     ]
     return [*parts, UnitShare(0.0, tied / computed)]
-
-
-def hidden_seconds(
-    found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool, read: float = 0.0, after: float = 0.0
-) -> float:
-    """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
-
-    `read`: share of the update for which drives need no time before the weights are ready, because page buffers have
-    read the state when the update begins. `after`: seconds of drives after the forward in which the last state may be
-    written.
-    """
-    update, forward = found.seconds["update"], found.seconds["forward"]
-    if update is None or forward is None:
-        return 0.0
-    forward /= micro_batches
-    on_device, apart = _longest_of(found, "update", "adamw_gpu"), ("drive", "adamw_gpu")
-    others = [each.seconds or 0.0 for each in found.bounds if each.phase == "update" and each.kind not in apart]
-    computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
-    done, there, left = 0.0, 0.0, 1.0
-    ways = [update - after]
-    for part in parts:
-        done, there = done + part.update, there + part.on_device
-        ways.append(max(update * (done - read), computed * done, on_device * there) + forward * left)
-        left -= part.forward
-    asked = _seconds_of_resources(found, "update", gpu=gpu)
-    for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
-        asked[of] += seconds / micro_batches
-    for of in {bound.place for bound in found.bounds if bound.kind == "drive"}:
-        asked[of] -= after
-    return max(0.0, update + forward - max([*ways, *asked.values()]))
-
-
-def read_before_update(found: Forecast, pages: int, *, buffers: int, micro_batches: int) -> float:
-    """Return the share of the `pages` on drives that page buffers have read when the update begins.
-
-    They are read during the last backward, while no drive is busy. The page after them is read when the first of them
-    has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
-    """
-    share = (buffers - 1) / pages if pages > buffers else 1.0
-    needed = _longest_of(found, "update", "drive")
-    free = max(0.0, (found.seconds["backward"] or 0.0) - _longest_of(found, "backward", "drive")) / micro_batches
-    return min(share, free / needed) if needed else 0.0
-
-
-def _longest_of(found: Forecast, phase: str, kind: str) -> float:
-    """Return the longest bound of a kind in a phase, such as the busiest drive's; 0 without one."""
-    return max((one.seconds or 0.0 for one in found.bounds if (one.phase, one.kind) == (phase, kind)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -499,88 +454,131 @@ class BackwardOverlap:
     first: float = 0.0  # seconds of the backward before the first page is updated, in which drives are not busy
 
 
-def ahead_of(
-    found: Forecast, units: Sequence[Unit], early: EarlyPages, *, micro_batches: int, gpu: bool
-) -> BackwardOverlap:
-    """Return how much of the update runs during the last backward.
+@dataclass(frozen=True)
+class Overlap:
+    """What other work can hide of a step's update."""
 
-    Shared resources, such as a CPU that computes the model, make the backward longer.
-    """
-    update, backward = found.seconds["update"], found.seconds["backward"]
-    if not update or backward is None or not early.share:
-        return BackwardOverlap(0.0, 0.0)
-    backward /= micro_batches
-    blocks = [part.forward for unit, part in zip(units, parts_of(units), strict=False) if unit.block]
-    first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
-    asked = defaultdict[str, float](float)  # seconds of each resource that early pages use
-    for bound in found.bounds:
-        if bound.phase == "update" and bound.kind != "adamw_gpu":
-            share = (1 - early.last) * (1.0 if bound.kind == "drive" and early.on_drives > 0 else early.share)
-            asked[_resource_of(bound, gpu=gpu)] += share * (bound.seconds or 0.0)
-    others = {of: each / micro_batches for of, each in _seconds_of_resources(found, "backward", gpu=gpu).items()}
-    could = min((1 - early.last) * update, max(asked.values(), default=0.0))
-    lost = sum(bound.lost for bound in found.bounds if bound.phase == "update") if early.on_drives else 0.0
-    asked["cpu"] += early.copying + (1 - early.last) * lost
-    longest = max(could, *asked.values())
-    part, both = 0.0, backward
-    for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
-        part = min(1.0, (both - first) / longest) if longest else 0.0
-        both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    idle = max(0.0, 1 - _longest_of(found, "backward", "drive") / micro_batches / backward) if backward else 0.0
-    return BackwardOverlap(part * could, backward + part * could - both, first * idle)
+    found: Forecast  # of the step without overlap
+    parts: Sequence[UnitShare]  # of the update, in the order of the forward
+    micro_batches: int = 1
+    gpu: bool = False  # a GPU computes the model
 
+    def hidden(self, *, read: float = 0.0, after: float = 0.0) -> float:
+        """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
 
-def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Forecast:
-    """Return the forecast of the rest of the update after the clipping factor is known; other pages wait for it."""
-    update = found.seconds["update"] or 0.0
-    waits = {"drive": 0.0, "adamw_gpu": 1.0}  # the share of a bound's work that waits; of others all but early pages
-    inside = [
-        waits.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0)
-        for bound in found.bounds
-        if bound.phase == "update"
-    ]
-    left = max([update - ahead.done, *inside])
-    part = left / update if update else 1.0
+        `read`: share of the update for which drives need no time before the weights are ready, because page buffers
+        have read the state when the update begins. `after`: seconds of drives after the forward in which the last state
+        may be written.
+        """
+        found, update, forward = self.found, self.found.seconds["update"], self.found.seconds["forward"]
+        if update is None or forward is None:
+            return 0.0
+        forward /= self.micro_batches
+        on_device, apart = self._longest("update", "adamw_gpu"), ("drive", "adamw_gpu")
+        others = [each.seconds or 0.0 for each in found.bounds if each.phase == "update" and each.kind not in apart]
+        computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
+        done, there, left = 0.0, 0.0, 1.0
+        ways = [update - after]
+        for part in self.parts:
+            done, there = done + part.update, there + part.on_device
+            ways.append(max(update * (done - read), computed * done, on_device * there) + forward * left)
+            left -= part.forward
+        asked = self._resources("update")
+        for of, seconds in self._resources("forward").items():
+            asked[of] += seconds / self.micro_batches
+        for of in {bound.place for bound in found.bounds if bound.kind == "drive"}:
+            asked[of] -= after
+        return max(0.0, update + forward - max([*ways, *asked.values()]))
 
-    def scaled(bound: Bound) -> Bound:
-        by = max(part, waits.get(bound.kind, 1 - early.share)) if bound.phase == "update" else 1.0
-        return replace(bound, seconds=bound.seconds and bound.seconds * by, lost=bound.lost * by)
+    def read_before_update(self, pages: int, *, buffers: int) -> float:
+        """Return the share of the `pages` on drives that page buffers have read when the update begins.
 
-    return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(map(scaled, found.bounds)))
+        They are read during the last backward, while no drive is busy. The page after them is read when the first of
+        them has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
+        """
+        share = (buffers - 1) / pages if pages > buffers else 1.0
+        needed, backward = self._longest("update", "drive"), self.found.seconds["backward"] or 0.0
+        free = max(0.0, backward - self._longest("backward", "drive")) / self.micro_batches
+        return min(share, free / needed) if needed else 0.0
 
+    def ahead(self, early: EarlyPages) -> BackwardOverlap:
+        """Return how much of the update runs during the last backward.
 
-def parts_left(
-    found: Forecast, left: Forecast, units: Sequence[Unit], parts: Sequence[UnitShare], *, last: float
-) -> list[UnitShare]:
-    """Return the shares of the remaining update of `parts`; the forward waits for all units before the blocks."""
-    first = first_block(units)
-    before = sum(part.update for part in parts[:first])
-    waits = max(last * (found.seconds["update"] or 0.0), before * _longest_of(found, "update", "adamw"))
-    share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
-    scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before or 1.0)] * (len(parts) - first)
-    return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]
+        Shared resources, such as a CPU that computes the model, make the backward longer.
+        """
+        found, update, backward = self.found, self.found.seconds["update"], self.found.seconds["backward"]
+        if not update or backward is None or not early.share:
+            return BackwardOverlap(0.0, 0.0)
+        backward /= self.micro_batches
+        first = backward * (1.0 - sum([part.forward for part in self.parts if part.block][:-1]))  # the head and a block
+        asked = defaultdict[str, float](float)  # seconds of each resource that early pages use
+        for bound in found.bounds:
+            if bound.phase == "update" and bound.kind != "adamw_gpu":
+                share = (1 - early.last) * (1.0 if bound.kind == "drive" and early.on_drives > 0 else early.share)
+                asked[self._resource(bound)] += share * (bound.seconds or 0.0)
+        others = {of: seconds / self.micro_batches for of, seconds in self._resources("backward").items()}
+        could = min((1 - early.last) * update, max(asked.values(), default=0.0))
+        lost = sum(bound.lost for bound in found.bounds if bound.phase == "update") if early.on_drives else 0.0
+        asked["cpu"] += early.copying + (1 - early.last) * lost
+        longest = max(could, *asked.values())
+        part, both = 0.0, backward
+        for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
+            part = min(1.0, (both - first) / longest) if longest else 0.0
+            both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
+        busy = self._longest("backward", "drive") / self.micro_batches
+        idle = max(0.0, 1 - busy / backward) if backward else 0.0
+        return BackwardOverlap(part * could, backward + part * could - both, first * idle)
 
+    def left_after(self, ahead: BackwardOverlap, early: EarlyPages) -> Overlap:
+        """Return the rest of the update after the clipping factor is known, for which other than early pages wait.
 
-def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str, float]:
-    """Return the seconds that a phase takes of each resource.
+        The forward waits for all units before the blocks.
+        """
+        found, update = self.found, self.found.seconds["update"] or 0.0
+        waits = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of others all but early pages
+        of_update = [bound for bound in found.bounds if bound.phase == "update"]
+        inside = [waits.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0) for bound in of_update]
+        left = max([update - ahead.done, *inside])
+        rest = left / update if update else 1.0
 
-    What a phase takes on top of its slowest bound (`Costs.on_top`) is the time of the cores if the CPU computes
-    the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
-    computation to the transfers of drives.
-    """
-    asked = defaultdict[str, float](float)
-    bounds = [bound for bound in found.bounds if bound.phase == phase]
-    for bound in bounds:
-        asked[_resource_of(bound, gpu=gpu)] += bound.seconds or 0.0
-        asked["cpu"] += bound.lost
-    whole, longest = found.seconds[phase], _longest(bounds)
-    if not gpu and whole is not None and longest is not None:
-        asked["cpu"] += whole - longest
-    return asked
+        def scaled(bound: Bound) -> Bound:
+            by = max(rest, waits.get(bound.kind, 1 - early.share)) if bound.phase == "update" else 1.0
+            return replace(bound, seconds=bound.seconds and bound.seconds * by, lost=bound.lost * by)
 
+        after = replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(map(scaled, found.bounds)))
+        first = next((number for number, part in enumerate(self.parts) if part.block), 0)
+        before = sum(part.update for part in self.parts[:first])
+        waiting = max(early.last * update, before * self._longest("update", "adamw"))
+        share = min(1.0, waiting / left) if left else 0.0
+        scale = [share / before if before else 0.0] * first
+        scale += [(1 - share) / (1 - before or 1.0)] * (len(self.parts) - first)
+        parts = [replace(part, update=part.update * its) for part, its in zip(self.parts, scale, strict=True)]
+        return replace(self, found=after, parts=parts)
 
-def _resource_of(bound: Bound, *, gpu: bool) -> str:
-    """Return the resource that a bound uses. Adding gradients takes the memory bandwidth that AdamW needs."""
-    if bound.kind in ("adamw", "compute", "memory"):
-        return "gpu" if gpu and bound.kind == "compute" else "cpu"
-    return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)
+    def _longest(self, phase: str, kind: str) -> float:
+        """Return the longest bound of a kind in a phase, such as the busiest drive's; 0 without one."""
+        bounds = [bound for bound in self.found.bounds if (bound.phase, bound.kind) == (phase, kind)]
+        return max((bound.seconds or 0.0 for bound in bounds), default=0.0)
+
+    def _resources(self, phase: str) -> dict[str, float]:
+        """Return the seconds that a phase takes of each resource.
+
+        What a phase takes on top of its slowest bound (`Costs.on_top`) is the time of the cores if the CPU computes
+        the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
+        computation to the transfers of drives.
+        """
+        asked = defaultdict[str, float](float)
+        bounds = [bound for bound in self.found.bounds if bound.phase == phase]
+        for bound in bounds:
+            asked[self._resource(bound)] += bound.seconds or 0.0
+            asked["cpu"] += bound.lost
+        whole, longest = self.found.seconds[phase], _longest(bounds)
+        if not self.gpu and whole is not None and longest is not None:
+            asked["cpu"] += whole - longest
+        return asked
+
+    def _resource(self, bound: Bound) -> str:
+        """Return the resource that a bound uses. Adding gradients takes the memory bandwidth that AdamW needs."""
+        if bound.kind in ("adamw", "compute", "memory"):
+            return "gpu" if self.gpu and bound.kind == "compute" else "cpu"
+        return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)

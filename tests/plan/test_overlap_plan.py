@@ -23,13 +23,9 @@ from offload_trainer.plan.step_time import (
     Bound,
     EarlyPages,
     Forecast,
+    Overlap,
     UnitShare,
-    ahead_of,
-    hidden_seconds,
-    left_after,
-    parts_left,
     parts_of,
-    read_before_update,
 )
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
@@ -71,13 +67,13 @@ def test_hidden_is_what_a_walk_through_the_units_gives(
     update: float, forward: float, shares: list[tuple[float, float]]
 ) -> None:
     parts = [UnitShare(*share) for share in shares]
-    hidden = hidden_seconds(forecast(update, forward), parts, micro_batches=1, gpu=False)
+    hidden = Overlap(forecast(update, forward), parts).hidden()
     assert update + forward - hidden == pytest.approx(simulated(update, forward, parts, adamw=update))
     adamw = Bound("update", 0.6 * update, "", "adamw")
     drive = Bound("update", update, "", "drive", "sda")
     for read, late in itertools.product((0.0, 0.2, 0.5, 1.0), (0.0, 0.1, 1.0)):
         its = {"read": read, "after": late * read * update}
-        hidden = hidden_seconds(forecast(update, forward, adamw, drive), parts, micro_batches=1, gpu=True, **its)
+        hidden = Overlap(forecast(update, forward, adamw, drive), parts, 1, True).hidden(**its)
         expected = max(forward, simulated(update, forward, parts, adamw=0.6 * update, **its))
         assert update + forward - hidden == pytest.approx(expected)
 
@@ -92,7 +88,7 @@ def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> 
         pages = pages_of(units, page=1 << 20, shares=((DEVICE, share), (RAM, 1 - share)), speeds=())
         homes = homes_of(units, pages, params=TierKind.GPU, gradients=TierKind.RAM, speeds=())
         bounds = Bound("update", 0.9, "", "adamw"), Bound("update", on_gpu, "", "adamw_gpu")
-        return hidden_seconds(forecast(0.9, 2.0, *bounds), parts_of(units, homes), micro_batches=1, gpu=True)
+        return Overlap(forecast(0.9, 2.0, *bounds), parts_of(units, homes), 1, True).hidden()
 
     for share in (0.0, first / 2, first):
         waits = 0.9 * (first - share + block) / (1 - share)  # for the CPU's part of embeddings and the first block
@@ -132,7 +128,7 @@ def arrivals(pages: int, buffers: int) -> list[int]:
 def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, buffers: int) -> None:
     drive = Bound("update", float(pages), "", "drive", "sda")
     found = replace(forecast(float(pages), 1.0, drive), seconds={"backward": 100.0, "update": float(pages)})
-    read = read_before_update(found, pages, buffers=buffers, micro_batches=2)
+    read = Overlap(found, (), 2).read_before_update(pages, buffers=buffers)
     planned = [max(0, page + 1 - read * pages) for page in range(pages)]
     assert arrivals(pages, buffers)[buffers:] == pytest.approx(planned[buffers:])
     assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
@@ -140,24 +136,24 @@ def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, 
 
 def test_pages_are_read_in_the_time_in_which_the_backward_leaves_the_drive_idle() -> None:
     bounds = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.6, "", "drive", "sda")
-    assert read_before_update(forecast(4.0, 1.0, *bounds), 6, buffers=6, micro_batches=1) == pytest.approx(0.4 / 4.0)
-    assert read_before_update(forecast(4.0, 1.0, *bounds), 6, buffers=6, micro_batches=4) == pytest.approx(0.1 / 4.0)
-    assert read_before_update(forecast(4.0, 1.0), 0, buffers=6, micro_batches=1) == 0.0
+    assert Overlap(forecast(4.0, 1.0, *bounds), (), 1).read_before_update(6, buffers=6) == pytest.approx(0.4 / 4.0)
+    assert Overlap(forecast(4.0, 1.0, *bounds), (), 4).read_before_update(6, buffers=6) == pytest.approx(0.1 / 4.0)
+    assert Overlap(forecast(4.0, 1.0), (), 1).read_before_update(0, buffers=6) == 0.0
 
 
 def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
     parts = [UnitShare(0.001, 0.001)] * 1000
-    assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=1, gpu=False) == pytest.approx(2.0, rel=0.01)
-    assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=4, gpu=False) == pytest.approx(1.0, rel=0.01)
+    assert Overlap(forecast(2.0, 4.0), parts).hidden() == pytest.approx(2.0, rel=0.01)
+    assert Overlap(forecast(2.0, 4.0), parts, 4).hidden() == pytest.approx(1.0, rel=0.01)
     shared = [Bound("update", 1.5, "", "drive", "sda"), Bound("forward", 3.0, "", "drive", "sda")]
-    assert hidden_seconds(forecast(2.0, 4.0, *shared), parts, micro_batches=1, gpu=False) == pytest.approx(1.5)
+    assert Overlap(forecast(2.0, 4.0, *shared), parts).hidden() == pytest.approx(1.5)
     apart = [shared[0], Bound("forward", 3.0, "", "drive", "sdb")]
-    assert hidden_seconds(forecast(2.0, 4.0, *apart), parts, micro_batches=1, gpu=False) == pytest.approx(2.0, rel=0.01)
+    assert Overlap(forecast(2.0, 4.0, *apart), parts).hidden() == pytest.approx(2.0, rel=0.01)
     cpu = [Bound("update", 1.0, "", "adamw"), Bound("forward", 4.0, "", "compute")]
-    assert hidden_seconds(forecast(1.0, 4.0, *cpu), parts, micro_batches=1, gpu=False) == 0.0
+    assert Overlap(forecast(1.0, 4.0, *cpu), parts).hidden() == 0.0
     copying = [cpu[0], replace(cpu[1], seconds=3.0)]  # another second on top, such as copies of weights
-    assert hidden_seconds(forecast(1.0, 4.0, *copying), parts, micro_batches=1, gpu=False) == 0.0
-    assert hidden_seconds(forecast(1.0, 4.0, *cpu), parts, micro_batches=1, gpu=True) == pytest.approx(1.0, rel=0.01)
+    assert Overlap(forecast(1.0, 4.0, *copying), parts).hidden() == 0.0
+    assert Overlap(forecast(1.0, 4.0, *cpu), parts, 1, True).hidden() == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +236,13 @@ OVERLAPS: list[tuple[tuple[float, *tuple[Bound, ...]], EarlyPages, dict[str, Any
 def test_what_the_backward_hides_of_an_update_by_hand() -> None:
     """A backward of 1 s over 1000 blocks; the first page is updated after one of them."""
     weights = tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000))
-    units = units_of(replace(SHAPES["gpt2"], weights=weights))
+    parts = parts_of(units_of(replace(SHAPES["gpt2"], weights=weights)))
     for (update, *bounds), early, how, done, hidden in OVERLAPS:
-        found = ahead_of(forecast(update, 1.0, *bounds), units, early, **{"micro_batches": 1, "gpu": False} | how)
+        found = Overlap(forecast(update, 1.0, *bounds), parts, **how).ahead(early)
         told = (update, bounds, early, how)
         assert done is None or found.done == pytest.approx(done, rel=0.01), told
         assert hidden is None or found.hidden == pytest.approx(hidden, rel=0.01, abs=1e-9), told
-    found = ahead_of(forecast(0.5, 1.0, LITTLE, COMPUTE), units, ON_DRIVES, micro_batches=1, gpu=False)
+    found = Overlap(forecast(0.5, 1.0, LITTLE, COMPUTE), parts).ahead(ON_DRIVES)
     assert found.first == pytest.approx(0.001, rel=0.01)
 
 
@@ -254,23 +250,23 @@ def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
     parts = [UnitShare(0.01, 0.01)] * 100
     for lost, hidden in ((0.0, 1.0), (2.0, 1.0), (3.5, 0.5), (5.0, 0.0)):
         bounds = Bound("update", 4.0, "", "drive", "sda", lost=lost), Bound("forward", 1.0, "", "compute")
-        found = hidden_seconds(forecast(4.0, 1.0, *bounds), parts, micro_batches=1, gpu=False)
+        found = Overlap(forecast(4.0, 1.0, *bounds), parts).hidden()
         assert found == pytest.approx(hidden, abs=0.02)
 
 
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
     bounds = Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")
-    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.8, 1.8), EarlyPages(0.4))
+    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(BackwardOverlap(1.8, 1.8), EarlyPages(0.4)).found
     assert left.seconds["update"] == pytest.approx(0.6)
     assert [bound.seconds for bound in left.bounds] == [pytest.approx(0.6), pytest.approx(0.6)]
-    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(0.5, 0.5), EarlyPages(0.4))
+    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(BackwardOverlap(0.5, 0.5), EarlyPages(0.4)).found
     assert left.seconds["update"] == pytest.approx(1.5)
     assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
     early = EarlyPages(on_drives=0.4, in_ram=0.4)  # 0.2 of the pages in RAM wait, and all on the GPU
-    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.9, 1.9), early)
+    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(BackwardOverlap(1.9, 1.9), early).found
     assert left.seconds["update"] == pytest.approx(0.2)
     on_gpu = Bound("update", 0.5, "", "adamw_gpu")
-    left = left_after(forecast(2.0, 1.0, *bounds, on_gpu), BackwardOverlap(1.9, 1.9), early)
+    left = Overlap(forecast(2.0, 1.0, *bounds, on_gpu), ()).left_after(BackwardOverlap(1.9, 1.9), early).found
     assert left.seconds["update"] == pytest.approx(0.5)
 
 
@@ -278,12 +274,11 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
     """Embeddings on drives take 0.6 s of the remaining 0.8 s of 2.0 s; in RAM they take their arithmetic only."""
     units = units_of(SHAPE)
     found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
-    left = replace(found, seconds=found.seconds | {"update": 0.8})
-    for last, waits in (
-        (0.3, 0.6),
-        (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPE.trainable),
-    ):
-        parts = parts_left(found, left, units, parts_of(units), last=last)
+    overlap = Overlap(found, parts_of(units))
+    for last, waits in ((0.3, 0.6), (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPE.trainable)):
+        left = overlap.left_after(BackwardOverlap(1.2, 1.2), EarlyPages(1.0, last=last))
+        assert left.found.seconds["update"] == pytest.approx(0.8)
+        parts = left.parts
         assert sum(part.update for part in parts) == pytest.approx(1.0)
         assert 0.8 * sum(part.update for part in parts[:2]) == pytest.approx(waits, rel=0.01)
         assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]
@@ -301,7 +296,7 @@ def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> N
         assert sum(seconds or 0.0 for seconds in found.in_line.values()) == pytest.approx(found.step)
     units = units_of(SHAPE)
     # A clipped step's update starts again, with nothing read in advance.
-    unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)
+    unread = Overlap(forward, parts_of(units)).hidden()
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
     names = ("state", "state, second copy")

@@ -24,15 +24,11 @@ from offload_trainer.plan.step_time import (
     Bound,
     Costs,
     Forecast,
-    ahead_of,
+    Overlap,
     early_pages,
-    hidden_seconds,
     in_turn,
     kernels_of,
-    left_after,
-    parts_left,
     parts_of,
-    read_before_update,
     seconds_of_matrices,
     transfer_seconds,
     update_rate,
@@ -436,13 +432,10 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model.
         if not sizes.overlap and (self._computes_products_on_cpu or self.section.overlap != "auto"):
             return sizes, found
-        parts, early = (
-            parts_of(self.units, self._laid_out),
-            work.world == 1 and self.placement.params != TierKind.DRIVES,
-        )
+        overlap = Overlap(found, parts_of(self.units, self._laid_out), work.passes, gpu)
+        early = work.world == 1 and self.placement.params != TierKind.DRIVES
         pages = sum(group.count for group in self._laid_out.cut.groups if on_drive(group.page.home))
-        read = read_before_update(found, pages, buffers=sizes.page_buffers, micro_batches=work.passes) if early else 0.0
-        hidden = hidden_seconds(found, parts, micro_batches=work.passes, gpu=gpu, read=read)
+        hidden = overlap.hidden(read=overlap.read_before_update(pages, buffers=sizes.page_buffers) if early else 0.0)
         if found.step is not None:
             gains = hidden >= _FORWARD_WORTH * found.step
         else:
@@ -452,35 +445,27 @@ class TieredCandidate:
         if not sizes.overlap and not gains:
             return sizes, replace(found, could_hide=hidden)
         if sizes.ahead:
-            return sizes, self._overlapping_backward(found, read_early=early)
+            return sizes, self._overlapping_backward(overlap, read_early=early)
         return replace(sizes, overlap=True), replace(found, behind=True, hidden=hidden)
 
-    def _overlapping_backward(self, found: Forecast, *, read_early: bool) -> Forecast:
-        """Return the forecast of an update that starts during the backward; `found` has no overlap."""
-        units, homes, sizes = self.units, self._laid_out, self.sizes
-        micro, gpu = self.work.passes, self.machine.gpu is not None
+    def _overlapping_backward(self, overlap: Overlap, *, read_early: bool) -> Forecast:
+        """Return the forecast of an update that starts during the backward."""
+        homes, sizes = self._laid_out, self.sizes
         # Copying the old bytes of pages with shadow memory reads and writes each. If the memory's rate was not
         # measured, it is that of the update, which is bound by memory.
         size, memory = shadow_bytes(homes, sizes.format), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
-        early = early_pages(units, homes, copying=2 * size / moved if moved else 0.0, buffers=sizes.page_buffers)
-        ahead = ahead_of(found, units, early, micro_batches=micro, gpu=gpu)
-        left, parts = left_after(found, ahead, early), parts_of(units, homes)
-        update, rest = (one.seconds["update"] or 0.0 for one in (found, left))
+        early = early_pages(self.units, homes, copying=2 * size / moved if moved else 0.0, buffers=sizes.page_buffers)
+        ahead = overlap.ahead(early)
+        left = overlap.left_after(ahead, early)
+        update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
         ready = early.read * update if read_early else 0.0
-        whole = hidden_seconds(
-            left,
-            parts_left(found, left, units, parts, last=early.last),
-            micro_batches=micro,
-            gpu=gpu,
-            read=ready / rest if rest else 0.0,
-            after=min(ahead.first, ready),
-        )
+        whole = left.hidden(read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
         whole += update - rest - (ahead.done - ahead.hidden)
-        again = hidden_seconds(found, parts, micro_batches=micro, gpu=gpu)  # a clipped step's update starts afterwards
-        longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
-        return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
+        # A clipped step's update starts after the backward.
+        longer = max(0.0, whole - overlap.hidden()) + early.copying  # old bytes are copied back
+        return replace(overlap.found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 
     def notes(self, costs: Costs) -> Iterator[str]:
         """Yield the sentences of the plan about this placement."""

@@ -55,16 +55,10 @@ def bench_here(
 ) -> MachineProfile:
     """Measure this machine and each of its drives, store the rates for later plans, and return the profile.
 
-    Args:
-        place: names a directory on each drive to measure.
-        output: the run directory of later plans.
-        dtype: dtype of the matrix products.
-        page: parameters updated at a time.
-        ranks: number of ranks between which links are measured, one per GPU; 1: all GPUs.
-        drive_bytes: bytes to write in one direction, without a time limit; None: as many as fit in a few seconds.
-        say: prints progress.
-
-    CPU measurements use the threads of this process.
+    `place` names a directory on each drive, `output` the run directory of later plans. `dtype` is of the matrix
+    products, and `page` the parameters updated at a time. Links are measured between `ranks`, one per GPU; 1: all GPUs.
+    `drive_bytes` are to be written in one direction, without a time limit; None: as many as fit in a few seconds. CPU
+    measurements use the threads of this process.
     """
     refuse_unwritable()
     machine = probe_machine(place, output=output)
@@ -152,22 +146,19 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
 def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Iterator[None]:
     """Within this context, compute with as many threads as all ranks of the machine have, on all of their `cpus`."""
     threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
+
+    def compute_with(threads: int, cpus: Collection[int]) -> None:
+        torch.set_num_threads(threads)
+        if os.sched_getaffinity(0) != set(cpus):
+            for thread in os.listdir("/proc/self/task"):  # also those that torch has started before
+                with suppress(ProcessLookupError):  # the thread has ended
+                    os.sched_setaffinity(int(thread), cpus)
+
     try:
-        torch.set_num_threads(threads_of_all_ranks(machine))
-        _move_threads(cpus)
+        compute_with(threads_of_all_ranks(machine), cpus)
         yield
     finally:
-        torch.set_num_threads(threads)
-        _move_threads(own)
-
-
-def _move_threads(cpus: Collection[int]) -> None:
-    """Let all threads of this process run on `cpus`, also those that torch has started before."""
-    if os.sched_getaffinity(0) == set(cpus):
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # the thread has ended
-            os.sched_setaffinity(int(thread), cpus)
+        compute_with(threads, own)
 
 
 def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:

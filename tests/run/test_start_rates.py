@@ -1,5 +1,6 @@
 """Tests of the measurement at the start of a run (`run/machine_rates.py`): when it is due, and what it changes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -200,4 +201,7 @@ def test_measuring_takes_the_processors_and_threads_of_all_ranks(monkeypatch: py
         assert [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)] == [own, own]
     finally:
         ended.set()
-        machine_rates._move_threads(every)
+        thread.join()
+        for number in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(number), every)

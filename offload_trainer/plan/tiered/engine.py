@@ -46,10 +46,9 @@ from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
     layouts_of,
-    tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both
+from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -179,7 +178,7 @@ class Tiered:
         homes = self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
-            sizes = tier_sizes(step, machine, placement, section=self.place, tiered=self.section, gradients=gradients)
+            sizes = self._sizes(step, machine, placement, gradients=gradients)
             one = TieredCandidate(step, machine, placement, sizes, layouts, self.section)
             if placement.optimizer != TierKind.GPU:
                 one = self._with_shares(one)
@@ -189,6 +188,37 @@ class Tiered:
             if one not in found:  # "everything on the GPU" occurs twice if it fits
                 found.append(one)
         return found
+
+    def _sizes(
+        self, work: Workload, machine: MachineProfile, placement: Placement, *, gradients: TierKind
+    ) -> TierSizes:
+        """Return the configured sizes. A share of `auto` becomes all or nothing here, by `placement.optimizer`."""
+        place, tiered = self.place, self.section
+        on_gpu = float(placement.optimizer == TierKind.GPU) if place.gpu_fraction == "auto" else place.gpu_fraction
+        in_ram = 0.0 if placement.optimizer == TierKind.DRIVES else 1.0 - on_gpu
+        timed, speeds = [drive.rates for drive in machine.drives if drive.rates is not None], (1.0,) * len(place.nvme)
+        if len(timed) == len(speeds):  # equal speeds, if they were not measured
+            speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
+        all_gather = uses_all_gather(tiered.weight_transfer, machine, ranks=work.here)
+        return TierSizes(
+            gpu_fraction=on_gpu,
+            ram_fraction=in_ram if place.ram_fraction == "auto" else place.ram_fraction,
+            gradients=gradients,
+            activations=work.offload_activations,
+            rule=work.state.rule.name,
+            states=work.state.moments.name,
+            page=tiered.page_size,
+            page_buffers=tiered.page_buffers,
+            unit_buffers=tiered.weight_buffers,
+            overlap=tiered.overlap in ("forward", "backward"),
+            ahead=tiered.overlap == "backward",
+            speeds=speeds,
+            places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
+            ranks=work.world,
+            nodes=work.nodes,
+            breadth_first=work.breadth_first,
+            by_parts=placement.params == TierKind.RAM and all_gather,
+        )
 
     def _orders(self, work: Workload, machine: MachineProfile, params: TierKind) -> list[Workload]:
         """Return the step with its micro-batches depth-first, breadth-first or both, the preferred order first."""

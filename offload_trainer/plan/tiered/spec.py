@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
-from offload_trainer.config import PlacementSection, TieredSection
-from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
     CutPages,
@@ -25,7 +23,6 @@ from offload_trainer.plan.tiered.layout import (
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, in_memory, on_drive
 from offload_trainer.plan.workload import Workload
 
@@ -85,46 +82,6 @@ class TierSizes:
     @property
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states)
-
-
-def tier_sizes(
-    work: Workload,
-    machine: MachineProfile,
-    placement: Placement,
-    *,
-    section: PlacementSection,
-    tiered: TieredSection,
-    gradients: TierKind,
-) -> TierSizes:
-    """Return the configured sizes. A share of `auto` becomes all or nothing here, according to `placement.optimizer`.
-
-    The drives' speeds are those that the machine's benchmark found, or equal.
-    """
-    on_gpu = float(placement.optimizer == TierKind.GPU) if section.gpu_fraction == "auto" else section.gpu_fraction
-    in_ram = 0.0 if placement.optimizer == TierKind.DRIVES else 1.0 - on_gpu
-    timed = [drive.rates for drive in machine.drives if drive.rates is not None]
-    speeds = (1.0,) * len(section.nvme)
-    if len(timed) == len(speeds):
-        speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
-    return TierSizes(
-        gpu_fraction=on_gpu,
-        ram_fraction=in_ram if section.ram_fraction == "auto" else section.ram_fraction,
-        gradients=gradients,
-        activations=work.offload_activations,
-        rule=work.state.rule.name,
-        states=work.state.moments.name,
-        page=tiered.page_size,
-        page_buffers=tiered.page_buffers,
-        unit_buffers=tiered.weight_buffers,
-        overlap=tiered.overlap in ("forward", "backward"),
-        ahead=tiered.overlap == "backward",
-        speeds=speeds,
-        places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
-        ranks=work.world,
-        nodes=work.nodes,
-        breadth_first=work.breadth_first,
-        by_parts=placement.params == TierKind.RAM and uses_all_gather(tiered.weight_transfer, machine, ranks=work.here),
-    )
 
 
 @dataclass(frozen=True)

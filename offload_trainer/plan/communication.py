@@ -84,12 +84,7 @@ class CommCost:
 
 
 def exchange_of(
-    work: Workload,
-    units: Sequence[Unit],
-    homes: TierMap,
-    *,
-    by_parts: Mapping[str, TransferBytes] | None = None,
-    node: int = 0,
+    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, TransferBytes], node: int = 0
 ) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
@@ -116,7 +111,7 @@ def exchange_of(
     links = [
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
-        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
+        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in by_parts.items()),
     ]
     if remote:
         marks = micro * here * remote * weights

@@ -208,12 +208,7 @@ class DeepSpeedCandidate:
     engine = "deepspeed"
 
     def __init__(
-        self,
-        work: Workload,
-        machine: MachineProfile,
-        placement: Placement,
-        section: DeepSpeedSection,
-        moments: str,
+        self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection, moments: str
     ) -> None:
         """Take a step, a machine and a placement; `moments` is optim.moment_dtype, and "8bit" bitsandbytes' AdamW."""
         self.work, self.machine, self.placement, self._section = work, machine, placement, section

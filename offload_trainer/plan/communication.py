@@ -217,7 +217,7 @@ def tensor_collectives(work: Workload) -> Iterator[Collective]:
     """Yield the all-reduces of tensor parallelism on each rank."""
     if work.tensor == 1:
         return
-    again, blocks = int(work.checkpointing), work.accumulate * work.shape.layers
+    again, blocks = int(work.checkpointed > 0), work.accumulate * work.shape.layers
     each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.length * work.shape.hidden
     for phase, count in (("forward", 2), ("backward", column_products(work.shape) + again)):
         yield Collective(phase, blocks * count * each, blocks * count, work.tensor, 1)

@@ -364,7 +364,7 @@ def image_part(work: Workload) -> Part:
     of_unit = shape.by_unit()
     kept, largest, gradient, frozen = 0.0, 0.0, 0, images.frozen(shape.weights)
     has_backward = len(frozen) < len(images.units)
-    checkpointed = set(images.layers) if work.checkpointing else set()
+    checkpointed = set(images.layers) if work.checkpointed else set()
     for unit in images.units:
         weights = of_unit[unit]
         whole = KEPT * e * sum(map(_width, weights))

@@ -413,7 +413,7 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         as_fast = stands_for(work.dtype, machine)
         guess = f"are assumed to be as fast as {as_fast}" if as_fast else "no time can be forecast"
         yield f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
-    if work.offload_activations and not work.checkpointing:
+    if work.offload_activations and not work.checkpointed:
         yield (
             f"model.offload_activations={work.offload_activations} has no effect: no block is checkpointed "
             "(model.activation_checkpointing=on)"

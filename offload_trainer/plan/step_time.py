@@ -293,7 +293,7 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     recomputed = shape.first_blocks(work.checkpointed)
     if recomputed.images:  # activation checkpointing does not recompute frozen parts for images
         recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
-    if work.checkpointing:
+    if work.checkpointed:
         again += of_blocks(recomputed)
     if work.mlp_chunk:
         once, kept = shape.tiled(checkpointing=False), recomputed.tiled(checkpointing=False)

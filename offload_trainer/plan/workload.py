@@ -83,14 +83,9 @@ class Workload:
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
     @property
-    def checkpointing(self) -> bool:
-        """Return whether any block is checkpointed."""
-        return self.checkpointed > 0
-
-    @property
     def inputs_away(self) -> TierKind | Literal[False]:
         """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
-        return self.offload_activations if self.checkpointing else False
+        return self.offload_activations if self.checkpointed else False
 
 
 _CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matrix products and save little memory

@@ -18,8 +18,8 @@ from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks import collective_fetch
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns, WeightFetches
-from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turn, WeightFetches
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
@@ -116,7 +116,7 @@ def test_a_failure_ends_every_rank(kind: str, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cancel` ends a fetch that only one rank has requested, and one whose destination never comes."""
     ends = threading.Event()
 
@@ -124,29 +124,23 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         ends.wait(300)
         raise TrainerError("the others are gone")
 
-    node, rounds = Node(), FetchMatching(never)
-    if kind == "reads":
-        store = store_of(kind, tmp_path / "weights", node=node)
-        shared: SharedReads | Turns = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
-    else:
-        shared = Turns(rounds, "gathers")
-    asked = [
-        shared.request(unit)
-        if isinstance(shared, SharedReads)
-        else PendingGather(shared.announce(unit), UNITS[unit], node=node, join=lambda values, number: None)
-        for unit in (0, 1)
-    ]
+    node: Any = Node()
+    monkeypatch.setattr(collective_fetch, "SideGroup", lambda: SimpleNamespace(barrier=lambda: None))
+    store = store_of(kind, tmp_path / "weights", node=node)
+    node.world, node.by_parts, node.exchange = 2, kind == "gathers", lambda: never
+    node.make_all_gather = lambda **_: lambda values, number: None
+    fetches = WeightFetches(store, node=node, gpus=False)
+    asked: list[Any] = [fetches.source(unit) for unit in (0, 1)]
     buffers = [host_buffer(2 * SIZES[unit]).view(torch.bfloat16) for unit in (0, 1)]
     filled = asked[0](buffers[0])
     assert not filled.done
-    (shared.turns if isinstance(shared, SharedReads) else shared).cancel()
+    fetches.cancel()
     assert filled.done
     for future in (filled, asked[1](buffers[1])):
         with pytest.raises(RuntimeError, match="closed before"):
             future.wait()
     ends.set()
-    shared.close()
-    rounds.close()
+    fetches.close()
 
 
 def test_a_gather_waits_for_its_buffer() -> None:

@@ -240,19 +240,28 @@ def join() -> None:
     global _everybody, _store
     handler, begun = signal.signal(signal.SIGTERM, signal.SIG_DFL), time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world
-    if not several:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) >= world:
         _stay_on_loopback()
-    try:
-        _store = _common_store(world)
+    try:  # the file of our launcher, else torchrun's store
+        if path := os.environ.get(STORE):
+            _store = dist.FileStore(path, world)
+        else:
+            given, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+            # torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
+            _store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", given)
     except ValueError as error:  # an environment variable is missing
         raise UserError(f"{error}: start the ranks with --gpus N, torchrun or accelerate launch") from error
     except RuntimeError as error:
         at_once = time.monotonic() - begun < _JOINING / 2
         why = "the store in which the ranks find each other does not open" if at_once else _late()
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
+    until = time.monotonic() + _JOINING
     try:
-        _await_all(_store, rank, world)
+        _store.set(f"rank {rank}", "here")
+        while (arrived := sum(_store.check([f"rank {other}"]) for other in range(world))) < world:
+            if time.monotonic() > until:
+                raise TrainerError(f"{_late()}: {arrived} of {world} are here")
+            time.sleep(_AGAIN)
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
     except RuntimeError as error:  # of the store
         raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
@@ -275,27 +284,6 @@ def _stay_on_loopback() -> None:
     """Keep the sockets of gloo, which ask for no proof, and of NCCL on the loopback interface."""
     os.environ[_INTERFACE] = "lo"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def _common_store(world: int) -> dist.Store:
-    """Return the store through which ranks find each other: the file of our launcher, else torchrun's store.
-
-    torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
-    """
-    if path := os.environ.get(STORE):
-        return dist.FileStore(path, world)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _await_all(store: dist.Store, rank: int, world: int) -> None:
-    """Wait until all ranks have come to the store. Raises TrainerError if one is late."""
-    until = time.monotonic() + _JOINING
-    store.set(f"rank {rank}", "here")
-    while (arrived := sum(store.check([f"rank {other}"]) for other in range(world))) < world:
-        if time.monotonic() > until:
-            raise TrainerError(f"{_late()}: {arrived} of {world} are here")
-        time.sleep(_AGAIN)
 
 
 def _connect(name: str, members: Sequence[int], *, patience: float, rank: int, store: dist.Store) -> Group:
@@ -424,12 +412,7 @@ def join_torch(backend: str) -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def barrier(*, stalled: float = STALLED) -> None:
-    """Block until all ranks have reached the barrier; see `exchange_numbers` for one that does not."""
-    exchange_numbers(0, stalled=stalled, group=_everybody)
-
-
-def exchange_numbers(number: int, *, stalled: float, group: Group) -> list[int]:
+def exchange_numbers(number: int, *, group: Group, stalled: float = STALLED) -> list[int]:
     """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
 
     After `stalled` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
@@ -446,11 +429,10 @@ def exchange_numbers(number: int, *, stalled: float, group: Group) -> list[int]:
         ) from error
 
 
-def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
+def broadcast(values: torch.Tensor, *, source: int, group: Any) -> None:
     """Copy `values` (1-D, contiguous) from rank `source` to all ranks of the group, in place."""
-    if _everybody is ALONE or not values.numel():
+    if not values.numel():
         return
-    group = _everybody if group is None else group
     if not isinstance(group, Group):
         with _as_peer_failure():
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
@@ -549,20 +531,11 @@ def rank_zero_first(work: Callable[[], T]) -> T:
     return done[0]
 
 
-def broadcast_json(value: Any, kind: Any = Any, *, source: int = 0, group: Group | None = None) -> Any:
-    """Broadcast the value of rank `source` to a group (None: all ranks), as JSON validated against the type `kind`."""
-    group = group or _everybody
-    if len(group.members) == 1:
-        return value
-    found = group.all_gather(_encode(value) if group.rank == source else b"")
-    return _decode(found[group.members.index(source)], kind)
-
-
 def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
     """Return every rank's value in the order of ranks, as JSON validated against the type `kind`."""
     return _everybody.all_gather_json(value, kind)
 
 
-def wait_for_all(*, group: Group | None = None) -> None:
-    """Block until all ranks of the group (None: all ranks) have called this."""
-    (group or _everybody).all_gather_numbers(0)
+def wait_for_all() -> None:
+    """Block until all ranks have called this."""
+    _everybody.all_gather_numbers(0)

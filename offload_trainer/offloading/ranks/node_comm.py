@@ -109,7 +109,7 @@ class Node:
         if self._meet is not None:
             self._meet()
         elif self.world > 1:
-            ranks.barrier()
+            ranks.exchange_numbers(0, group=ranks.everybody())
 
     def meet_by(self, barrier: Callable[[], None]) -> None:
         """Let `barrier` carry out this node's from now on, in turn with fetches that ranks make together."""
@@ -127,7 +127,7 @@ class Node:
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
-        return partial(ranks.exchange_numbers, stalled=ranks.STALLED, group=ranks.group_of())
+        return partial(ranks.exchange_numbers, group=ranks.group_of())
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""

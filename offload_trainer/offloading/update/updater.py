@@ -342,12 +342,12 @@ class Updater:
         """
         coming, self._next_speculative = self._next_speculative, None
         if coming is None:
-            self._gradients.watch(None)  # nothing would take the units, step after step
+            self._gradients.complete = None  # nothing would take the units, step after step
             self.pipeline.prefetch()
             return
         assert self._thread is not None
         self._speculative = coming
-        self._gradients.watch(partial(self.pipeline.offer, self._speculative))
+        self._gradients.complete = partial(self.pipeline.offer, self._speculative)
         self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:

@@ -48,7 +48,7 @@ from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
-from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
+from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
 from offload_trainer.storage.transfer import Workers, done, together
 
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
@@ -203,21 +203,24 @@ class Updater:
 
     def _resolved(self, route: Route) -> _Path:
         """Look up the memory of a page's parts once, because tiers do not change."""
-        page, there, host = route.page, route.on_device, route.through_host
+        page, host, device = route.page, route.through_host, route.through_device
+
+        def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor | None:
+            return None if name in host or whole is None else whole[page.start :][: page.elements]
+
+        there = route.on_device
         state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
-        sums_there = there and "gradient" not in route.through_device
+        sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
         sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
-        weights_there = there and "weights" not in route.through_device
         weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
-        return _Path(
-            route,
-            state=None if "state" in host else state,
-            gradient=None if "gradient" in host else _part(sums, route),
-            out=None if "weights" in host else _part(weights, route),
-        )
+        return _Path(route, None if "state" in host else state, part(sums, "gradient"), part(weights, "weights"))
 
     def _merged(self, paths: Sequence[_Path]) -> list[_Path]:
-        """Merge the pages of a unit on the device that one launch of its kernel can update."""
+        """Merge the pages of a unit on the device that one launch of its kernel can update.
+
+        A merged path has the number of its last page: a snapshot reads pages in order, so it has then read the others
+        too.
+        """
         if not isinstance(self._device_kernel, CudaKernel):  # all others take one page a call
             return list(paths)
         runs: list[list[_Path]] = []
@@ -229,10 +232,6 @@ class Updater:
         return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
 
     def _whole(self, run: Sequence[_Path]) -> _Path:
-        """Return a path for all pages of a run.
-
-        Its number is that of the last page: a snapshot reads pages in order, so it has then read the others too.
-        """
         page, state, count = run[0].route.page, run[0].state, len(run)
         assert state is not None
         route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
@@ -265,7 +264,7 @@ class Updater:
             self._update_all(step if speculative is None else self._decided(speculative, step))
             if self._overlap_backward:
                 self.pipeline.read_ahead(writing={n: sent.whole for n, sent in self._pending_writes.items()})
-            self._update_progress.wait_for_pages()
+            together(self._update_progress.left()).wait()
             together([sent.whole for sent in self._pending_writes.values()]).wait()
             at_end()
         except BaseException as error:
@@ -281,9 +280,8 @@ class Updater:
             with self._device.side_stream(after=step.after):
                 for path in paths:
                     self._compute_on_device(path, None, step)
-                self._device.reached().then(
-                    self._update_progress.completion_callback(unit, pages=sum(path.pages for path in paths))
-                )
+                there, count = self._device.reached(), sum(path.pages for path in paths)
+                self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
         for _ in range(len(self.pipeline) - len(step.kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
@@ -468,12 +466,6 @@ def _extends(run: Sequence[_Path], path: _Path) -> bool:
         # The kernel's numbers of elements, and of words from page to page, have 32 bits.
         and max((len(run) + 1) * page.elements, path.state.nbytes // 4) < 2**31
     )
-
-
-def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
-    """Return a page's range of its unit."""
-    assert whole is not None
-    return whole[route.page.start :][: route.page.elements]
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, ranges: list[ParamRange]) -> None:

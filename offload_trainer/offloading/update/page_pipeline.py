@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,17 +31,29 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done, together
 
 
-@dataclass
-class StagedPage:
-    """A page in a slot, or entirely in RAM. Parts that are not staged are empty tensors."""
+@dataclass(frozen=True)
+class PageMemory:
+    """A page's route and the memory of its parts. Until a slot stages them, parts that are not in place are empty."""
 
     route: Route
     state: torch.Tensor  # uint8
     gradient: torch.Tensor
-    out: torch.Tensor
-    loaded: list[Future]
-    slot: int | None  # None: all parts are in RAM
+    out: torch.Tensor  # the new weights
+    pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
+
+
+@dataclass
+class StagedPage:
+    """A page in a slot, or entirely in RAM."""
+
+    memory: PageMemory
+    slot: int | None = None  # None: all parts are in RAM
+    loaded: list[Future] = field(default_factory=list)
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
+
+    @property
+    def route(self) -> Route:
+        return self.memory.route
 
 
 @dataclass(frozen=True)
@@ -56,13 +68,14 @@ class PagePipeline:
     """The pages that the CPU updates, and those of the device that pass through host memory."""
 
     def __init__(
-        self, stores: Stores, *, device: Device, routes: Sequence[Route], slots: int, shadows: Container[int]
+        self, stores: Stores, pages: Sequence[PageMemory], *, device: Device, slots: int, shadows: Container[int]
     ) -> None:
-        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order.
+        """Allocate `slots` buffers for the staged ones of `pages`, which arrive in that order.
 
         `shadows` are the pages in RAM that may be offered to a speculative step, as all pages on drives may.
         """
         self._store, self._weights, self._gradients = stores.state, stores.weights, stores.gradients
+        self._memory, routes = {page.route.number: page for page in pages}, [page.route for page in pages]
         self._routes = [route for route in routes if route.through_host]
         self._in_ram = [route for route in routes if not route.through_host and not route.on_device]
         sizes = {"gradient": self._gradients.dtype.itemsize, "weight": self._weights.dtype.itemsize}
@@ -286,8 +299,7 @@ class PagePipeline:
 
     def _put_in_ram(self, routes: Iterable[Route]) -> None:
         """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
-        none = torch.empty(0, dtype=torch.uint8)
-        pages = [StagedPage(route, none, none, none, loaded=[], slot=None) for route in routes]
+        pages = [StagedPage(self._memory[route.number]) for route in routes]
         self._ready_in_ram = sorted([*self._ready_in_ram, *pages], key=lambda page: page.route.number, reverse=True)
         self._lock.notify()
 
@@ -314,18 +326,17 @@ class PagePipeline:
         """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
         self._in_slots.add(route.number)
         state, gradient, out = self._slots[slot]
-        count, through = route.page.elements, route.through_host
-        page = StagedPage(
-            route=route,
-            state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
-            gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
-            out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
-            loaded=[],
-            slot=slot,
+        count, through, held = route.page.elements, route.through_host, self._memory[route.number]
+        memory = replace(
+            held,
+            state=state[: self._store.bytes_of(route.number)] if "state" in through else held.state,
+            gradient=gradient.view(self._gradients.dtype)[:count] if "gradient" in through else held.gradient,
+            out=out.view(self._weights.dtype)[:count] if "weights" in through else held.out,
         )
+        page = StagedPage(memory, slot)
         if "state" in through:
             copy = self._store.copies.newest(route.number) if newest else None
-            page.loaded.append(self._store.read(route.number, page.state, copy=copy))
+            page.loaded.append(self._store.read(route.number, memory.state, copy=copy))
         return page
 
     def _complete(self, page: StagedPage) -> None:
@@ -333,7 +344,7 @@ class PagePipeline:
         page.after = self._gradients_ready.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
-            page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
+            page.loaded.append(self._gradients.read(where.unit, where.start, page.memory.gradient, after=page.after))
         together(page.loaded).then(lambda error: self._put(error or page))
 
     def _start_write(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
@@ -345,9 +356,9 @@ class PagePipeline:
             if error is not None:
                 raise error
             if "weights" in through:
-                weights = self._weights.commit(where.unit, where.start, page.out, after=page.after)
+                weights = self._weights.commit(where.unit, where.start, page.memory.out, after=page.after)
             if "state" in through:
-                state = self._store.write(route.number, page.state)
+                state = self._store.write(route.number, page.memory.state)
         except BaseException as caught:
             sent.weights.finish_part(caught)
             sent.whole.finish_part(caught)

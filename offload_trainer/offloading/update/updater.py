@@ -6,10 +6,8 @@
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. `UpdateProgress` records each page that has been written back.
-
-Pages on drives, and pages in RAM with shadow memory, may be updated during the backward, before the step's parameters
-are known (`SpeculativeStep`):
+the order does not change a bit. Pages on drives, and pages in RAM with shadow memory, may be updated during the
+backward, before the step's parameters are known (`SpeculativeStep`):
 
     a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
     state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
@@ -18,10 +16,6 @@ are known (`SpeculativeStep`):
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies
                step clipped: the pages are updated again from their old state
                step skipped: the pages get their old state, and the weights are rounded again from its masters
-
-The same kernel computes the same page from the same parameters, so no bit depends on speculation. Keeping new weights
-back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
-in a skipped step.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
-from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
+from offload_trainer.offloading.update.page_pipeline import PageMemory, PagePipeline, PendingWrite
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.moments import Noise
@@ -136,17 +130,6 @@ class MispredictionWatch:
 
 
 @dataclass(frozen=True)
-class _Path:
-    """A page's route, and the memory of its parts that are updated in place; None for parts staged in host memory."""
-
-    route: Route
-    state: torch.Tensor | None  # uint8
-    gradient: torch.Tensor | None
-    out: torch.Tensor | None
-    pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
-
-
-@dataclass(frozen=True)
 class _Step:
     """The update of one step."""
 
@@ -177,15 +160,13 @@ class Updater:
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
-        self._paths = {route.number: self._resolved(route) for route in routes}
-        self.numbers = sorted(self._paths)  # the pages that this rank updates
+        pages = [self._resolved(route) for route in routes]
+        self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
         self.shadows = ShadowPages(store, [number for number in self.numbers if number in homes.shadows])
-        self.pipeline = PagePipeline(
-            stores, device=device, routes=routes, slots=sizes.page_buffers, shadows=self.shadows
-        )
-        there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
-        self._device_paths = {
-            unit: self._merged(list(paths)) for unit, paths in groupby(there, lambda path: path.route.page.unit)
+        self.pipeline = PagePipeline(stores, pages, device=device, slots=sizes.page_buffers, shadows=self.shadows)
+        there = [page for page in pages if page.route.on_device and not page.route.through_host]
+        self._device_pages = {
+            unit: self._merged(list(its)) for unit, its in groupby(there, lambda page: page.route.page.unit)
         }
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
@@ -201,39 +182,40 @@ class Updater:
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
 
-    def _resolved(self, route: Route) -> _Path:
+    def _resolved(self, route: Route) -> PageMemory:
         """Look up the memory of a page's parts once, because tiers do not change."""
-        page, host, device = route.page, route.through_host, route.through_device
+        page, there, device = route.page, route.on_device, route.through_device
 
-        def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor | None:
-            return None if name in host or whole is None else whole[page.start :][: page.elements]
+        def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor:
+            if name in route.through_host:
+                return torch.empty(0)
+            assert whole is not None
+            return whole if name == "state" else whole[page.start :][: page.elements]
 
-        there = route.on_device
         state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
         sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
         sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
         weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
-        return _Path(route, None if "state" in host else state, part(sums, "gradient"), part(weights, "weights"))
+        return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"))
 
-    def _merged(self, paths: Sequence[_Path]) -> list[_Path]:
-        """Merge the pages of a unit on the device that one launch of its kernel can update.
-
-        A merged path has the number of its last page: a snapshot reads pages in order, so it has then read the others
-        too.
-        """
+    def _merged(self, pages: Sequence[PageMemory]) -> list[PageMemory]:
+        """Merge the pages of a unit on the device that one launch of its kernel can update."""
         if not isinstance(self._device_kernel, CudaKernel):  # all others take one page a call
-            return list(paths)
-        runs: list[list[_Path]] = []
-        for path in paths:
-            if runs and _extends(runs[-1], path):
-                runs[-1].append(path)
+            return list(pages)
+        runs: list[list[PageMemory]] = []
+        for page in pages:
+            if runs and _extends(runs[-1], page):
+                runs[-1].append(page)
             else:
-                runs.append([path])
+                runs.append([page])
         return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
 
-    def _whole(self, run: Sequence[_Path]) -> _Path:
+    def _whole(self, run: Sequence[PageMemory]) -> PageMemory:
+        """Return the memory of all pages of a run.
+
+        Its number is that of the last page: a snapshot reads pages in order, so it has then read the others too.
+        """
         page, state, count = run[0].route.page, run[0].state, len(run)
-        assert state is not None
         route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
         rows = state.as_strided((count, state.numel()), (state.numel(), 1))
         return replace(self._resolved(route), state=rows, pages=count)
@@ -276,29 +258,29 @@ class Updater:
     def _update_all(self, step: _Step) -> None:
         """Queue the device's pages, and compute the others as they arrive."""
         self.pipeline.begin(after=step.after, skip=step.kept)
-        for unit, paths in self._device_paths.items():
+        for unit, pages in self._device_pages.items():
             with self._device.side_stream(after=step.after):
-                for path in paths:
-                    self._compute_on_device(path, None, step)
-                there, count = self._device.reached(), sum(path.pages for path in paths)
+                for memory in pages:
+                    self._compute_on_device(memory, step)
+                there, count = self._device.reached(), sum(memory.pages for memory in pages)
                 self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
         for _ in range(len(self.pipeline) - len(step.kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
-            path = self._paths[page.route.number]
+            number = page.route.number
             if page.route.on_device:
                 with self._device.side_stream(after=step.after):
-                    self._compute_on_device(path, page, step)
-                    self._report_written(page.route, self.pipeline.write_back(page, self._device.reached()))
+                    self._compute_on_device(page.memory, step)
+                    self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
-            if page.route.number in step.undone:
-                self.shadows.restore(page.route.number)
-            self._compute(path, page, step)
-            self._report_written(page.route, self.pipeline.write_back(page, done()))
+            if number in step.undone:
+                self.shadows.restore(number)
+            self._compute(page.memory, step)
+            self._report_written(number, self.pipeline.write_back(page, done()))
 
-    def _report_written(self, route: Route, sent: PendingWrite) -> None:
-        self._pending_writes[route.number] = sent
-        self._update_progress.when_written(route.page.unit, weights=sent.weights, whole=sent.whole)
+    def _report_written(self, number: int, sent: PendingWrite) -> None:
+        self._pending_writes[number] = sent
+        self._update_progress.when_written(self._store.pages[number].unit, weights=sent.weights, whole=sent.whole)
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
@@ -372,7 +354,7 @@ class Updater:
                 number = page.route.number
                 if number in self.shadows:
                     self.shadows.keep(number)
-                self._compute(self._paths[number], page, step)
+                self._compute(page.memory, step)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
@@ -385,7 +367,7 @@ class Updater:
         others = speculative.written.keys() - kept
         together([speculative.written[number].whole for number in others]).wait()
         for number in kept:
-            self._report_written(self._paths[number].route, speculative.written[number])
+            self._report_written(number, speculative.written[number])
         return replace(step, kept=kept, undone={number for number in others if number in self.shadows})
 
     def _undo(self, speculative: SpeculativeStep) -> None:
@@ -402,22 +384,22 @@ class Updater:
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
-        """Update one page on the CPU, with its parts in a staging buffer or in place."""
-        data, gradient, out = _memory(path, arrived)
-        self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
+    def _compute(self, page: PageMemory, step: _Step) -> None:
+        """Update one page on the CPU."""
+        rest = "weights" in page.route.through_host
+        self._update(self._kernel, page.route, page.state, page.gradient, page.out, step, rest=rest)
 
-    def _compute_on_device(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
+    def _compute_on_device(self, page: PageMemory, step: _Step) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
-        route, count = path.route, path.route.page.elements
-        data, gradient, weights = _memory(path, arrived)
+        route, gradient, out, count = page.route, page.gradient, page.out, page.route.page.elements
         if "gradient" in route.through_device:
             gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
         staged = "weights" in route.through_device
-        out = self._device_out[:count] if staged else weights
-        self._update(self._device_kernel, route, data, gradient, out, step, rest=staged)
         if staged:
-            weights.copy_(out, non_blocking=True)
+            out = self._device_out[:count]
+        self._update(self._device_kernel, route, page.state, gradient, out, step, rest=staged)
+        if staged:
+            page.out.copy_(out, non_blocking=True)
 
     def _update(
         self,
@@ -441,30 +423,17 @@ class Updater:
         kernel.update_page(PageUpdate(*given, page.unit, page.start))
 
 
-def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
-    state, gradient, out = path.state, path.gradient, path.out
-    if arrived is not None:
-        state = arrived.state if state is None else state
-        gradient = arrived.gradient if gradient is None else gradient
-        out = arrived.out if out is None else out
-    assert state is not None and gradient is not None and out is not None  # noqa: PT018
-    return state, gradient, out
-
-
-def _extends(run: Sequence[_Path], path: _Path) -> bool:
-    """Return whether `path` is the next page after those of `run`, of equal size, and all are updated in place."""
-    last, page = run[-1].route, path.route.page
-    assert run[-1].state is not None
-    assert path.state is not None
+def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:
+    """Return whether `memory` is of the page after those of `run`, of equal size, and all are updated in place."""
+    last, page = run[-1].route, memory.route.page
     return (
-        path.route.number == last.number + 1
+        memory.route.number == last.number + 1
         and page.start == last.page.start + last.page.elements
         and page.elements == last.page.elements
-        and path.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
-        and not (last.through_device or path.route.through_device)
+        and memory.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
+        and not (last.through_device or memory.route.through_device)
         # The kernel's numbers of elements, and of words from page to page, have 32 bits.
-        and max((len(run) + 1) * page.elements, path.state.nbytes // 4) < 2**31
+        and max((len(run) + 1) * page.elements, memory.state.nbytes // 4) < 2**31
     )
 
 

@@ -8,8 +8,7 @@
     PageSnapshot the pages as they are now, read while training continues
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
-Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
-`put`), those of pages, their masters, through a write-back cache.
+Training transfers whole aligned ranges. `get` and `put` access single weights at any offset; of pages, their masters.
 
 With two copies of each page on a drive no update overwrites the last valid state:
 
@@ -17,12 +16,9 @@ With two copies of each page on a drive no update overwrites the last valid stat
     flip       makes all written copies the valid ones       the old copies become free
     forget     discards all written copies (rollback)        `newest` points to the valid copies again
 
-Pages in RAM and on the device have one copy, which is updated in place. So have pages on drives if `count` is 1.
-
-Each field of each copy on a drive has a checksum (CRC-32). It is computed from the buffer after the page has been
-written, and computed again and compared before a page that was read is used. With two copies the record of a step
-stores the checksums too (`pages/manifest.py`), so that a later process can detect a page that is damaged or belongs to
-another step or run.
+All other pages have one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32),
+computed from the buffer after the page has been written, and compared before a page that was read is used. The record
+of a step has them too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from offload_trainer.optim.kernel_api import Sum
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
 from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, offsets, on_drive, size_of_home
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, offsets, on_drive, size_of_home
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
@@ -200,14 +196,13 @@ class PageStore:
     ) -> None:
         """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
 
-        Pages in RAM and in `files` exist once per node; the caller decides which rank updates which page. Pages of
-        other nodes (home ELSEWHERE) take no memory. `copies` tracks these pages' copies on drives; with two copies each
-        file is twice as large.
+        Pages in RAM and in `files`, which have room for all `copies`, exist once per node; the caller decides which
+        rank updates which page. Pages of other nodes (home ELSEWHERE) take no memory.
         """
         self._table, self.pages, self.format, self.copies = table, table.pages, table.format, copies
         self.fields = table.fields
         self._files, self._transfers, self._device = files, transfers, device
-        self._memory = node.memory_of(table.sizes, table.homes)
+        self._memory = node.memory(table.home_bytes(RAM))
         self._on_device = device.buffer(table.home_bytes(DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # other streams may write there only after it has been set to zero
@@ -220,8 +215,9 @@ class PageStore:
 
     def in_memory(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
-        memory = self._memory.get(self.pages[number].home)
-        return None if memory is None else memory[self._table.offset(number) :][: self.bytes_of(number)]
+        if self.pages[number].home != RAM:
+            return None
+        return self._memory[self._table.offset(number) :][: self.bytes_of(number)]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
@@ -407,15 +403,13 @@ class UnitStore:
         self.elements = tuple(size // dtype.itemsize for size in sizes)
         self._files, self._transfers = files, transfers
         self._offsets = offsets(sizes, homes)
-        self._memory = node.memory_of(sizes, homes, pinned=pinned)
+        self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
 
     def host(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if they are in RAM, else None."""
-        memory = self._memory.get(self.homes[unit])
-        if memory is None:
+        if self.homes[unit] != RAM:
             return None
-        first = self._offsets[unit] // self.dtype.itemsize
-        return memory.view(self.dtype)[first : first + self.elements[unit]]
+        return self._memory[self._offsets[unit] // self.dtype.itemsize :][: self.elements[unit]]
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""

@@ -20,9 +20,10 @@ from collections.abc import Callable
 
 import torch
 
+from offload_trainer import ranks
 from offload_trainer.offloading.device import Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import Exchange, Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Exchange, Node
 from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
@@ -149,10 +150,11 @@ class WeightFetches:
             largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
             size = largest * store.dtype.itemsize
             self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
-            self._barrier, self._copies, self._copied = SideGroup().barrier, Workers(1, "shared copies"), done()
+            self._group, self._copies, self._copied = ranks.group_of(in_step=False), Workers(1, "shared copies"), done()
             self._failed: BaseException | None = None
         if gathers:
-            self._join = node.make_all_gather(gpus=gpus)
+            between = ranks.group_of(node.nodes, gpus=gpus)
+            self._join = lambda values, number: ranks.all_gather_parts(values, number, group=between)
 
     def source(self, unit: int) -> torch.Tensor | Read:
         """Return the source of a unit's weights: host memory, or a function that fills a buffer.
@@ -199,7 +201,7 @@ class WeightFetches:
             if first < end:
                 self._store.read(unit, first, whole[first:end]).wait()
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
-            self._barrier()
+            self._group.all_gather_numbers(0)
             self._copied = self._copies.submit(lambda: copy_alone(whole, buffer))
             self._copied.then(filled.finish_part)
         except BaseException as error:

@@ -5,7 +5,6 @@
     broadcast          from one rank's device to all devices: NCCL between GPUs, gloo between CPUs
     broadcast_across   in host memory, from one rank to the ranks with the same position on the other nodes
     send_recv          point-to-point transfers in host memory between any ranks
-    make_all_gather    all-gather in place between the devices of a node's ranks
 
 Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
 does not wait.
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.ranks import Addressed
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
@@ -74,11 +72,6 @@ class Node:
         finally:
             os.close(descriptor)
         return memory
-
-    def memory_of(self, sizes: Sequence[int], homes: Sequence[int], *, pinned: bool = False) -> dict[int, torch.Tensor]:
-        """Return `memory` for the items of these sizes that `homes` places in memory, by home."""
-        tiers = sorted(filter(in_memory, set(homes)))
-        return {home: self.memory(size_of_home(sizes, homes, home), pinned=pinned) for home in tiers}
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
         """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.
@@ -156,15 +149,6 @@ class Node:
         between = self._between_gpus if values.is_cuda else connections.group if connections else ranks.everybody()
         ranks.broadcast(values, source=source, group=between)
 
-    def make_all_gather(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
-        """Return a function that all-gathers in place: (1-D device tensor with this rank's part filled, its number).
-
-        It works between the ranks of a node over separate connections, for one thread of each rank. All ranks of all
-        nodes call this.
-        """
-        group = ranks.group_of(self.nodes, gpus=gpus)
-        return lambda values, number: ranks.all_gather_parts(values, number, group=group)
-
     def broadcast_across(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to its `counterparts`.
 
@@ -197,7 +181,3 @@ class SideGroup:
         """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
         self.across = ranks.group_of(across) if across else None
         self.group = ranks.group_of(in_step=False)
-
-    def barrier(self) -> None:
-        """Wait until every rank's side thread has reached this barrier; raise PeerFailed if a rank has ended."""
-        self.group.all_gather_numbers(0)

@@ -10,7 +10,6 @@ training thread.
 An error completes every pending future with that error, and every later wait raises it.
 """
 
-
 from __future__ import annotations
 
 import threading

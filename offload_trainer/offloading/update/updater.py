@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,16 +129,6 @@ class MispredictionWatch:
         self._other.append(not as_expected)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The update of one step."""
-
-    params: StepParams
-    after: Any  # event on the device after which all gradients are complete
-    kept: Collection[int] = ()  # pages whose speculative update is valid
-    undone: Collection[int] = ()  # pages in RAM whose speculative update is invalid, to be restored first
-
-
 class Updater:
     """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
@@ -231,19 +221,22 @@ class Updater:
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.
         """
-        step, speculative = _Step(params, after=self._device.mark()), self._end_speculation()
+        after, speculative = self._device.mark(), self._end_speculation()
         self._update_progress.begin(since=speculative.began if speculative else None)
         if self._thread is None:
-            self._run(step, at_end, None)
+            self._run(params, after, at_end, None)
             self._update_progress.finish()
         else:
-            self._thread.put(partial(self._run, step, at_end, speculative))
+            self._thread.put(partial(self._run, params, after, at_end, speculative))
 
     @torch.no_grad()
-    def _run(self, step: _Step, at_end: Callable[[], None], speculative: SpeculativeStep | None) -> None:
+    def _run(
+        self, params: StepParams, after: Any, at_end: Callable[[], None], speculative: SpeculativeStep | None
+    ) -> None:
         try:
             self._pending_writes = {}
-            self._update_all(step if speculative is None else self._decided(speculative, step))
+            kept, undone = self._decided(speculative, params) if speculative else (set[int](), set[int]())
+            self._update_all(params, after, kept, undone)
             if self._overlap_backward:
                 self.pipeline.read_ahead(writing={n: sent.whole for n, sent in self._pending_writes.items()})
             together(self._update_progress.left()).wait()
@@ -255,27 +248,30 @@ class Updater:
         else:
             self._update_progress.end(None)
 
-    def _update_all(self, step: _Step) -> None:
-        """Queue the device's pages, and compute the others as they arrive."""
-        self.pipeline.begin(after=step.after, skip=step.kept)
+    def _update_all(self, params: StepParams, after: Any, kept: Set[int], undone: Set[int]) -> None:
+        """Queue the device's pages, and compute the others as they arrive; all gradients are complete after `after`.
+
+        Pages in `kept` have been updated, and those in `undone` are restored first.
+        """
+        self.pipeline.begin(after=after, skip=kept)
         for unit, pages in self._device_pages.items():
-            with self._device.side_stream(after=step.after):
+            with self._device.side_stream(after=after):
                 for memory in pages:
-                    self._compute_on_device(memory, step)
+                    self._compute_on_device(memory, params)
                 there, count = self._device.reached(), sum(memory.pages for memory in pages)
                 self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
-        for _ in range(len(self.pipeline) - len(step.kept)):
+        for _ in range(len(self.pipeline) - len(kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
             number = page.route.number
             if page.route.on_device:
-                with self._device.side_stream(after=step.after):
-                    self._compute_on_device(page.memory, step)
+                with self._device.side_stream(after=after):
+                    self._compute_on_device(page.memory, params)
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
-            if number in step.undone:
+            if number in undone:
                 self.shadows.restore(number)
-            self._compute(page.memory, step)
+            self._compute(page.memory, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
@@ -347,28 +343,27 @@ class Updater:
 
     @torch.no_grad()
     def _update_offered(self, speculative: SpeculativeStep) -> None:
-        step = _Step(speculative.expected, after=None)
         try:
             while speculative.error is None and (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 if number in self.shadows:
                     self.shadows.keep(number)
-                self._compute(page.memory, step)
+                self._compute(page.memory, speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
 
-    def _decided(self, speculative: SpeculativeStep, step: _Step) -> _Step:
-        """Return the step with the pages that need no other update; wait until the others can be updated again."""
+    def _decided(self, speculative: SpeculativeStep, params: StepParams) -> tuple[set[int], set[int]]:
+        """Return the pages that need no other update, and those to restore; wait until others can be updated again."""
         if speculative.error is not None:
             raise speculative.error
-        kept = speculative.kept(step.params, self._store.pages)
+        kept = speculative.kept(params, self._store.pages)
         others = speculative.written.keys() - kept
         together([speculative.written[number].whole for number in others]).wait()
         for number in kept:
             self._report_written(number, speculative.written[number])
-        return replace(step, kept=kept, undone={number for number in others if number in self.shadows})
+        return kept, {number for number in others if number in self.shadows}
 
     def _undo(self, speculative: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
@@ -384,12 +379,12 @@ class Updater:
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, page: PageMemory, step: _Step) -> None:
+    def _compute(self, page: PageMemory, params: StepParams) -> None:
         """Update one page on the CPU."""
         rest = "weights" in page.route.through_host
-        self._update(self._kernel, page.route, page.state, page.gradient, page.out, step, rest=rest)
+        self._update(self._kernel, page.route, page.state, page.gradient, page.out, params, rest=rest)
 
-    def _compute_on_device(self, page: PageMemory, step: _Step) -> None:
+    def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
         route, gradient, out, count = page.route, page.gradient, page.out, page.route.page.elements
         if "gradient" in route.through_device:
@@ -397,7 +392,7 @@ class Updater:
         staged = "weights" in route.through_device
         if staged:
             out = self._device_out[:count]
-        self._update(self._device_kernel, route, page.state, gradient, out, step, rest=staged)
+        self._update(self._device_kernel, route, page.state, gradient, out, params, rest=staged)
         if staged:
             page.out.copy_(out, non_blocking=True)
 
@@ -408,14 +403,14 @@ class Updater:
         data: torch.Tensor,
         gradient: torch.Tensor,
         out: torch.Tensor,
-        step: _Step,
+        params: StepParams,
         *,
         rest: bool,
     ) -> None:
         """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
         if self._snapshot is not None:
             self._snapshot.wait_for(route.number)
-        page, params, fields = route.page, step.params, self._store.fields(route.number, data)
+        page, fields = route.page, self._store.fields(route.number, data)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)

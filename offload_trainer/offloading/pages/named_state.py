@@ -134,7 +134,7 @@ class TieredState:
         with ExitStack() as stack:
             for kind in KINDS:
                 shapes = {entry.name: entry.shape for entry in self.entries(kind)}
-                stored[kind] = stack.enter_context(StoredKind(directory, kind, shapes=shapes))
+                stored[kind] = StoredKind(directory, kind, shapes=shapes, stack=stack)
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")

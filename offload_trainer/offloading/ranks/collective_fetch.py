@@ -145,7 +145,7 @@ class WeightFetches:
         reads, gathers = node.world > 1 and any(map(on_drive, store.homes)), node.by_parts and any(store.elements)
         if reads or gathers:
             self._turns = Turns(node.exchange())
-            node.meet_by(self._turns.barrier)
+            node.meet = self._turns.barrier
         if reads:
             largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
             size = largest * store.dtype.itemsize

@@ -50,7 +50,8 @@ class Node:
         self.counterpart_groups = list(zip(*self.nodes, strict=True)) if several else []
         self.by_parts = by_parts and len(self.local_ranks) > 1
         self._between_gpus: Any = None
-        self._meet: Callable[[], None] | None = None  # set if ranks fetch weights together: see `meet_by`
+        # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches.
+        self.meet: Callable[[], None] | None = None
         self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else ranks.everybody()
         # Without the limit of a step, because saves and exports use it too, and a rank may wait there for a slow disk.
@@ -99,24 +100,20 @@ class Node:
             TrainerError: a rank did not come in time.
             PeerFailed: another rank has ended.
         """
-        if self._meet is not None:
-            self._meet()
+        if self.meet is not None:
+            self.meet()
         elif self.world > 1:
             ranks.exchange_numbers(0, group=ranks.everybody())
-
-    def meet_by(self, barrier: Callable[[], None]) -> None:
-        """Let `barrier` carry out this node's from now on, in turn with fetches that ranks make together."""
-        self._meet = barrier
 
     @property
     def fetches_together(self) -> bool:
         """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
-        return self._meet is not None
+        return self.meet is not None
 
     def align(self) -> None:
         """Wait until all announced rounds are done, before ranks communicate in another way."""
-        if self._meet is not None:
-            self._meet()
+        if self.meet is not None:
+            self.meet()
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""

@@ -170,7 +170,7 @@ class OffloadedModel:
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
-                    self.state.put_master(name, master.float().reshape(-1))
+                    self.store.put(unit.index, place.start, master.float().reshape(-1))
             self.store.flush()
 
         self.node.on_first_rank(put)

@@ -5,9 +5,9 @@
              ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
              ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
 
-A GPU's copies are queued together for a unit (`CopyGroup`), with one event and one wait, for which Python takes 100 us.
-Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
-(`Ring`), and then only for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
+A GPU's copies are queued together for a unit (`Downloads`), with one event and one wait, for which Python takes 100 us.
+Autograd's thread waits only if too many bytes are in flight, on the device or in the host ring buffer, and then only
+for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
 as autograd does. Norms are computed as gradients arrive, and summed in the model's order, so that neither the placement
 nor the order of arrival changes a bit of the total. `Gradients` serves one rank; with several ranks
 `ranks/sharded_gradients.py` takes its place.
@@ -119,10 +119,8 @@ class Gradients:
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
-        self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
-        self._copies = CopyGroup(device)
-        self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda), before_wait=self._copies.queue)
-        self._in_flight = InFlight(GRADIENTS_IN_FLIGHT, before_wait=self._copies.queue)
+        self._direct: dict[str, Future] = {}  # direct copies to host memory in flight
+        self._downloads = Downloads(device, host_buffer(ring_bytes, pinned=device.is_cuda))
         # A thread adds gradients to sums in RAM or on drives in the order of their arrival. It waits for copies and
         # drives, so that autograd's thread does not. After an error it adds nothing more, and every wait raises it.
         self._staged, self._adding = StagedSums(units, store, node=Node()), Workers(1, "sums")
@@ -148,7 +146,7 @@ class Gradients:
         """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
         for name, flat in self._intake.rest():
             self._add(name, flat, last=last)
-        self._copies.queue()
+        self._downloads.queue()
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._intake.place[name]
@@ -173,8 +171,8 @@ class Gradients:
             if pieces is not None:
                 self._norms[name] = pieces.norm(results)
         elif first and host is not None and flat.dtype is self.dtype:
-            self._downloads[name] = self._copies.add(unit.index, flat, host[here])
-            self._in_flight.add(flat.nbytes, self._downloads[name])
+            self._direct[name] = self._downloads.add(unit.index, flat, host[here])
+            self._downloads.hold(flat.nbytes, self._direct[name])
         else:
             self._add_in_host_memory(name, flat, first=first, measured=measured)
         if last and self.complete is not None:
@@ -187,8 +185,8 @@ class Gradients:
         missing.discard(name)
         if missing:
             return
-        self._copies.queue()
-        made, stored = self._device.mark(), [self._downloads[one] for one in names if one in self._downloads]
+        self._downloads.queue()
+        made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
         if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
             added, written = Future(), Future()
             added.then(lambda error: written.finish_part(error) if error is not None else None)
@@ -203,19 +201,19 @@ class Gradients:
         """
         unit, place = self._intake.place[name]
         collecting = self._staged.collecting
-        pieces, size = self._pieces(name), self._ring.largest_piece // flat.itemsize
+        pieces, size = self._pieces(name), self._downloads.largest_piece // flat.itemsize
         at_once = measured and size >= pieces.width
         if at_once:
             size -= size % pieces.width
         results = list[torch.Tensor]()
         parts = flat.split(size)
         gone = Future(parts=len(parts))
-        download = self._downloads.pop(name, None) or done()
+        download = self._direct.pop(name, None) or done()
         start = place.start
         for part in parts:
-            memory, read = self._ring.take(part.nbytes)
+            memory, read = self._downloads.take(part.nbytes)
             values = memory.view(part.dtype)
-            arrived = self._copies.add(unit.index, part, values)
+            arrived = self._downloads.add(unit.index, part, values)
             arrived.then(gone.finish_part)
 
             def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
@@ -226,7 +224,7 @@ class Gradients:
 
             self._put(add, read)
             start += part.numel()
-        self._in_flight.add(flat.nbytes, gone)
+        self._downloads.hold(flat.nbytes, gone)
         if measured:
 
             def take_norm() -> None:
@@ -268,8 +266,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
-        self._copies.queue()
-        self._in_flight.synchronize()
+        self._downloads.synchronize()
         stored = Future()
         self._put(self._staged.send_all, stored)
         stored.wait()
@@ -319,7 +316,7 @@ class Gradients:
         """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
         self._intake.arrived.discard(name)
         self._norms.pop(name, None)
-        self._downloads.pop(name, None)
+        self._direct.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
@@ -339,25 +336,30 @@ class Gradients:
         """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
         self._intake.arrived.clear()
-        self._downloads.clear()
+        self._direct.clear()
         self._missing.clear()
         self._staged.clear()
 
     def close(self) -> None:
         """Wait for the adding thread's queued work, successful or not, and end the thread."""
         with suppress(Exception):  # that thread waits for all copies, of which some may have failed
-            self._copies.queue()
+            self._downloads.queue()
         self._adding.close()
 
 
-class CopyGroup:
-    """Copies of one unit's gradients to host memory that are queued together. A CPU copies each one immediately."""
+class Downloads:
+    """Copies of gradients from the device to host memory, directly or through a ring buffer, in bounded numbers.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._unit = -1
+    A GPU's copies for one unit are queued together; before that, nothing may wait for them. A CPU copies immediately.
+    """
+
+    def __init__(self, device: Device, ring: torch.Tensor) -> None:
+        """Use the host memory `ring` (uint8), whose pieces are reused after they have been read."""
+        self._device, self._ring, self._next = device, ring, 0
+        self._taken: deque[tuple[int, int, Future]] = deque()  # pieces of the ring: start, end, future that frees it
+        self._held: deque[tuple[int, Future]] = deque()  # bytes on the device, and the future that frees them
+        self._unit, self._arrived = -1, Future()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._arrived = Future()
 
     def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Add a copy of `values` (on the device), and return a future that completes with it, after `queue`."""
@@ -372,7 +374,7 @@ class CopyGroup:
         return arrived
 
     def queue(self) -> None:
-        """Queue the copies on the device; before that, nothing may wait for them."""
+        """Queue the copies on the device."""
         if self._copies:
             copies, arrived = self._copies, self._arrived
             self._copies, self._arrived = [], Future()
@@ -382,65 +384,50 @@ class CopyGroup:
                 arrived.finish_part(error)
                 raise
 
+    def hold(self, size: int, gone: Future) -> None:
+        """Count `size` bytes on the device until `gone` completes, after waiting for room; raise errors of such copies.
 
-class InFlight:
-    """Device tensors that are kept until their copies have completed.
-
-    The limit of `bound` bytes does not count the largest tensor. Otherwise a head's gradient, larger than everything
-    else, would block the following copies until it has left.
-    """
-
-    def __init__(self, bound: int, *, before_wait: Callable[[], None]) -> None:
-        self._bound, self._before_wait = bound, before_wait
-        self._out: deque[tuple[int, Future]] = deque()
-
-    def add(self, size: int, gone: Future) -> None:
-        """Count `size` bytes until `gone` completes, after waiting for room; raise errors of copies waited for."""
-        self._out.append((size, gone))
-        while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
-            if not self._out[0][1].done:
-                self._before_wait()
-            self._out.popleft()[1].wait()
+        The bound does not count the largest tensor. Otherwise a head's gradient, larger than everything else, would
+        block the following copies until it has left.
+        """
+        self._held.append((size, gone))
+        while self._held and (self._held[0][1].done or self._beside_the_largest() > GRADIENTS_IN_FLIGHT):
+            self._wait(self._held.popleft()[1])
 
     def _beside_the_largest(self) -> int:
-        sizes = [size for size, _ in self._out]
+        sizes = [size for size, _ in self._held]
         return sum(sizes) - max(sizes)
-
-    def synchronize(self) -> None:
-        """Wait until all copies have completed."""
-        while self._out:
-            self._out.popleft()[1].wait()
-
-
-class Ring:
-    """A ring buffer in host memory, whose pieces are reused after they have been read."""
-
-    def __init__(self, memory: torch.Tensor, *, before_wait: Callable[[], None] = lambda: None) -> None:
-        """Use `memory`, a uint8 tensor. `before_wait` is called before a wait for pieces to be read."""
-        self._memory, self._next, self._before_wait = memory, 0, before_wait
-        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, future that frees the piece
 
     @property
     def largest_piece(self) -> int:
         """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
-        return len(self._memory) // 4 // _ALIGN * _ALIGN
+        return len(self._ring) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
-        """Return the next `size` bytes, and the future to complete when they have been read.
+        """Return the next `size` bytes of the ring, and the future to complete when they have been read.
 
         Errors of earlier pieces in that place are raised.
         """
         assert size <= self.largest_piece
-        start = self._next if self._next + size <= len(self._memory) else 0
+        start = self._next if self._next + size <= len(self._ring) else 0
         end = start + size
-        while any(first < end and start < last for first, last, _ in self._out):
-            if not self._out[0][2].done:
-                self._before_wait()
-            self._out.popleft()[2].wait()
+        while any(first < end and start < last for first, last, _ in self._taken):
+            self._wait(self._taken.popleft()[2])
         future = Future()
-        self._out.append((start, end, future))
+        self._taken.append((start, end, future))
         self._next = -(-end // _ALIGN) * _ALIGN
-        return self._memory[start:end], future
+        return self._ring[start:end], future
+
+    def _wait(self, future: Future) -> None:
+        if not future.done:
+            self.queue()
+        future.wait()
+
+    def synchronize(self) -> None:
+        """Wait until all copies have completed."""
+        self.queue()
+        while self._held:
+            self._held.popleft()[1].wait()
 
 
 @dataclass

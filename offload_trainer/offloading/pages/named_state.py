@@ -26,7 +26,6 @@ from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.state_files import (
     EngineState,
-    StateFile,
     StoredKind,
     fixed_file,
     read_engine_state,
@@ -54,7 +53,7 @@ class TieredState:
         }
         held = {name: place.weight for name, (_, place) in self.places.items()}
         self.trained = [name for name, weight in held.items() if weight.trainable]
-        self._fixed = {name: weight.shape for name, weight in held.items() if not weight.trainable}
+        self.fixed = {name: weight.shape for name, weight in held.items() if not weight.trainable}
 
     def scalars(self, steps: Mapping[str, int], *, loss_scale: LossScale) -> EngineState:
         """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
@@ -84,19 +83,10 @@ class TieredState:
         self.weights.complete(values, unit, place)
         return values.view(place.weight.shape)
 
-    def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D). Call the store's `flush` afterwards."""
-        unit, place = self.places[name]
-        self.store.put(unit.index, place.start, master)
-
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
         unit, place = self.places[name]
         return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
-
-    def fixed_files(self) -> list[StateFile]:
-        """Return the file for the frozen weights, if there are any."""
-        return fixed_file({name: (shape, self.weights.dtype) for name, shape in self._fixed.items()}, self.weight)
 
     def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
         """Yield the trainable weights on a page, each with its range of the page's elements."""
@@ -121,8 +111,8 @@ class TieredState:
         return state
 
     def _load_fixed(self, directory: Path) -> None:
-        if self._fixed and self.trained:
-            for name, tensor in read_tensors(directory, "fixed", shapes=self._fixed):
+        if self.fixed and self.trained:
+            for name, tensor in read_tensors(directory, "fixed", shapes=self.fixed):
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
 
@@ -199,7 +189,8 @@ class TieredSnapshot:
 
         def end() -> None:
             if owner.trained:  # without trainable weights the frozen ones need not be written
-                written.update(write_files(directory, owner.fixed_files(), writes=True))
+                fixed = {name: (shape, owner.weights.dtype) for name, shape in owner.fixed.items()}
+                written.update(write_files(directory, fixed_file(fixed, owner.weight), writes=True))
             write_engine_state(directory, self.state)
 
         group.first(begin)

@@ -18,11 +18,11 @@ from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks import collective_fetch
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turn, WeightFetches
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turns, WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
@@ -145,16 +145,15 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
 def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
-    turn, thread = Turn(), Workers(1, "gathers")
-    node: Any = SimpleNamespace(rank=1, local_ranks=range(2))
-    wanted = PendingGather(
-        turn, torch.arange(2.0 * ALIGN), node=node, join=lambda values, number: joined.append(number)
-    )
-    turn.decide(None, thread=thread)
+    turns, node = Turns(lambda mine: [mine, mine]), SimpleNamespace(rank=1, local_ranks=range(2))
+    turn, unit = turns.announce(0), torch.arange(2.0 * ALIGN)
+    wanted = PendingGather(turn, unit, node=node, join=lambda values, number: joined.append(number))  # type: ignore[arg-type]
+    turns.barrier()
+    assert turn.together
     assert not joined
     into = torch.zeros(2 * ALIGN)
     wanted(into).wait()
-    thread.close()
+    turns.close()
     assert joined == [1]
-    assert torch.equal(into[ALIGN:], torch.arange(2.0 * ALIGN)[ALIGN:])
+    assert torch.equal(into[ALIGN:], unit[ALIGN:])
     assert not into[:ALIGN].any()

@@ -41,30 +41,14 @@ class Turn:
     """A fetch that begins once the ranks have decided whether to fetch together, and its destination is known."""
 
     def __init__(self) -> None:
-        self._destination = Future()  # the destination is known and may be overwritten
-        self._decided = False
+        self.destination = Future()  # the destination is known and may be overwritten
         self.begun = Future()
-        self.together = False
+        self.decided = self.together = False
 
     def when(self, then: Told) -> None:
         """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
         self.begun.then(then)
-        self._destination.finish_part()
-
-    def decide(self, error: BaseException | None, *, thread: Workers | None) -> None:
-        """Let the fetch begin: on `thread` if all ranks fetch together, else alone; or fail it with `error`."""
-        self._decided, self.together = True, thread is not None
-        if thread is not None:
-            thread.put(ending(self.begun, self._destination.wait))
-        else:
-            self._destination.then(lambda closed: self.begun.finish_part(error or closed))
-
-    def cancel(self, closed: RuntimeError) -> None:
-        """Fail everything that waits for this turn, unless it has begun."""
-        if not self._destination.done:
-            self._destination.finish_part(closed)
-        if not self._decided:
-            self.begun.finish_part(closed)
+        self.destination.finish_part()
 
 
 class Turns:
@@ -97,12 +81,16 @@ class Turns:
         self._waiting = [one for one in self._waiting if not one.begun.done] + [turn]
 
         def decide() -> None:
+            failed: BaseException | None = None
             try:
-                together = self._all_announce(unit)
+                turn.together = self._all_announce(unit)
             except BaseException as error:
-                turn.decide(error, thread=None)
+                failed = error
+            turn.decided = True
+            if turn.together:
+                self._fetching.put(ending(turn.begun, turn.destination.wait))
             else:
-                turn.decide(None, thread=self._fetching if together else None)
+                turn.destination.then(lambda closed: turn.begun.finish_part(failed or closed))
 
         self._rounds.put(decide)
         return turn
@@ -121,7 +109,10 @@ class Turns:
         """Fail all fetches that have not begun; no further ones may be announced."""
         closed = RuntimeError("closed before it was fetched")
         for turn in self._waiting:
-            turn.cancel(closed)
+            if not turn.destination.done:
+                turn.destination.finish_part(closed)
+            if not turn.decided:
+                turn.begun.finish_part(closed)
 
     def close(self) -> None:
         """End the threads after `cancel`. One that waits for ranks that never come is left to the process's end."""

@@ -4,7 +4,6 @@
     PageCopies   the valid and the newest copy of each page on a drive, and their checksums
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
                  on a drive: `read` returns the copy that the last `flip` chose, and compares its checksums
-    ShadowPages  the old bytes of some pages in RAM while a step that may yet be undone updates these pages in place
     PageSnapshot the pages as they are now, read while training continues
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
@@ -352,36 +351,6 @@ class PageStore:
                 self._changed.add(key)
             inside = self._open[key]
         return self.fields(number, inside)["master"]
-
-
-class ShadowPages:
-    """Memory for the old bytes of some pages in RAM, so that their update can be undone.
-
-    Pages are updated in place, so their addresses and views stay valid. A page on a drive needs no such memory: its
-    second copy is on the drive.
-    """
-
-    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
-        """Allocate memory for the old bytes of the pages `numbers`, which are in RAM."""
-        self._store = store
-        sizes = [store.bytes_of(number) for number in numbers]
-        self._bytes = dict(zip(numbers, host_buffer(sum(sizes)).split(sizes), strict=True))
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._bytes
-
-    def keep(self, number: int) -> None:
-        """Copy the page's bytes; call it before an update that may have to be undone."""
-        self._bytes[number].copy_(self._page(number))
-
-    def restore(self, number: int) -> torch.Tensor:
-        """Copy the bytes back that `keep` has copied, and return the page (uint8)."""
-        return self._page(number).copy_(self._bytes[number])
-
-    def _page(self, number: int) -> torch.Tensor:
-        page = self._store.in_memory(number)
-        assert page is not None
-        return page
 
 
 class UnitStore:

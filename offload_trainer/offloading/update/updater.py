@@ -11,7 +11,7 @@ backward, before the step's parameters are known (`SpeculativeStep`):
 
     a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
     state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
-               in RAM: is updated in place, after its old bytes were copied to shadow memory (`ShadowPages`)
+               in RAM: is updated in place, after its old bytes were copied to shadow memory
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies
                step clipped: the pages are updated again from their old state
@@ -34,7 +34,7 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import cores_beside, limit_cores
-from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
+from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.offloading.update.page_pipeline import PageMemory, PagePipeline, PendingWrite
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
@@ -43,6 +43,7 @@ from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
 
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
@@ -152,7 +153,10 @@ class Updater:
         self._kernel, self._device_kernel = kernels
         pages = [self._resolved(route) for route in routes]
         self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
-        self.shadows = ShadowPages(store, [number for number in self.numbers if number in homes.shadows])
+        # Memory for the old bytes of some pages in RAM. Their update in place, after which addresses and views stay
+        # valid, can be undone then.
+        old = {number: store.bytes_of(number) for number in self.numbers if number in homes.shadows}
+        self.shadows = dict(zip(old, host_buffer(sum(old.values())).split([*old.values()]), strict=True))
         self.pipeline = PagePipeline(stores, pages, device=device, slots=sizes.page_buffers, shadows=self.shadows)
         there = [page for page in pages if page.route.on_device and not page.route.through_host]
         self._device_pages = {
@@ -270,7 +274,7 @@ class Updater:
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
             if number in undone:
-                self.shadows.restore(number)
+                page.memory.state.copy_(self.shadows[number])
             self._compute(page.memory, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
@@ -348,7 +352,7 @@ class Updater:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 if number in self.shadows:
-                    self.shadows.keep(number)
+                    self.shadows[number].copy_(page.memory.state)
                 self._compute(page.memory, speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
@@ -373,8 +377,8 @@ class Updater:
         together([sent.whole for sent in speculative.written.values()]).wait()
         self._store.copies.forget()
         for number in sorted(speculative.written):
-            data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
-            page = self._store.pages[number]
+            page, state = self._store.pages[number], self._store.in_memory(number)
+            data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
 
     # -- a page -------------------------------------------------------------------------------------------------------

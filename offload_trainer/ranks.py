@@ -126,13 +126,6 @@ class Group:
 
         return wait
 
-    def close(self) -> None:
-        """Close all connections, as gloo does after a wait that was too long. Threads that wait for them raise."""
-        peer = (self.number + 1) % len(self.members)
-        with suppress(RuntimeError):
-            if peer != self.number:
-                self.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
-
     def exchange(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, patience: float | None = None
     ) -> None:
@@ -156,16 +149,6 @@ class Group:
                 raise
             raise PeerTimeout(missing) from error
         return numbers.tolist()
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every member's `data`."""
-        sizes = self.all_gather_numbers(len(data))
-        if max(sizes) > _MOST_BYTES or min(sizes) < 0:
-            raise PeerGone(f"messages of {sizes} bytes, and at most {_MOST_BYTES} are taken")
-        found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        found[self.number].numpy().data[:] = data
-        self.exchange([found[self.number]] * len(found), found)
-        return [values.numpy().tobytes() for values in found]
 
     def some(self, work: Callable[[], object], *, mine: bool) -> None:
         """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
@@ -204,7 +187,14 @@ class Group:
         """Return every member's value, as JSON validated against the type `kind`."""
         if len(self.members) == 1:
             return [value]
-        return [_decode(data, kind) for data in self.all_gather(_encode(value))]
+        data = _encode(value)
+        sizes = self.all_gather_numbers(len(data))
+        if max(sizes) > _MOST_BYTES or min(sizes) < 0:
+            raise PeerGone(f"messages of {sizes} bytes, and at most {_MOST_BYTES} are taken")
+        found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        found[self.number].numpy().data[:] = data
+        self.exchange([found[self.number]] * len(found), found)
+        return [_decode(values.numpy().tobytes(), kind) for values in found]
 
 
 _groups = WeakSet[Group]()  # that this process has created
@@ -215,8 +205,11 @@ _waiting: dict[int, float] = {}  # the threads that are inside gloo, and when th
 @atexit.register
 def _close_all() -> None:
     """End the waits of side threads: one that leaves C++ while the interpreter ends would abort the process."""
-    for group in list(_groups):
-        group.close()
+    for group in list(_groups):  # gloo closes all its connections after a wait that was too long
+        peer = (group.number + 1) % len(group.members)
+        with suppress(RuntimeError):
+            if peer != group.number:
+                group.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
     until = time.monotonic() + _ENDING
     while _waiting and time.monotonic() < until:
         time.sleep(0.001)
@@ -481,13 +474,11 @@ def all_reduce(values: torch.Tensor, *, group: Group) -> None:
 
 def _encode(value: Any) -> bytes:
     """Encode a value of plain types, paths and dataclasses of those as JSON."""
-    return json.dumps(value, default=_plain).encode()
 
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, PurePath) else {f.name: getattr(value, f.name) for f in fields(value)}
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, PurePath):
-        return str(value)
-    return {one.name: getattr(value, one.name) for one in fields(value)}
+    return json.dumps(value, default=plain).encode()
 
 
 def _decode(data: bytes, kind: Any) -> Any:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class PageTable:
         self.sizes = [format.page_bytes(page) for page in pages]
         self._offsets = offsets(self.sizes, self.homes)
         self._bytes = {home: size_of_home(self.sizes, self.homes, home) for home in set(self.homes)}
+        self._of_unit: dict[int, list[int]] = {}
+        for number, page in enumerate(self.pages):
+            self._of_unit.setdefault(page.unit, []).append(number)
 
     def home_bytes(self, home: int) -> int:
         """Return the bytes of one copy of all pages of a tier."""
@@ -89,13 +92,6 @@ class PageTable:
             first, last = max(start, page.start), min(start + count, page.start + page.elements)
             if first < last and page.home != ELSEWHERE:
                 yield number, slice(first - page.start, last - page.start), slice(first - start, last - start)
-
-    @cached_property
-    def _of_unit(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for number, page in enumerate(self.pages):
-            found.setdefault(page.unit, []).append(number)
-        return found
 
 
 class PageCopies:

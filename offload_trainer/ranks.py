@@ -126,13 +126,6 @@ class Group:
 
         return wait
 
-    def close(self) -> None:
-        """Close all connections, as gloo does after a wait that was too long. Threads that wait for them raise."""
-        peer = (self.number + 1) % len(self.members)
-        with suppress(RuntimeError):
-            if peer != self.number:
-                self.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
-
     def exchange(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, patience: float | None = None
     ) -> None:
@@ -156,16 +149,6 @@ class Group:
                 raise
             raise PeerTimeout(missing) from error
         return numbers.tolist()
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every member's `data`."""
-        sizes = self.all_gather_numbers(len(data))
-        if max(sizes) > _MOST_BYTES or min(sizes) < 0:
-            raise PeerGone(f"messages of {sizes} bytes, and at most {_MOST_BYTES} are taken")
-        found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        found[self.number].numpy().data[:] = data
-        self.exchange([found[self.number]] * len(found), found)
-        return [values.numpy().tobytes() for values in found]
 
     def some(self, work: Callable[[], object], *, mine: bool) -> None:
         """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
@@ -204,7 +187,14 @@ class Group:
         """Return every member's value, as JSON validated against the type `kind`."""
         if len(self.members) == 1:
             return [value]
-        return [_decode(data, kind) for data in self.all_gather(_encode(value))]
+        data = _encode(value)
+        sizes = self.all_gather_numbers(len(data))
+        if max(sizes) > _MOST_BYTES or min(sizes) < 0:
+            raise PeerGone(f"messages of {sizes} bytes, and at most {_MOST_BYTES} are taken")
+        found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        found[self.number].numpy().data[:] = data
+        self.exchange([found[self.number]] * len(found), found)
+        return [_decode(values.numpy().tobytes(), kind) for values in found]
 
 
 _groups = WeakSet[Group]()  # that this process has created
@@ -215,8 +205,11 @@ _waiting: dict[int, float] = {}  # the threads that are inside gloo, and when th
 @atexit.register
 def _close_all() -> None:
     """End the waits of side threads: one that leaves C++ while the interpreter ends would abort the process."""
-    for group in list(_groups):
-        group.close()
+    for group in list(_groups):  # gloo closes all its connections after a wait that was too long
+        peer = (group.number + 1) % len(group.members)
+        with suppress(RuntimeError):
+            if peer != group.number:
+                group.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
     until = time.monotonic() + _ENDING
     while _waiting and time.monotonic() < until:
         time.sleep(0.001)
@@ -240,19 +233,28 @@ def join() -> None:
     global _everybody, _store
     handler, begun = signal.signal(signal.SIGTERM, signal.SIG_DFL), time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world
-    if not several:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) >= world:
         _stay_on_loopback()
-    try:
-        _store = _common_store(world)
+    try:  # the file of our launcher, else torchrun's store
+        if path := os.environ.get(STORE):
+            _store = dist.FileStore(path, world)
+        else:
+            given, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+            # torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
+            _store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", given)
     except ValueError as error:  # an environment variable is missing
         raise UserError(f"{error}: start the ranks with --gpus N, torchrun or accelerate launch") from error
     except RuntimeError as error:
         at_once = time.monotonic() - begun < _JOINING / 2
         why = "the store in which the ranks find each other does not open" if at_once else _late()
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
+    until = time.monotonic() + _JOINING
     try:
-        _await_all(_store, rank, world)
+        _store.set(f"rank {rank}", "here")
+        while (arrived := sum(_store.check([f"rank {other}"]) for other in range(world))) < world:
+            if time.monotonic() > until:
+                raise TrainerError(f"{_late()}: {arrived} of {world} are here")
+            time.sleep(_AGAIN)
         _everybody = _connect("everybody", range(world), patience=_SETTING_UP, rank=rank, store=_store)
     except RuntimeError as error:  # of the store
         raise TrainerError("the launcher has ended before all ranks have come; its node says why") from error
@@ -275,27 +277,6 @@ def _stay_on_loopback() -> None:
     """Keep the sockets of gloo, which ask for no proof, and of NCCL on the loopback interface."""
     os.environ[_INTERFACE] = "lo"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def _common_store(world: int) -> dist.Store:
-    """Return the store through which ranks find each other: the file of our launcher, else torchrun's store.
-
-    torchrun keeps its store when it restarts the ranks, so what earlier ranks have written is still in it.
-    """
-    if path := os.environ.get(STORE):
-        return dist.FileStore(path, world)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _await_all(store: dist.Store, rank: int, world: int) -> None:
-    """Wait until all ranks have come to the store. Raises TrainerError if one is late."""
-    until = time.monotonic() + _JOINING
-    store.set(f"rank {rank}", "here")
-    while (arrived := sum(store.check([f"rank {other}"]) for other in range(world))) < world:
-        if time.monotonic() > until:
-            raise TrainerError(f"{_late()}: {arrived} of {world} are here")
-        time.sleep(_AGAIN)
 
 
 def _connect(name: str, members: Sequence[int], *, patience: float, rank: int, store: dist.Store) -> Group:
@@ -424,12 +405,7 @@ def join_torch(backend: str) -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def barrier(*, stalled: float = STALLED) -> None:
-    """Block until all ranks have reached the barrier; see `exchange_numbers` for one that does not."""
-    exchange_numbers(0, stalled=stalled, group=_everybody)
-
-
-def exchange_numbers(number: int, *, stalled: float, group: Group) -> list[int]:
+def exchange_numbers(number: int, *, group: Group, stalled: float = STALLED) -> list[int]:
     """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
 
     After `stalled` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
@@ -446,11 +422,10 @@ def exchange_numbers(number: int, *, stalled: float, group: Group) -> list[int]:
         ) from error
 
 
-def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
+def broadcast(values: torch.Tensor, *, source: int, group: Any) -> None:
     """Copy `values` (1-D, contiguous) from rank `source` to all ranks of the group, in place."""
-    if _everybody is ALONE or not values.numel():
+    if not values.numel():
         return
-    group = _everybody if group is None else group
     if not isinstance(group, Group):
         with _as_peer_failure():
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
@@ -499,13 +474,11 @@ def all_reduce(values: torch.Tensor, *, group: Group) -> None:
 
 def _encode(value: Any) -> bytes:
     """Encode a value of plain types, paths and dataclasses of those as JSON."""
-    return json.dumps(value, default=_plain).encode()
 
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, PurePath) else {f.name: getattr(value, f.name) for f in fields(value)}
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, PurePath):
-        return str(value)
-    return {one.name: getattr(value, one.name) for one in fields(value)}
+    return json.dumps(value, default=plain).encode()
 
 
 def _decode(data: bytes, kind: Any) -> Any:
@@ -549,20 +522,11 @@ def rank_zero_first(work: Callable[[], T]) -> T:
     return done[0]
 
 
-def broadcast_json(value: Any, kind: Any = Any, *, source: int = 0, group: Group | None = None) -> Any:
-    """Broadcast the value of rank `source` to a group (None: all ranks), as JSON validated against the type `kind`."""
-    group = group or _everybody
-    if len(group.members) == 1:
-        return value
-    found = group.all_gather(_encode(value) if group.rank == source else b"")
-    return _decode(found[group.members.index(source)], kind)
-
-
 def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
     """Return every rank's value in the order of ranks, as JSON validated against the type `kind`."""
     return _everybody.all_gather_json(value, kind)
 
 
-def wait_for_all(*, group: Group | None = None) -> None:
-    """Block until all ranks of the group (None: all ranks) have called this."""
-    (group or _everybody).all_gather_numbers(0)
+def wait_for_all() -> None:
+    """Block until all ranks have called this."""
+    _everybody.all_gather_numbers(0)

@@ -155,10 +155,7 @@ class OffloadedModel:
 
     def enable_manifest(self, *, model: Path) -> None:
         """Keep a manifest of the page files, which have the whole state; `model` has the model's configuration."""
-        paths, store = self._drives.directories, self.store
-        self.manifest = ManifestWriter(
-            paths, self.units, store.pages, format=store.format, model=model, copies=store.copies, sync=store.sync
-        )
+        self.manifest = ManifestWriter(self._drives.directories, self.units, self.store, model=model)
         self._open.callback(self.manifest.close)
 
     @torch.no_grad()
@@ -173,7 +170,7 @@ class OffloadedModel:
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
-                    self.state.put_master(name, master.float().reshape(-1))
+                    self.store.put(unit.index, place.start, master.float().reshape(-1))
             self.store.flush()
 
         self.node.on_first_rank(put)
@@ -386,7 +383,7 @@ class OffloadedModel:
         self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
 
         def at_end() -> None:  # after all ranks' new weights have arrived, this rank's new pages become the valid ones
-            self.store.flip()
+            self.store.copies.flip()
             self._note(updating=False)
 
         self.updater.start(params, at_end=at_end)
@@ -457,7 +454,7 @@ class OffloadedModel:
         Args:
             state: step counts and scalars that belong to the pages.
             newest: which of its two copies is valid, for each page.
-            sums: checksums of the valid copies, as `PageCopies.newest_sums` returns them.
+            sums: checksums of the valid copies, as `PageCopies.record` returns them.
 
         Raises:
             UserError: a page does not have its checksum.

@@ -173,23 +173,22 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 
 
 class StoredKind:
-    """Masters or one moment in a directory, read whole or in part. Use it as a context manager to close its files.
+    """Masters or one moment in a directory, read whole or in part, from files that `stack` closes.
 
     Raises:
         UserError: names or shapes differ from `shapes`.
     """
 
-    def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._moment = MOMENTS.get(kind)
-        self._open = ExitStack()
-        self._file = self._open.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
+        self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
             listing = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {listing}")
         scales = directory / f"{scales_of(kind)}.safetensors"
-        self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
+        self._scales = stack.enter_context(TensorFileReader(scales)) if scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
 
@@ -235,18 +234,13 @@ class StoredKind:
         entry = self._file.entries[name]
         return self._read(self._file, name, 0, entry.numel).view(entry.shape)
 
-    def __enter__(self) -> StoredKind:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
 
 def read_tensors(
     directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one kind: masters and moments in fp32, frozen weights in their dtype."""
-    with StoredKind(directory, kind, shapes=shapes) as stored:
+    with ExitStack() as stack:
+        stored = StoredKind(directory, kind, shapes=shapes, stack=stack)
         for name, shape in shapes.items():
             if kind == "fixed":
                 yield name, stored.whole(name)

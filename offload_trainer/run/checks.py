@@ -29,7 +29,7 @@ from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of, workload
-from offload_trainer.ranks import all_gather_json, broadcast_json, everybody, place_here
+from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
@@ -184,7 +184,7 @@ def refuse_unseen(output: Path, *, first: int) -> None:
 
     Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
     """
-    token = output / broadcast_json(f".seen-{secrets.token_hex(4)}")
+    token = output / from_rank_zero(lambda: f".seen-{secrets.token_hex(4)}")
     everybody().first(partial(token.write_text, ""))
     try:
         everybody().some(partial(_read_token, token), mine=place_here()[0] == first)

@@ -138,10 +138,11 @@ def shared_plan(own: Planned) -> Planned:
     `own`: on rank 0 the plan; on other ranks any plan of the same command, of which the model and the drives are used,
     since nodes may have other drives.
     """
-    from offload_trainer.ranks import broadcast_json
+    from offload_trainer.ranks import from_rank_zero
 
-    config = TrainConfig.model_validate_json(broadcast_json(json.dumps(own.config.model_dump(exclude_unset=True))))
-    plan, machine = broadcast_json((own.plan, own.machine), tuple[Plan, MachineProfile])
+    told = json.dumps(own.config.model_dump(exclude_unset=True)), own.plan, own.machine
+    words, plan, machine = from_rank_zero(lambda: told, tuple[str, Plan, MachineProfile])
+    config = TrainConfig.model_validate_json(words)
     source = as_wished(own.source, config)
     return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, source)
 

@@ -88,7 +88,6 @@ class PageFiles:
 
     train: TrainState  # progress of the dead run
     newest: Newest
-    pages: int
     instead: str  # flag that starts the run without the page files
 
     def resume(self, engine: Engine) -> None:
@@ -96,9 +95,7 @@ class PageFiles:
         assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
         try:
-            engine.resume_from_pages(
-                self.newest.engine, self.newest.copies(self.pages), bytes.fromhex(self.newest.sums)
-            )
+            engine.resume_from_pages(self.newest.engine, *self.newest.pages)
         except UserError as error:
             raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
@@ -298,7 +295,7 @@ def _found(
         _refuse_otherwise(setup, folders, manifest)
         for folder in folders:
             wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, len(manifest.pages), instead)
+        return PageFiles(train, newest, instead)
     except (OSError, ValueError, TrainerError) as error:
         raise _refused(reason(error), step=step, instead=instead) from error
 

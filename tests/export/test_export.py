@@ -260,7 +260,7 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     with engine(model, "--ram-fraction", "1") as made:
         for name, value in (("transformer.h.1.mlp.c_fc.weight", 1e5), ("transformer.wpe.weight", -7e4)):
             unit, place = made.offloaded.places[name]
-            made.offloaded.store.put("master", unit.index, place.start + 256, 1, torch.tensor([value]))
+            made.offloaded.store.put(unit.index, place.start + 256, torch.tensor([value]))
         run = checkpoint_of(made, model, tmp_path / "run")
     with pytest.raises(UserError, match=r"2 weights.*wpe\.weight \(largest 7e\+04\).*c_fc\.weight \(largest 1e\+05\)"):
         export(run, tmp_path / "out", dtype="fp16", check=False)

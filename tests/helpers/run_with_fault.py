@@ -84,7 +84,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "evaluation": (f"{ENGINE}.eval_loss", lambda *_: True),
     "read": ("os:preadv", of_file("state")),
     "page": ("os:pwritev", of_file("state")),
-    "flip": ("offload_trainer.offloading.pages.store:PageStore.flip", lambda *_: True),
+    "flip": ("offload_trainer.offloading.pages.store:PageCopies.flip", lambda *_: True),
     "half": ("os:pwrite", of_a_step),  # half of the record is written
     "record": ("os:pwrite", of_a_step),  # after the record was written
     "metrics": ("offload_trainer.telemetry.sinks:JsonLines.write", lambda n, _, line: json.loads(line)["step"] == n),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -10,17 +11,12 @@ from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
+from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, state_format
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
 NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
-FORMATS = {found.moments.name: found for found in ADAMW_FORMATS}
-
-
-def form(states: str) -> StateFormat:
-    """Return AdamW's state format with moments as in optim.moment_dtype."""
-    return FORMATS[states]
+FORMATS, form = MOMENT_FORMATS, partial(state_format, "adamw")  # by the values of optim.moment_dtype
 
 
 def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:

@@ -19,7 +19,7 @@ from placements import ALL_ON_DRIVES
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Copies, CpuDevice
 from offload_trainer.offloading.gradients import collector as module
-from offload_trainer.offloading.gradients.collector import Gradients, Ring
+from offload_trainer.offloading.gradients.collector import Downloads, Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.kernel_api import TorchKernel
@@ -172,7 +172,7 @@ def test_a_units_gradients_leave_together(
 
 
 def test_ring_memory_is_reused_only_after_it_was_read() -> None:
-    ring = Ring(torch.zeros(1024, dtype=torch.uint8))
+    ring = Downloads(CpuDevice(), torch.zeros(1024, dtype=torch.uint8))
     assert ring.largest_piece == 256
     taken = [ring.take(size) for size in (256, 200, 256, 192)]
     starts = [memory.data_ptr() - taken[0][0].data_ptr() for memory, _ in taken]

@@ -88,7 +88,7 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
 
     def gathered(values: torch.Tensor, _: int, *, group: ranks.Group) -> dict[str, int]:
         each = len(group.members)  # sums of norms are gathered too, on the training thread
-        return {"from_others": values.nbytes // each * (each - 1)} if on_thread("gathers") else {}
+        return {"from_others": values.nbytes // each * (each - 1)} if on_thread("fetches") else {}
 
     within("_add_up", Adding)
     within("_sent_and_received", of_gradients)

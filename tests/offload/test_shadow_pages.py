@@ -18,7 +18,7 @@ from placements import Build
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.manifest import read_store
-from offload_trainer.offloading.pages.store import DamagedPage, copies_of_bits
+from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import Updater
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -53,15 +53,15 @@ def test_written_pages_become_valid_at_the_flip_or_never(build: Build) -> None:
             write(value)
             assert held() == old
             assert store.copies.newest(last) != store.copies.valid(last)
-            assert copies_of_bits(store.copies.newest_bits(), last + 1)[last] == store.copies.newest(last)
+            assert store.copies.record()[0][last] == store.copies.newest(last)
             if flips:
-                store.flip()
+                store.copies.flip()
                 old = value
             else:
                 store.copies.forget()
             assert held() == old
             assert store.copies.newest(last) == store.copies.valid(last)
-        assert copies_of_bits(store.copies.newest_bits(), last + 1)[:last] == [0] * last
+        assert store.copies.record()[0][:last] == [0] * last
 
 
 def test_files_hold_one_whole_step_at_every_moment(

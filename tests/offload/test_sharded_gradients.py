@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from offload_trainer.optim.norms import norm_of
 from offload_trainer.plan import communication
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Page, range_of_rank, units_of
-from offload_trainer.storage.transfer import DriveFile, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
 
 MICRO, STEPS = 2, 3  # micro-batches of each rank in a step
 SHAPES = {  # pieces of norms are inside one rank's elements, or span two or all; some ranks have no elements of a unit
@@ -145,41 +144,47 @@ PAGES = [  # pages of each rank
 ]
 
 
-@pytest.fixture
-def ranks() -> Any:
+def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
+    """In the next step an error of one rank is raised there by every wait."""
     barrier = threading.Barrier(2, timeout=300)
-    made = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in PAGES]
-    for one in made:
-        one.begin()
-    yield made
-    barrier.abort()
-    for one in made:
-        one.close()
-
-
-def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
-    return [[one.is_ready(unit) for unit in range(3)] for one in ranks]
-
-
-def test_a_unit_is_ready_once_all_ranks_have_updated_it(ranks: list[UpdateProgress]) -> None:
+    ranks = [UpdateProgress(pages, units=range(3), agree=lambda unit: barrier.wait()) for pages in PAGES]
     first, second = ranks
-    first.completion_callback(0, pages=2)(None)
-    first.completion_callback(2)(None)
-    assert home(ranks) == [[False] * 3] * 2
-    second.completion_callback(0)(None)
+
+    def begin() -> None:
+        for one in ranks:
+            one.begin()
+
+    def write(one: UpdateProgress, unit: int, *, pages: int = 1, state: Future | None = None) -> None:
+        one.when_written(unit, weights=done(), whole=state or done(), pages=pages)
+
+    def ready() -> list[list[bool]]:
+        return [[one.is_ready(unit) for unit in range(3)] for one in ranks]
+
+    begin()
+    state = Future()  # is still being written
+    write(first, 0, pages=2)
+    write(first, 2, state=state)
+    assert ready() == [[False] * 3] * 2
+    write(second, 0)
     for one in ranks:
         one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
     assert not first.is_ready(1)
     assert not first.is_ready(2)
-    second.completion_callback(1)(None)
+    write(second, 1)
     for one in ranks:
-        one.wait_for_pages()
-    assert home(ranks) == [[True] * 3] * 2
-
-
-def test_an_error_of_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
-    first, _ = ranks
-    first.completion_callback(2)(TrainerError("the drive is gone"))
+        one.wait(1)
+    assert not first.is_ready(2)
+    state.finish_part()
+    for one in ranks:
+        one.wait_for_weights()
+    assert ready() == [[True] * 3] * 2
+    begin()
+    failed = Future()
+    failed.finish_part(TrainerError("the drive is gone"))
+    write(first, 2, state=failed)
     for unit in range(3):
         with pytest.raises(TrainerError, match="the drive is gone"):
             first.wait(unit)
+    barrier.abort()
+    for one in ranks:
+        one.close()

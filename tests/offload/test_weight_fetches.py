@@ -18,11 +18,11 @@ from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks import collective_fetch
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, SharedReads, Turn, Turns, WeightFetches
-from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turns, WeightFetches
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, Workers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
@@ -116,7 +116,7 @@ def test_a_failure_ends_every_rank(kind: str, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cancel` ends a fetch that only one rank has requested, and one whose destination never comes."""
     ends = threading.Event()
 
@@ -124,44 +124,36 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path) -> Non
         ends.wait(300)
         raise TrainerError("the others are gone")
 
-    node, rounds = Node(), FetchMatching(never)
-    if kind == "reads":
-        store = store_of(kind, tmp_path / "weights", node=node)
-        shared: SharedReads | Turns = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
-    else:
-        shared = Turns(rounds, "gathers")
-    asked = [
-        shared.request(unit)
-        if isinstance(shared, SharedReads)
-        else PendingGather(shared.announce(unit), UNITS[unit], node=node, join=lambda values, number: None)
-        for unit in (0, 1)
-    ]
+    node: Any = Node()
+    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: None)  # nobody gets as far as using it
+    store = store_of(kind, tmp_path / "weights", node=node)
+    node.world, node.by_parts, node.exchange = 2, kind == "gathers", lambda: never
+    fetches = WeightFetches(store, node=node, gpus=False)
+    asked: list[Any] = [fetches.source(unit) for unit in (0, 1)]
     buffers = [host_buffer(2 * SIZES[unit]).view(torch.bfloat16) for unit in (0, 1)]
     filled = asked[0](buffers[0])
     assert not filled.done
-    (shared.turns if isinstance(shared, SharedReads) else shared).cancel()
+    fetches.cancel()
     assert filled.done
     for future in (filled, asked[1](buffers[1])):
         with pytest.raises(RuntimeError, match="closed before"):
             future.wait()
     ends.set()
-    shared.close()
-    rounds.close()
+    fetches.close()
 
 
 def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
-    turn, thread = Turn(), Workers(1, "gathers")
-    node: Any = SimpleNamespace(rank=1, local_ranks=range(2))
-    wanted = PendingGather(
-        turn, torch.arange(2.0 * ALIGN), node=node, join=lambda values, number: joined.append(number)
-    )
-    turn.decide(None, thread=thread)
+    turns, node = Turns(lambda mine: [mine, mine]), SimpleNamespace(rank=1, local_ranks=range(2))
+    turn, unit = turns.announce(0), torch.arange(2.0 * ALIGN)
+    wanted = PendingGather(turn, unit, node=node, join=lambda values, number: joined.append(number))  # type: ignore[arg-type]
+    turns.barrier()
+    assert turn.together
     assert not joined
     into = torch.zeros(2 * ALIGN)
     wanted(into).wait()
-    thread.close()
+    turns.close()
     assert joined == [1]
-    assert torch.equal(into[ALIGN:], torch.arange(2.0 * ALIGN)[ALIGN:])
+    assert torch.equal(into[ALIGN:], unit[ALIGN:])
     assert not into[:ALIGN].any()

@@ -50,11 +50,11 @@ def plant(made: Any, name: str, field: str, value: float) -> None:
         unit, place = made.offloaded.state.places[name]
         made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
     else:
-        unit, place = made.offloaded.state.places[name]
-        values = made.offloaded.state.store.get(field, unit.index, place.start, place.weight.numel)
-        values[0] = value
-        made.offloaded.state.store.put(field, unit.index, place.start, place.weight.numel, values)
-        made.offloaded.store.flush()
+        unit, place = made.offloaded.places[name]
+        store = made.offloaded.store
+        ((number, at, _),) = store._table.touched(unit.index, place.start, 1)
+        at = at.start // store.format.fields[field].per
+        store.fields(number, store.in_memory(number))[field][at] = value
 
 
 def save(checkpoints: Checkpoints, made: Any, step: int) -> None:

@@ -189,7 +189,7 @@ def test_each_rank_pins_its_own_mapping_of_shared_memory(runtime: Runtime, monke
     If each pinned all outboxes of eight ranks, an embedding of 5e8 weights would take 17 GB of pinned memory a rank.
     """
     node = Node()
-    node.rank, node.world, node.nodes = 1, 3, (range(3),)
+    node.rank, node.world, node.local_ranks = 1, 3, range(3)
     memory = host_memory.host_buffer(1 << 20)
     monkeypatch.setattr(node, "memory", lambda size, pinned=False: memory[: 0 if pinned else size])
     found = node.memory_of_each(5000, pinned=True)

@@ -3,11 +3,11 @@
     autograd ──add──> sums on the device                               one operation on the device's stream
              ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
              ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
-             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (`HostAccumulator`)
+             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
 
-A GPU's copies are queued together for a unit (`CopyGroup`), with one event and one wait, for which Python takes 100 us.
-Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
-(`Ring`), and then only for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
+A GPU's copies are queued together for a unit (`Downloads`), with one event and one wait, for which Python takes 100 us.
+Autograd's thread waits only if too many bytes are in flight, on the device or in the host ring buffer, and then only
+for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
 as autograd does. Norms are computed as gradients arrive, and summed in the model's order, so that neither the placement
 nor the order of arrival changes a bit of the total. `Gradients` serves one rank; with several ranks
 `ranks/sharded_gradients.py` takes its place.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -103,35 +103,29 @@ class Gradients:
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
+        self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
         if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
             self._device_kernel = device_kernel
         self._intake = GradientIntake(units)
+        self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step
+        # Called, if set, for each unit when all its weights have their gradients of the last backward, from any thread,
+        # also autograd's. With several ranks no rank uses the unit's weights in this step any more by then. A unit with
+        # a weight that has no gradient in that backward is not reported.
+        self.complete: Complete | None = None
+        self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, store, cores=cores_beside(device))
-        self._copies = CopyGroup(device)
-        self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda), before_wait=self._copies.queue)
-        self._in_flight = InFlight(GRADIENTS_IN_FLIGHT, before_wait=self._copies.queue)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
-        self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
-        self._complete: Complete | None = None
-        self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
-
-    def watch(self, complete: Complete | None) -> None:
-        """Call `complete`, if given, for each unit when all its weights have their gradients of the last backward.
-
-        With several ranks no rank uses the unit's weights in this step any more by then. The call comes from any
-        thread, including autograd's. A unit with a weight that has no gradient in that backward is not reported.
-        """
-        self._complete = complete
-
-    @property
-    def arrived(self) -> Set[str]:
-        """Return the names of the weights that have a gradient in this step."""
-        return self._intake.arrived
+        self._direct: dict[str, Future] = {}  # direct copies to host memory in flight
+        self._downloads = Downloads(device, host_buffer(ring_bytes, pinned=device.is_cuda))
+        # A thread adds gradients to sums in RAM or on drives in the order of their arrival. It waits for copies and
+        # drives, so that autograd's thread does not. After an error it adds nothing more, and every wait raises it.
+        self._staged, self._adding = StagedSums(units, store, node=Node()), Workers(1, "sums")
+        self._error: BaseException | None = None
+        limit_cores(self._adding, cores_beside(device))
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -152,7 +146,7 @@ class Gradients:
         """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
         for name, flat in self._intake.rest():
             self._add(name, flat, last=last)
-        self._copies.queue()
+        self._downloads.queue()
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._intake.place[name]
@@ -177,45 +171,49 @@ class Gradients:
             if pieces is not None:
                 self._norms[name] = pieces.norm(results)
         elif first and host is not None and flat.dtype is self.dtype:
-            self._downloads[name] = self._copies.add(unit.index, flat, host[here])
-            self._in_flight.add(flat.nbytes, self._downloads[name])
+            self._direct[name] = self._downloads.add(unit.index, flat, host[here])
+            self._downloads.hold(flat.nbytes, self._direct[name])
         else:
             self._add_in_host_memory(name, flat, first=first, measured=measured)
-        if last and self._complete is not None:
-            self._note_last(name, unit, self._complete)
+        if last and self.complete is not None:
+            self._note_last(name, unit, self.complete)
 
     def _note_last(self, name: str, unit: Unit, complete: Complete) -> None:
         """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
         names = self._intake.names[unit.index]
         missing = self._missing.setdefault(unit.index, set(names))
         missing.discard(name)
-        if not missing:
-            self._copies.queue()
-            made, downloads = self._device.mark(), [self._downloads.get(one) for one in names]
-            added = done() if unit.index in self._on_device else self._host.complete(unit.index)
-            stored = together([added, *(future for future in downloads if future is not None)])
-            stored.then(lambda error: complete(unit.index, made, error))
+        if missing:
+            return
+        self._downloads.queue()
+        made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
+        if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
+            added, written = Future(), Future()
+            added.then(lambda error: written.finish_part(error) if error is not None else None)
+            self._put(lambda: self._staged.send(unit.index).then(written.finish_part), added)
+            stored.append(written)
+        together(stored).then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> None:
-        """Copy a gradient through the ring buffer in parts, which the accumulator's thread adds to the sums.
+        """Copy a gradient through the ring buffer in parts, which the thread adds to the sums.
 
         `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
         """
         unit, place = self._intake.place[name]
-        collecting = self._host.staged.collecting
-        pieces, size = self._pieces(name), self._ring.largest_piece // flat.itemsize
+        collecting = self._staged.collecting
+        pieces, size = self._pieces(name), self._downloads.largest_piece // flat.itemsize
         at_once = measured and size >= pieces.width
         if at_once:
             size -= size % pieces.width
         results = list[torch.Tensor]()
         parts = flat.split(size)
         gone = Future(parts=len(parts))
-        download = self._downloads.pop(name, None) or done()
+        download = self._direct.pop(name, None) or done()
         start = place.start
         for part in parts:
-            memory, read = self._ring.take(part.nbytes)
+            memory, read = self._downloads.take(part.nbytes)
             values = memory.view(part.dtype)
-            arrived = self._copies.add(unit.index, part, values)
+            arrived = self._downloads.add(unit.index, part, values)
             arrived.then(gone.finish_part)
 
             def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
@@ -224,9 +222,9 @@ class Gradients:
                 target = collecting(unit.index)[start : start + values.numel()]
                 results.append(self._kernel.add(target, values, first=first, pieces=pieces if at_once else None))
 
-            self._host.put(add, read)
+            self._put(add, read)
             start += part.numel()
-        self._in_flight.add(flat.nbytes, gone)
+        self._downloads.hold(flat.nbytes, gone)
         if measured:
 
             def take_norm() -> None:
@@ -235,12 +233,21 @@ class Gradients:
                     results[:] = [self._kernel.add(sums, None, pieces=pieces)]
                 self._norms[name] = pieces.norm(torch.cat(results))
 
-            self._host.put(take_norm, Future())
+            self._put(take_norm, Future())
 
-    @property
-    def _ordered(self) -> bool:
-        """Return whether norms of sums are ordered (`norm_of`), because a GPU trains and sums may be on it."""
-        return self._device.place.type != "cpu"
+    def _put(self, work: Callable[[], object], future: Future) -> None:
+        """Queue `work` for the adding thread; the future completes after it, or with the first error of this thread."""
+
+        def unless_broken() -> None:
+            if self._error is not None:
+                raise self._error
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        self._adding.put(ending(future, unless_broken))
 
     def _pieces(self, name: str) -> Pieces:
         """Return the pieces in which a weight's sum over micro-batches is measured in host memory."""
@@ -259,9 +266,10 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
-        self._copies.queue()
-        self._in_flight.synchronize()
-        self._host.finish()
+        self._downloads.synchronize()
+        stored = Future()
+        self._put(self._staged.send_all, stored)
+        stored.wait()
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.
@@ -293,11 +301,10 @@ class Gradients:
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set the sum of one weight that has a gradient. Call `finish` before."""
         unit, place = self._intake.place[name]
-        resident, flat = self.on_device(unit.index), values.reshape(-1)
-        if resident is None:
-            self.store.put(unit.index, place.start, flat)
+        if unit.index in self._on_device:
+            self.sums(name).copy_(values.reshape(-1))
         else:
-            resident[place.start : place.start + place.weight.numel].copy_(flat)
+            self.store.put(unit.index, place.start, values.reshape(-1))
         self._norms.pop(name, None)
 
     def scale(self, factor: float) -> None:
@@ -309,7 +316,7 @@ class Gradients:
         """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
         self._intake.arrived.discard(name)
         self._norms.pop(name, None)
-        self._downloads.pop(name, None)
+        self._direct.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
@@ -329,25 +336,30 @@ class Gradients:
         """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
         self._intake.arrived.clear()
-        self._downloads.clear()
+        self._direct.clear()
         self._missing.clear()
-        self._host.staged.clear()
+        self._staged.clear()
 
     def close(self) -> None:
-        """Wait for the accumulator's queued work, successful or not, and end its thread."""
-        with suppress(Exception):  # the accumulator waits for all copies, of which some may have failed
-            self._copies.queue()
-        self._host.close()
+        """Wait for the adding thread's queued work, successful or not, and end the thread."""
+        with suppress(Exception):  # that thread waits for all copies, of which some may have failed
+            self._downloads.queue()
+        self._adding.close()
 
 
-class CopyGroup:
-    """Copies of one unit's gradients to host memory that are queued together. A CPU copies each one immediately."""
+class Downloads:
+    """Copies of gradients from the device to host memory, directly or through a ring buffer, in bounded numbers.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._unit = -1
+    A GPU's copies for one unit are queued together; before that, nothing may wait for them. A CPU copies immediately.
+    """
+
+    def __init__(self, device: Device, ring: torch.Tensor) -> None:
+        """Use the host memory `ring` (uint8), whose pieces are reused after they have been read."""
+        self._device, self._ring, self._next = device, ring, 0
+        self._taken: deque[tuple[int, int, Future]] = deque()  # pieces of the ring: start, end, future that frees it
+        self._held: deque[tuple[int, Future]] = deque()  # bytes on the device, and the future that frees them
+        self._unit, self._arrived = -1, Future()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._arrived = Future()
 
     def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Add a copy of `values` (on the device), and return a future that completes with it, after `queue`."""
@@ -362,7 +374,7 @@ class CopyGroup:
         return arrived
 
     def queue(self) -> None:
-        """Queue the copies on the device; before that, nothing may wait for them."""
+        """Queue the copies on the device."""
         if self._copies:
             copies, arrived = self._copies, self._arrived
             self._copies, self._arrived = [], Future()
@@ -372,65 +384,50 @@ class CopyGroup:
                 arrived.finish_part(error)
                 raise
 
+    def hold(self, size: int, gone: Future) -> None:
+        """Count `size` bytes on the device until `gone` completes, after waiting for room; raise errors of such copies.
 
-class InFlight:
-    """Device tensors that are kept until their copies have completed.
-
-    The limit of `bound` bytes does not count the largest tensor. Otherwise a head's gradient, larger than everything
-    else, would block the following copies until it has left.
-    """
-
-    def __init__(self, bound: int, *, before_wait: Callable[[], None]) -> None:
-        self._bound, self._before_wait = bound, before_wait
-        self._out: deque[tuple[int, Future]] = deque()
-
-    def add(self, size: int, gone: Future) -> None:
-        """Count `size` bytes until `gone` completes, after waiting for room; raise errors of copies waited for."""
-        self._out.append((size, gone))
-        while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
-            if not self._out[0][1].done:
-                self._before_wait()
-            self._out.popleft()[1].wait()
+        The bound does not count the largest tensor. Otherwise a head's gradient, larger than everything else, would
+        block the following copies until it has left.
+        """
+        self._held.append((size, gone))
+        while self._held and (self._held[0][1].done or self._beside_the_largest() > GRADIENTS_IN_FLIGHT):
+            self._wait(self._held.popleft()[1])
 
     def _beside_the_largest(self) -> int:
-        sizes = [size for size, _ in self._out]
+        sizes = [size for size, _ in self._held]
         return sum(sizes) - max(sizes)
-
-    def synchronize(self) -> None:
-        """Wait until all copies have completed."""
-        while self._out:
-            self._out.popleft()[1].wait()
-
-
-class Ring:
-    """A ring buffer in host memory, whose pieces are reused after they have been read."""
-
-    def __init__(self, memory: torch.Tensor, *, before_wait: Callable[[], None] = lambda: None) -> None:
-        """Use `memory`, a uint8 tensor. `before_wait` is called before a wait for pieces to be read."""
-        self._memory, self._next, self._before_wait = memory, 0, before_wait
-        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, future that frees the piece
 
     @property
     def largest_piece(self) -> int:
         """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
-        return len(self._memory) // 4 // _ALIGN * _ALIGN
+        return len(self._ring) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
-        """Return the next `size` bytes, and the future to complete when they have been read.
+        """Return the next `size` bytes of the ring, and the future to complete when they have been read.
 
         Errors of earlier pieces in that place are raised.
         """
         assert size <= self.largest_piece
-        start = self._next if self._next + size <= len(self._memory) else 0
+        start = self._next if self._next + size <= len(self._ring) else 0
         end = start + size
-        while any(first < end and start < last for first, last, _ in self._out):
-            if not self._out[0][2].done:
-                self._before_wait()
-            self._out.popleft()[2].wait()
+        while any(first < end and start < last for first, last, _ in self._taken):
+            self._wait(self._taken.popleft()[2])
         future = Future()
-        self._out.append((start, end, future))
+        self._taken.append((start, end, future))
         self._next = -(-end // _ALIGN) * _ALIGN
-        return self._memory[start:end], future
+        return self._ring[start:end], future
+
+    def _wait(self, future: Future) -> None:
+        if not future.done:
+            self.queue()
+        future.wait()
+
+    def synchronize(self) -> None:
+        """Wait until all copies have completed."""
+        self.queue()
+        while self._held:
+            self._held.popleft()[1].wait()
 
 
 @dataclass
@@ -440,7 +437,7 @@ class _Staging:
     buffer: torch.Tensor
     unit: int | None = None
     loaded: bool = False  # the buffer contains the unit's earlier sums
-    writing: Future | None = None
+    written: Future = field(default_factory=done)
 
 
 class StagedSums:
@@ -453,17 +450,13 @@ class StagedSums:
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self._store, self._node = tuple(units), store, node
-        on_drives = [unit for unit in units if on_drive(store.homes[unit.index])]
-        self._stagings = {
-            True: self._make([unit for unit in on_drives if unit.block], GRADIENT_BUFFERS),
-            False: self._make([unit for unit in on_drives if not unit.block], 1),
-        }
-        self._written: set[int] = set()  # units whose earlier sums are on their drive
-
-    def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
-        dtype = self._store.dtype
-        size = max((unit.trained for unit in units), default=0) * dtype.itemsize
-        return [_Staging(self._node.memory(size).view(dtype)) for _ in range(min(count, len(units)))]
+        self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
+        for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
+            sizes = [unit.trained for unit in units if unit.block == block and on_drive(store.homes[unit.index])]
+            size = max(sizes, default=0) * store.dtype.itemsize
+            buffers = [node.memory(size).view(store.dtype) for _ in range(min(count, len(sizes)))]
+            self._stagings[block] = [_Staging(buffer) for buffer in buffers]
+        self._on_drive: set[int] = set()  # units whose earlier sums are on their drive
 
     def claim(self, unit: int) -> None:
         """Assign a staging buffer to the unit, after writing this rank's earlier contents to their drive."""
@@ -471,9 +464,9 @@ class StagedSums:
             return
         ring = self._stagings[self._units[unit].block]
         self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
-        staging = ring[0]
-        ring.append(ring.pop(0))  # the least recently used buffer is first
-        self._wait_for_write(staging)
+        staging = ring.pop(0)
+        ring.append(staging)
+        staging.written.wait()
         staging.unit, staging.loaded = unit, False
 
     def collecting(self, unit: int) -> torch.Tensor:
@@ -485,32 +478,45 @@ class StagedSums:
         staging = self._staging_of(unit)
         assert staging is not None
         if not staging.loaded:
-            first, end = self._own_range(self._units[unit])
-            if unit not in self._written:
-                _clear_between(self._units[unit], staging.buffer, first=first, end=end)
+            first, end = self._own_range(unit)
+            if unit not in self._on_drive:
+                self._clear_padding(unit, staging.buffer)
             elif first < end:  # read back the earlier sums
                 for other in self._stagings[self._units[unit].block]:
-                    self._wait_for_write(other)
+                    other.written.wait()
                 self._store.read(unit, first, staging.buffer[first:end]).wait()
             staging.loaded = True
         return staging.buffer[: self._units[unit].trained]
+
+    def _clear_padding(self, unit: int, sums: torch.Tensor) -> None:
+        """Set this rank's padding between weights to zero, because the update reads it and it shares scales.
+
+        The sums of a weight start with its first gradient; without a gradient they are not read.
+        """
+        first, end = self._own_range(unit)
+        places = [place for place in self._units[unit].places if place.weight.trainable]
+        starts = [place.start for place in places[1:]] + [self._units[unit].trained]
+        for place, start in zip(places, starts, strict=True):
+            between = slice(max(first, place.start + place.weight.numel), min(end, start))
+            if between.start < between.stop:
+                sums[between].zero_()
 
     def _staging_of(self, unit: int) -> _Staging | None:
         ring = self._stagings[self._units[unit].block]
         return next((staging for staging in ring if staging.unit == unit), None)
 
-    def _own_range(self, unit: Unit) -> tuple[int, int]:
-        return range_of_rank(unit, self._node.rank, ranks=self._node.world)
+    def _own_range(self, unit: int) -> tuple[int, int]:
+        return range_of_rank(self._units[unit], self._node.rank, ranks=self._node.world)
 
     def _send(self, staging: _Staging) -> None:
         """Start writing a unit's sums to their drive."""
         unit, staging.unit = staging.unit, None
         if unit is None or not staging.loaded:
             return
-        first, end = self._own_range(self._units[unit])
+        first, end = self._own_range(unit)
         if first < end:
-            staging.writing = self._store.write(unit, first, staging.buffer[first:end])
-        self._written.add(unit)
+            staging.written = self._store.write(unit, first, staging.buffer[first:end])
+        self._on_drive.add(unit)
 
     def send(self, unit: int) -> Future:
         """Start writing the sums of the most recent unit; the future completes when they are stored."""
@@ -518,12 +524,7 @@ class StagedSums:
         if staging is None:
             return done()  # the sums are permanently in host memory
         self._send(staging)
-        return staging.writing or done()
-
-    def _wait_for_write(self, staging: _Staging) -> None:
-        if staging.writing is not None:
-            staging.writing.wait()
-            staging.writing = None
+        return staging.written
 
     def send_all(self) -> None:
         """Write all sums of this rank, and wait until they are stored."""
@@ -531,66 +532,8 @@ class StagedSums:
         for staging in stagings:
             self._send(staging)
         for staging in stagings:
-            self._wait_for_write(staging)
+            staging.written.wait()
 
     def clear(self) -> None:
         """Begin the next step, which reads no earlier sums from drives; call it after `send_all`."""
-        self._written.clear()
-
-
-class HostAccumulator:
-    """The thread that adds gradients to the sums in `store`, in RAM or on drives, in the order of their arrival.
-
-    It waits for copies and drives, so that autograd's thread does not. After an error nothing more is added, and every
-    wait raises the error.
-    """
-
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, cores: int) -> None:
-        """Start the thread, which uses `cores` cores."""
-        self.staged = StagedSums(units, store, node=Node())
-        self._error: BaseException | None = None
-        self._worker = Workers(1, "sums")
-        limit_cores(self._worker, cores)
-
-    def put(self, work: Callable[[], object], future: Future) -> None:
-        """Queue `work`; the future completes after it, or with the first error of this thread."""
-
-        def unless_broken() -> None:
-            if self._error is not None:
-                raise self._error
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-                raise
-
-        self._worker.put(ending(future, unless_broken))
-
-    def finish(self) -> None:
-        """Wait until everything is added and stored; raise the first error."""
-        future = Future()
-        self.put(self.staged.send_all, future)
-        future.wait()
-
-    def complete(self, unit: int) -> Future:
-        """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
-        begun, stored = Future(), Future()
-        begun.then(lambda error: stored.finish_part(error) if error is not None else None)
-        self.put(lambda: self.staged.send(unit).then(stored.finish_part), begun)
-        return stored
-
-    def close(self) -> None:
-        self._worker.close()
-
-
-def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:
-    """Set the padding between weights in [first, end) to zero, because the update reads it and it shares scales.
-
-    The sums of a weight start with its first gradient; without a gradient they are not read.
-    """
-    places = [place for place in unit.places if place.weight.trainable]
-    starts = [place.start for place in places[1:]] + [unit.trained]
-    for place, start in zip(places, starts, strict=True):
-        between = slice(max(first, place.start + place.weight.numel), min(end, start))
-        if between.start < between.stop:
-            sums[between].zero_()
+        self._on_drive.clear()

@@ -33,8 +33,9 @@ import secrets
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ import torch
 from pydantic import Field
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.offloading.pages.store import DamagedPage, PageCopies, PageTable, copies_of_bits
+from offload_trainer.offloading.pages.store import DamagedPage, PageStore, PageTable
 from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
@@ -97,10 +98,9 @@ class StoreManifest:
     @property
     def record(self) -> tuple[Path, int]:
         """Return the record's path and its maximum size in bytes."""
-        pages, fields = len(self.pages), len(self.format.fields)
+        pages = len(self.pages) * (1 + 8 * len(self.format.fields))
         names = sum(len(json.dumps(weight.name)) + 14 for weight in self.weights)
-        directory = Path(self.drives[0]) if self.drives else Path()
-        return directory / RECORD, 1024 + (2 * -(-pages // 8) + 8 * fields * pages) + names
+        return Path(*self.drives[:1]) / RECORD, 1024 + pages + names
 
 
 def manifest_of(
@@ -136,15 +136,16 @@ class Newest:
     """
 
     step: Steps
-    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # bit map, see `PageCopies.newest_bits`
+    newest: Annotated[str, Field(pattern="^[01]*$")]  # the valid copy of each page
     run: Line
     sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # checksums by page and field
     engine: EngineState | None = None
     train: dict[Line, Count] | None = None  # position of the training loop
 
-    def copies(self, count: int) -> list[int]:
-        """Return the valid copy of each of `count` pages; raise ValueError if the record has another number."""
-        return copies_of_bits(bytes.fromhex(self.newest), count)
+    @property
+    def pages(self) -> tuple[list[int], bytes]:
+        """Return the valid copy of each page and their checksums, as `PageCopies.record` does."""
+        return [int(copy) for copy in self.newest], bytes.fromhex(self.sums)
 
 
 # -- while a run lives -------------------------------------------------------------------------------------------------
@@ -153,26 +154,15 @@ class Newest:
 class ManifestWriter:
     """The manifest of one run's page files, in each of the run's private directories `drives`."""
 
-    def __init__(
-        self,
-        drives: Sequence[Path],
-        units: Sequence[Unit],
-        pages: Sequence[Page],
-        *,
-        format: StateFormat,
-        model: Path,
-        copies: PageCopies,
-        sync: Callable[[], None],
-    ) -> None:
+    def __init__(self, drives: Sequence[Path], units: Sequence[Unit], store: PageStore, *, model: Path) -> None:
         """Write store.json to each directory, and open the record.
 
-        `copies` tracks the pages' copies; `sync` makes written pages durable. Files that were taken over from an
-        earlier process keep that run's id.
+        Files that were taken over from an earlier process keep that run's id.
         """
-        self._copies, self._sync = copies, sync
+        self._store = store
         taken_over = (drives[0] / DESCRIPTION).exists()
         self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
-        manifest = manifest_of(drives, units, pages, format=format, model=model, run=self._run)
+        manifest = manifest_of(drives, units, store.pages, format=store.format, model=model, run=self._run)
         for drive in drives:
             write_text(drive / DESCRIPTION, json.dumps(asdict(manifest)))
         self._lock = threading.Lock()
@@ -191,7 +181,7 @@ class ManifestWriter:
         The update does not change the copies that the record names, so its beginning is not recorded.
         """
         if not updating:
-            self._sync()
+            self._store.sync()
         with self._lock:
             self._step, self._under_way = step, updating
             if not updating and self._committed is not None:
@@ -210,7 +200,8 @@ class ManifestWriter:
 
     def _write(self, committed: Mapping[str, Any]) -> None:
         self._committed = None
-        pages = {"newest": self._copies.newest_bits().hex(), "sums": self._copies.newest_sums().hex()}
+        newest, sums = self._store.copies.record()
+        pages = {"newest": "".join(map(str, newest)), "sums": sums.hex()}
         content = {"step": self._step, "run": self._run} | pages | dict(committed)
         self._record.write(json.dumps(content).encode())
 
@@ -239,15 +230,16 @@ def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
             raise ValueError(f"it is of another run than the {DESCRIPTION} next to it")
         if not found.newest:
             return None
-        found.copies(len(manifest.pages))
-        wanted = len(manifest.format.fields) * len(manifest.pages)
-        if len(found.sums) != 8 * wanted:
-            raise ValueError(f"it has {len(found.sums) // 8} checksums, and the pages have {wanted} fields")
+        pages, fields = len(manifest.pages), len(manifest.format.fields)
+        if (len(found.newest), len(found.sums)) != (pages, 8 * fields * pages):
+            raise ValueError(
+                f"it has {len(found.newest)} places and {len(found.sums) // 8} checksums for {pages} pages of {fields} "
+                "fields"
+            )
         return found
-    except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read: it is not there. {fix}") from error
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}. {fix}") from error
+    except (FileNotFoundError, ValueError) as error:
+        why = "it is not there" if isinstance(error, FileNotFoundError) else error
+        raise UserError(f"{path} cannot be read: {why}. {fix}") from error
 
 
 def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
@@ -276,22 +268,26 @@ def files_of(manifest: StoreManifest) -> list[Path]:
 # -- masters of a dead run ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class StoredMasters:
-    """The master weights in the page files of a dead run."""
+    """The master weights in the page files of a dead run, after `step` updates of the model in directory `model`."""
 
-    step: int  # updates that the masters have
-    model: Path
-    files: Sequence[Path]  # by drive
-    table: PageTable
-    copies: Sequence[int]  # the valid copy of each page
-    sums: Sequence[int]  # checksums by page and field
-    places: dict[str, ManifestWeight]
-    _last: dict[int, torch.Tensor] = field(default_factory=dict)  # the page read last
+    def __init__(self, manifest: StoreManifest, newest: Newest) -> None:
+        """Raise ValueError if files are missing or too short, or if a weight is not on pages as a whole."""
+        self.step, self.model = newest.step, Path(manifest.model)
+        self.shapes = {weight.name: weight.shape for weight in manifest.weights}
+        self._files, self._table, (self._copies, sums) = files_of(manifest), manifest.table, newest.pages
+        self._sums = memoryview(sums).cast("I")[:: len(manifest.format.fields)]  # of masters, which are the first field
+        self._weights = {weight.name: weight for weight in manifest.weights}
+        for weight in manifest.weights:
+            held = sum(given.stop - given.start for _, _, given in self._pages(weight))
+            if held != weight.numel:
+                raise ValueError(
+                    f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}"
+                )
+        self._masters = lru_cache(maxsize=1)(self._read_page)  # weights follow each other in pages
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: weight.shape for name, weight in self.places.items()}
+    def _pages(self, weight: ManifestWeight) -> Iterator[tuple[int, slice, slice]]:
+        return self._table.touched(weight.unit, weight.start, weight.numel)
 
     def read(self, name: str) -> torch.Tensor:
         """Return one whole fp32 master.
@@ -299,20 +295,17 @@ class StoredMasters:
         Raises:
             TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
         """
-        weight = self.places[name]
+        weight = self._weights[name]
         out = torch.empty(weight.numel)
-        for number, held, given in self.table.touched("master", weight.unit, weight.start, weight.numel):
+        for number, held, given in self._pages(weight):
             out[given] = self._masters(number)[held]
         return out.view(weight.shape)
 
-    def _masters(self, number: int) -> torch.Tensor:
-        """Return a page's masters. The last page is kept, since weights follow each other in pages."""
-        if number in self._last:
-            return self._last[number]
-        self._last.clear()
-        fields, path = self.table.format.fields, self.files[self.table.homes[number]]
-        data = torch.empty(fields["master"].padded(self.table.pages[number]), dtype=torch.uint8)
-        offset = self.table.offset(number, copy=self.copies[number])
+    def _read_page(self, number: int) -> torch.Tensor:
+        """Return a page's masters."""
+        path, kind = self._files[self._table.homes[number]], self._table.format.fields["master"]
+        data = torch.empty(kind.padded(self._table.pages[number]), dtype=torch.uint8)
+        offset = self._table.offset(number, copy=self._copies[number])
         try:
             with open(open_file(path), "rb") as file:
                 file.seek(offset)
@@ -321,16 +314,16 @@ class StoredMasters:
             raise TrainerError(f"{path}: {data.numel()} bytes at {offset} cannot be read: {error}") from error
         if got != data.numel():
             raise TrainerError(f"{path}: cut short: {got} of {data.numel()} bytes at {offset}")
-        if zlib_sum(data) != self.sums[number * len(fields)]:
+        if zlib_sum(data) != self._sums[number]:
             raise DamagedPage(
                 f"{path}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
                 f"they do not have the CRC-32 that they were written with. {FIX}"
             )
-        return self._last.setdefault(number, data.view(torch.float32))
+        return data.view(torch.float32)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole fp32 master), one at a time; see `read` for errors."""
-        for name in self.places:
+        for name in self.shapes:
             yield name, self.read(name)
 
 
@@ -344,22 +337,11 @@ def read_store(directory: Path) -> StoredMasters:
     newest = read_newest(manifest)
     if newest is None:
         raise UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
-    copies, sums = newest.copies(len(manifest.pages)), memoryview(bytes.fromhex(newest.sums)).cast("I")
-    table = manifest.table
     try:
         refuse_outside(directory, manifest)
-        files = files_of(manifest)
-        for weight in manifest.weights:
-            ranges = table.touched("master", weight.unit, weight.start, weight.numel)
-            held = sum(given.stop - given.start for _, _, given in ranges)
-            if held != weight.numel:
-                raise ValueError(
-                    f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}"
-                )
+        return StoredMasters(manifest, newest)
     except (ValueError, OSError) as error:
         raise UserError(f"{directory}: {error}. {FIX}") from error
-    places = {weight.name: weight for weight in manifest.weights}
-    return StoredMasters(newest.step, Path(manifest.model), files, table, copies, sums, places)
 
 
 # -- the record's file -------------------------------------------------------------------------------------------------
@@ -378,11 +360,11 @@ class Record:
         Raises OSError, and ValueError if an existing file has another size.
         """
         self._slot = _slot(most)
-        found = _newest(_read(path, self._slot), self._slot) if path.exists() else None
-        self._number = found[0] if found else 0
-        self.is_new = found is None
+        found = _records(path, self._slot) if path.exists() else []
+        self._number = max(found)[0] if found else 0
+        self.is_new = not found
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        if found is None:
+        if self.is_new:
             os.posix_fallocate(self._descriptor, 0, 2 * self._slot)
             os.fsync(self._descriptor)
             sync_directory(path.parent)
@@ -410,11 +392,10 @@ def read_record(path: Path, *, most: int) -> bytes:
 
     Raises ValueError if neither slot is valid, and FileNotFoundError.
     """
-    data = _read(path, _slot(most))
-    found = _newest(data, _slot(most))
-    if found is None:
-        raise ValueError(f"neither of its two slots is whole{'' if any(data) else ': it holds zeros alone'}")
-    return found[1]
+    found = _records(path, _slot(most))
+    if not found:
+        raise ValueError("neither of its two slots is whole")
+    return max(found)[1]
 
 
 def _slot(most: int) -> int:
@@ -422,21 +403,16 @@ def _slot(most: int) -> int:
     return -(-(_HEAD.size + most) // _BLOCK) * _BLOCK
 
 
-def _read(path: Path, slot: int) -> bytes:
+def _records(path: Path, slot: int) -> list[tuple[int, bytes]]:
+    """Return the number and the content of each valid record in the file. Raises as `read_record` and `Record` do."""
     data = file_bytes(path, most=2 * slot)
     if len(data) not in (0, 2 * slot):
         raise ValueError(f"it has {len(data)} bytes, and two slots have {2 * slot}")
-    return data
-
-
-def _newest(data: bytes, slot: int) -> tuple[int, bytes] | None:
-    """Return the number and the content of the newest valid record, or None."""
-    return max(filter(None, (_content(data, start, slot) for start in range(0, len(data), slot))), default=None)
-
-
-def _content(data: bytes, start: int, slot: int) -> tuple[int, bytes] | None:
-    """Return the number and the content of the record in the slot at byte `start`, or None if it is not valid."""
-    number, size, crc = _HEAD.unpack_from(data, start)
-    content = data[start + _HEAD.size :][:size]
-    fits = size <= slot - _HEAD.size and number and number % 2 * slot == start
-    return (number, content) if fits and zlib.crc32(data[start:][:16] + content) == crc else None
+    found = []
+    for start in range(0, len(data), slot):
+        number, size, crc = _HEAD.unpack_from(data, start)
+        content = data[start + _HEAD.size :][:size]
+        fits = size <= slot - _HEAD.size and number and number % 2 * slot == start
+        if fits and zlib.crc32(data[start:][:16] + content) == crc:
+            found.append((number, content))
+    return found

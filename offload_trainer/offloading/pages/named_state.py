@@ -26,7 +26,6 @@ from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.state_files import (
     EngineState,
-    StateFile,
     StoredKind,
     fixed_file,
     read_engine_state,
@@ -52,14 +51,9 @@ class TieredState:
         self.places: dict[str, tuple[Unit, Place]] = {
             place.weight.name: (unit, place) for unit in units for place in unit.places
         }
-
-    def names(self, *, trainable: bool) -> list[str]:
-        """Return the names of the trainable or of the frozen weights, in the order of the units."""
-        return [name for name, (_, place) in self.places.items() if place.weight.trainable == trainable]
-
-    def shapes(self, *, trainable: bool) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the trainable or of the frozen weights by name."""
-        return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
+        held = {name: place.weight for name, (_, place) in self.places.items()}
+        self.trained = [name for name, weight in held.items() if weight.trainable]
+        self.fixed = {name: weight.shape for name, weight in held.items() if not weight.trainable}
 
     def scalars(self, steps: Mapping[str, int], *, loss_scale: LossScale) -> EngineState:
         """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
@@ -76,32 +70,23 @@ class TieredState:
         """Return whether a weight has a field: a rule on whole matrices has no second moment of them."""
         return self.store.format.fields[field].holds(self.places[name][1].weight)
 
-    def entry(self, field: str, name: str) -> TensorEntry:
-        """Return the name, dtype and shape of one field of a weight in its file."""
+    def entries(self, field: str) -> list[TensorEntry]:
+        """Return the name, dtype and shape of one field of each trainable weight in its file."""
         kind = self.store.format.fields[field]
-        return TensorEntry(name, DTYPES[kind.dtype], kind.shape_of(self.places[name][1].weight))
+        weights = (self.places[name][1].weight for name in self.trained if self.holds(field, name))
+        return [TensorEntry(weight.name, DTYPES[kind.dtype], kind.shape_of(weight)) for weight in weights]
 
     def master(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one whole fp32 master. With several nodes all ranks call it."""
         unit, place = self.places[name]
-        values = self.store.get("master", unit.index, place.start, place.weight.numel)
+        values = self.store.get(unit.index, place.start, place.weight.numel)
         self.weights.complete(values, unit, place)
         return values.view(place.weight.shape)
-
-    def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D). Call the store's `flush` afterwards."""
-        unit, place = self.places[name]
-        self.store.put("master", unit.index, place.start, place.weight.numel, master)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
         unit, place = self.places[name]
         return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
-
-    def fixed_files(self) -> list[StateFile]:
-        """Return the file for the frozen weights, if there are any."""
-        shapes = {name: (shape, self.weights.dtype) for name, shape in self.shapes(trainable=False).items()}
-        return fixed_file(shapes, self.weight)
 
     def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
         """Yield the trainable weights on a page, each with its range of the page's elements."""
@@ -125,29 +110,28 @@ class TieredState:
         self.weights.broadcast()
         return state
 
+    def _load_fixed(self, directory: Path) -> None:
+        if self.fixed and self.trained:
+            for name, tensor in read_tensors(directory, "fixed", shapes=self.fixed):
+                unit, place = self.places[name]
+                self.weights.put(unit.index, place.start, tensor.reshape(-1))
+
     def _load_pages(self, directory: Path) -> EngineState:
         """Load this rank's pages and round the weights from them."""
         ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
-        names, theirs, stored = self.names(trainable=True), state.format, dict[str, StoredKind]()
+        theirs, stored = state.format, dict[str, StoredKind]()
         with ExitStack() as stack:
             for kind in KINDS:
-                shapes = {name: self.entry(kind, name).shape for name in names if self.holds(kind, name)}
-                stored[kind] = stack.enter_context(StoredKind(directory, kind, shapes=shapes))
+                shapes = {entry.name: entry.shape for entry in self.entries(kind)}
+                stored[kind] = StoredKind(directory, kind, shapes=shapes, stack=stack)
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
-        self.store.flush()  # fields that were open before have the old values
+        self.store.flush()  # masters that were open before have the old values
         return state
-
-    def _load_fixed(self, directory: Path) -> None:
-        fixed = self.shapes(trainable=False)
-        if fixed and self.names(trainable=True):
-            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
-                unit, place = self.places[name]
-                self.weights.put(unit.index, place.start, tensor.reshape(-1))
 
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
@@ -157,8 +141,7 @@ class TieredState:
             stored_moment(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
-            start = page.start + part.start
-            within = start - self.places[name][1].start
+            within = page.start + part.start - self.places[name][1].start
             master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
             for moment in (moment for moment in MOMENTS.values() if self.holds(moment.name, name)):
                 here, source = stored_moment(moment, fields, part), stored[moment.name]
@@ -197,20 +180,17 @@ class TieredSnapshot:
         Raises:
             TrainerError: the disk or a drive failed.
         """
-        names = self.owner.names(trainable=True)
-        fields = self.owner.store.format.fields
-        holds = self.owner.holds
-        entries = {field: [self.owner.entry(field, name) for name in names if holds(field, name)] for field in fields}
-        written: dict[str, Any] = {}
-        headers: dict[str, Piece] = {}
+        owner, written, headers = self.owner, dict[str, Any](), dict[str, Piece]()
+        entries = {field: owner.entries(field) for field in owner.store.format.fields}
 
         def begin() -> None:
             for field, its in entries.items():
                 headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
 
         def end() -> None:
-            if names:  # without trainable weights the frozen ones need not be written
-                written.update(write_files(directory, self.owner.fixed_files(), writes=True))
+            if owner.trained:  # without trainable weights the frozen ones need not be written
+                fixed = {name: (shape, owner.weights.dtype) for name, shape in owner.fixed.items()}
+                written.update(write_files(directory, fixed_file(fixed, owner.weight), writes=True))
             write_engine_state(directory, self.state)
 
         group.first(begin)
@@ -218,7 +198,7 @@ class TieredSnapshot:
         group.first(end)  # the update waits for pages, so they go first
         if group.rank:
             return {}
-        of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in fields}
+        of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in entries}
         return {f"{field}.safetensors": asdict(file_of(its)) for field, its in of.items()} | written
 
     def _write_pages(self, directory: Path, entries: Mapping[str, list[TensorEntry]]) -> dict[str, list[Piece]]:

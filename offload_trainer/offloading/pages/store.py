@@ -4,12 +4,10 @@
     PageCopies   the valid and the newest copy of each page on a drive, and their checksums
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
                  on a drive: `read` returns the copy that the last `flip` chose, and compares its checksums
-    ShadowPages  the old bytes of some pages in RAM while a step that may yet be undone updates these pages in place
     PageSnapshot the pages as they are now, read while training continues
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
-Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
-`put`), those of pages through a write-back cache of fields.
+Training transfers whole aligned ranges. `get` and `put` access single weights at any offset; of pages, their masters.
 
 With two copies of each page on a drive no update overwrites the last valid state:
 
@@ -17,12 +15,9 @@ With two copies of each page on a drive no update overwrites the last valid stat
     flip       makes all written copies the valid ones       the old copies become free
     forget     discards all written copies (rollback)        `newest` points to the valid copies again
 
-Pages in RAM and on the device have one copy, which is updated in place. So have pages on drives if `count` is 1.
-
-Each field of each copy on a drive has a checksum (CRC-32). It is computed from the buffer after the page has been
-written, and computed again and compared before a page that was read is used. With two copies the record of a step
-stores the checksums too (`pages/manifest.py`), so that a later process can detect a page that is damaged or belongs to
-another step or run.
+All other pages have one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32),
+computed from the buffer after the page has been written, and compared before a page that was read is used. The record
+of a step has them too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
 """
 
 from __future__ import annotations
@@ -30,8 +25,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
+import numpy as np
 import torch
 
 from offload_trainer.errors import TrainerError
@@ -41,12 +37,13 @@ from offload_trainer.optim.kernel_api import Sum
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
 from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, offsets, on_drive, size_of_home
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, offsets, on_drive, size_of_home
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
 
 _SUM_BYTES = 4
+_MASTERS_OPEN = 6  # pages whose masters `get` and `put` keep open: a block's weights are on a few, in another order
 
 
 class DamagedPage(TrainerError):
@@ -62,19 +59,20 @@ class PageTable:
         self.sizes = [format.page_bytes(page) for page in pages]
         self._offsets = offsets(self.sizes, self.homes)
         self._bytes = {home: size_of_home(self.sizes, self.homes, home) for home in set(self.homes)}
+        self._of_unit: dict[int, list[int]] = {}
+        for number, page in enumerate(self.pages):
+            self._of_unit.setdefault(page.unit, []).append(number)
 
     def home_bytes(self, home: int) -> int:
         """Return the bytes of one copy of all pages of a tier."""
         return self._bytes.get(home, 0)
 
-    def offset(self, number: int, *, copy: int = 0, field: str = "master") -> int:
-        """Return the first byte of one field of a page in its tier. Of a drive's pages, copies 1 follow copies 0."""
-        page, start = self.pages[number], self._offsets[number] + copy * self._bytes[self.homes[number]]
-        for name, kind in self.format.fields.items():
-            if name == field:
-                break
-            start += kind.padded(page)
-        return start
+    def offset(self, number: int, *, copy: int = 0) -> int:
+        """Return the first byte of a page, which is one of its masters, in its tier.
+
+        Of a drive's pages, copies 1 follow copies 0.
+        """
+        return self._offsets[number] + copy * self._bytes[self.homes[number]]
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the page's fields in `data`, the page's bytes, or in each row of `data`, for equal pages."""
@@ -84,32 +82,23 @@ class PageTable:
             start += field.padded(page)
         return found
 
-    def touched(self, field: str, unit: int, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield each page with some of these elements of a unit, as (number, range of the page's field, of the values).
+    def touched(self, unit: int, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield each page with some of these elements of a unit, as (number, their range of the page, of the elements).
 
         Pages of other nodes are left out.
         """
-        per = self.format.fields[field].per
         for number in self._of_unit.get(unit, ()):
             page = self.pages[number]
             first, last = max(start, page.start), min(start + count, page.start + page.elements)
             if first < last and page.home != ELSEWHERE:
-                held = slice((first - page.start) // per, -(-(last - page.start) // per))
-                yield number, held, slice((first - start) // per, -(-(last - start) // per))
-
-    @cached_property
-    def _of_unit(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for number, page in enumerate(self.pages):
-            found.setdefault(page.unit, []).append(number)
-        return found
+                yield number, slice(first - page.start, last - page.start), slice(first - start, last - start)
 
 
 class PageCopies:
     """The valid and the newest copy of each page of a node, and the checksums of all copies.
 
     Each rank writes and flips its own pages. All ranks of the node see `newest` and the checksums, which start as 0,
-    the checksum of zeros, because new files contain zeros.
+    the checksum of zeros, because new files contain zeros. Checksums are of `data` (uint8): a page, or its masters.
     """
 
     def __init__(self, table: PageTable, *, count: int, node: Node, compute: Sum) -> None:
@@ -120,12 +109,12 @@ class PageCopies:
         self.count, self._compute, pages, fields = count, compute, table.pages, table.format.fields
         self._two = [count == 2 and on_drive(page.home) for page in pages]
         self._valid = bytearray(len(pages))
-        self._newest = node.memory(len(pages) if count == 2 else 0)
+        self._newest = node.memory(len(pages)).numpy()
         self._written: set[int] = set()
         self._fields = list(fields)
         self._sizes = [[field.padded(page) for field in fields.values()] for page in pages]
-        memory = node.memory(_SUM_BYTES * count * len(self._fields) * len(pages))
-        self._sums = memory.numpy().data.cast("I")
+        memory = node.memory(_SUM_BYTES * len(pages) * count * len(fields)).numpy()
+        self._sums = memory.view(np.uint32).reshape(len(pages), count, len(fields))
 
     def valid(self, number: int) -> int:
         """Return the valid copy of the page, as of the last flip: 0 or 1."""
@@ -133,7 +122,7 @@ class PageCopies:
 
     def newest(self, number: int) -> int:
         """Return the copy that any rank wrote last; its content is complete once that write has completed."""
-        return int(self._newest[number]) if self._two[number] else 0
+        return int(self._newest[number])
 
     def free(self, number: int) -> int:
         """Return the copy that the next write goes to."""
@@ -157,68 +146,31 @@ class PageCopies:
             self._newest[number] = self._valid[number]
         self._written.clear()
 
-    # -- checksums ----------------------------------------------------------------------------------------------------
+    def keep_sums(self, number: int, copy: int, data: torch.Tensor) -> None:
+        """Store the checksums of one copy of a page."""
+        computed = self._computed(number, data)
+        self._sums[number, copy, : len(computed)] = computed
 
-    def keep_sums(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> None:
-        """Store the checksums of one copy of a page. `data` (uint8) is `field`, or with None the whole page."""
-        for _, at, computed in self._computed(number, copy, field, data):
-            self._sums[at] = computed
+    def differing(self, number: int, copy: int, data: torch.Tensor) -> str | None:
+        """Return the first field of `data` whose checksum differs, or None."""
+        kept = self._sums[number, copy].tolist()
+        both = zip(self._fields, kept, self._computed(number, data), strict=False)
+        return next((name for name, before, now in both if before != now), None)
 
-    def differing(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> str | None:
-        """Return the first field of `data` whose checksum differs, or None. `data`: see `keep_sums`."""
-        for name, at, computed in self._computed(number, copy, field, data):
-            if computed != self._sums[at]:
-                return name
-        return None
+    def _computed(self, number: int, data: torch.Tensor) -> list[int]:
+        sizes = self._sizes[number]
+        return [self._compute(part) for part in data.split(sizes if data.numel() > sizes[0] else sizes[:1])]
 
-    def _computed(
-        self, number: int, copy: int, field: str | None, data: torch.Tensor
-    ) -> Iterator[tuple[str, int, int]]:
-        """Yield each field's name, the index of its checksum, and the checksum of its bytes in `data`."""
-        first, start = self._first_sum(number, copy), 0
-        for index, (name, size) in enumerate(zip(self._fields, self._sizes[number], strict=True)):
-            if field in (None, name):
-                yield name, first + index, self._compute(data[start:][:size])
-                start += size
-        assert start == data.numel(), "all bytes of the page, or of its field"
-
-    def _first_sum(self, number: int, copy: int) -> int:
-        return (number * self.count + copy) * len(self._fields)
-
-    # -- for the record of a step -------------------------------------------------------------------------------------
-
-    def newest_bits(self) -> bytes:
-        """Return the newest copy of each page as a bit map, the first page in the lowest bit of the first byte."""
-        bits = bytearray(-(-len(self._two) // 8))
-        for number in range(len(self._two)):
-            bits[number // 8] |= self.newest(number) << number % 8
-        return bytes(bits)
-
-    def newest_sums(self) -> bytes:
-        """Return the checksums of each page's newest copy, page by page, 4 bytes for each field."""
-        count = len(self._fields)
-        firsts = [self._first_sum(number, self.newest(number)) for number in range(len(self._two))]
-        return b"".join(self._sums[first : first + count].tobytes() for first in firsts)
+    def record(self) -> tuple[list[int], bytes]:
+        """Return each page's newest copy, and the checksums of these copies, page by page, 4 bytes for each field."""
+        return self._newest.tolist(), self._sums[np.arange(len(self._newest)), self._newest].tobytes()
 
     def begin(self, newest: Sequence[int], sums: bytes) -> None:
-        """Take over an earlier process's files: the valid copy of each page, and `sums` as from `newest_sums`."""
-        given, count = memoryview(sums).cast("I"), len(self._fields)
-        for number, copy in enumerate(newest):
-            if self._two[number]:
-                self._valid[number] = self._newest[number] = copy
-            first = self._first_sum(number, copy)
-            self._sums[first : first + count] = given[number * count : (number + 1) * count]
-
-
-def copies_of_bits(bits: bytes, count: int) -> list[int]:
-    """Decode `PageCopies.newest_bits` for `count` pages; raise ValueError if it has another length."""
-    if len(bits) != -(-count // 8):
-        raise ValueError(f"it has {len(bits)} bytes of places for {count} pages")
-    return [bits[number // 8] >> number % 8 & 1 for number in range(count)]
-
-
-# Fields of pages that are kept open: a block's weights are on a few pages, and callers access them in another order.
-_FIELDS_OPEN = 6
+        """Take over an earlier process's files: the valid copy of each page, and `sums` as from `record`."""
+        self._valid[:] = bytes(newest)
+        self._newest[:] = newest
+        given = np.frombuffer(sums, np.uint32).reshape(len(newest), len(self._fields))
+        self._sums[np.arange(len(newest)), self._newest] = given
 
 
 class PageStore:
@@ -239,28 +191,28 @@ class PageStore:
     ) -> None:
         """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
 
-        Pages in RAM and in `files` exist once per node; the caller decides which rank updates which page. Pages of
-        other nodes (home ELSEWHERE) take no memory. `copies` tracks these pages' copies on drives; with two copies each
-        file is twice as large.
+        Pages in RAM and in `files`, which have room for all `copies`, exist once per node; the caller decides which
+        rank updates which page. Pages of other nodes (home ELSEWHERE) take no memory.
         """
         self._table, self.pages, self.format, self.copies = table, table.pages, table.format, copies
         self.fields = table.fields
         self._files, self._transfers, self._device = files, transfers, device
-        self._memory = node.memory_of(table.sizes, table.homes)
+        self._memory = node.memory(table.home_bytes(RAM))
         self._on_device = device.buffer(table.home_bytes(DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # other streams may write there only after it has been set to zero
-        # Fields of pages on drives that `get` and `put` have opened, by page, copy and name, and those changed.
-        self._open: dict[tuple[int, int, str], torch.Tensor] = {}
-        self._changed: set[tuple[int, int, str]] = set()
+        # Masters of pages on drives that `get` and `put` have opened, by page and copy, and those changed.
+        self._open: dict[tuple[int, int], torch.Tensor] = {}
+        self._changed: set[tuple[int, int]] = set()
 
     def bytes_of(self, number: int) -> int:
         return self._table.sizes[number]
 
     def in_memory(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
-        memory = self._memory.get(self.pages[number].home)
-        return None if memory is None else memory[self._table.offset(number) :][: self.bytes_of(number)]
+        if self.pages[number].home != RAM:
+            return None
+        return self._memory[self._table.offset(number) :][: self.bytes_of(number)]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
@@ -270,10 +222,9 @@ class PageStore:
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
-        copied = any(page.home == DEVICE for page in self.pages)
         sizes = zip(self._table.sizes, self._table.homes, strict=True)
         staged = [size for size, home in sizes if on_drive(home) or home == DEVICE]
-        pinned = self._device.is_cuda and copied
+        pinned = self._device.is_cuda and DEVICE in self._table.homes
         return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
 
     def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
@@ -287,21 +238,21 @@ class PageStore:
             return self._copy(resident, buffer)
         copy = self.copies.valid(number) if copy is None else copy
         read = self._transfers.read(*self._where(number, copy), buffer)
-        return followed(read, partial(self._compare, number, copy, None, buffer))
+        return followed(read, partial(self._compare, number, copy, buffer))
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
-        """Write the page's new bytes. With two copies on a drive the valid copy stays until `flip`."""
+        """Write the page's new bytes. With two copies on a drive the valid copy stays until `copies.flip`."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
         copy = self.copies.free(number)
         self.copies.written(number)
         write = self._transfers.write(*self._where(number, copy), buffer)
-        return followed(write, partial(self.copies.keep_sums, number, copy, None, buffer))
+        return followed(write, partial(self.copies.keep_sums, number, copy, buffer))
 
-    def _compare(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> None:
-        """Raise DamagedPage if the checksums of `data` differ from those of what was written."""
-        wrong = self.copies.differing(number, copy, field, data)
+    def _compare(self, number: int, copy: int, data: torch.Tensor) -> None:
+        """Raise DamagedPage if the checksums of a page, or of its masters, differ from those of what was written."""
+        wrong = self.copies.differing(number, copy, data)
         if wrong is not None:
             (file, offset), size = self._where(number, copy), self.bytes_of(number)
             raise DamagedPage(
@@ -309,17 +260,13 @@ class PageStore:
                 f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
             )
 
-    def flip(self) -> None:
-        """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""
-        self.copies.flip()
-
     def sync(self) -> None:
         """Flush all files to stable storage, so that completed writes survive a power cut."""
         for file in self._files:
             file.sync()
 
-    def _where(self, number: int, copy: int, field: str = "master") -> tuple[DriveFile, int]:
-        return self._files[self.pages[number].home], self._table.offset(number, copy=copy, field=field)
+    def _where(self, number: int, copy: int) -> tuple[DriveFile, int]:
+        return self._files[self.pages[number].home], self._table.offset(number, copy=copy)
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy to or from the device on the side stream, in order with the updates there."""
@@ -332,114 +279,74 @@ class PageStore:
 
         The caller fills a page before it asks for the next one. At the end all pages are written and valid.
         """
-        free = self.buffers(2)
-        leaving: deque[tuple[torch.Tensor, Future]] = deque()
+        leaving = deque((buffer, done()) for buffer in self.buffers(2))
         for number in numbers:
             inside = self.in_memory(number)
             if inside is not None:
                 yield number, self.fields(number, inside.zero_())
                 continue
-            if not free:
-                buffer, future = leaving.popleft()
-                future.wait()
-                free.append(buffer)
-            buffer = free.pop()
+            buffer, written = leaving.popleft()
+            written.wait()
             data = buffer[: self.bytes_of(number)].zero_()
             yield number, self.fields(number, data)
-            leaving.append((buffer, done() if self.pages[number].home == ELSEWHERE else self.write(number, data)))
-        for _, future in leaving:
-            future.wait()
-        self.flip()
+            leaving.append((buffer, self.write(number, data)))
+        for _, written in leaving:
+            written.wait()
+        self.copies.flip()
 
-    # -- single weights -----------------------------------------------------------------------------------------------
+    # -- masters of single weights ------------------------------------------------------------------------------------
 
-    def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a copy of one field for `count` elements of a unit from element `start` on, in its stored dtype.
+    def get(self, unit: int, start: int, count: int) -> torch.Tensor:
+        """Return a copy of the masters (fp32) of `count` elements of a unit from element `start` on.
 
-        Elements on another node's pages are uninitialised. `start` must be a multiple of 256, because each scale of
-        8-bit moments covers 256 elements and each weight starts with a new scale.
+        Elements on another node's pages are uninitialised.
         """
-        kind = self.format.fields[field]
-        out = torch.empty(kind.entries(count), dtype=DTYPES[kind.dtype])
-        for number, held, given in self._table.touched(field, unit, start, count):
-            out[given].copy_(self._field(field, number, modify=False)[held])
+        out = torch.empty(count)
+        for number, held, given in self._table.touched(unit, start, count):
+            out[given].copy_(self._masters(number, modify=False)[held])
         return out
 
-    def put(self, field: str, unit: int, start: int, count: int, values: torch.Tensor) -> None:
-        """Set one field for those of `count` elements of a unit from `start` on that this node stores.
+    def put(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set the masters of a unit from element `start` on, as far as this node stores them. Call `flush` afterwards.
 
-        `values` has the shape and dtype that `get` returns. Call `flush` afterwards.
+        `values` is fp32, 1-D.
         """
-        for number, held, given in self._table.touched(field, unit, start, count):
-            self._field(field, number, modify=True)[held].copy_(values[given])
+        for number, held, given in self._table.touched(unit, start, values.numel()):
+            self._masters(number, modify=True)[held].copy_(values[given])
 
     def flush(self) -> None:
         """Write everything that `put` has set to the drives, and release the memory."""
         for key in list(self._open):
             self._evict(key)
 
-    def _evict(self, key: tuple[int, int, str]) -> None:
+    def _evict(self, key: tuple[int, int]) -> None:
         data = self._open.pop(key)
         if key in self._changed:
             self._transfers.write(*self._where(*key), data).wait()
             self.copies.keep_sums(*key, data)
             self._changed.remove(key)
 
-    def _field(self, field: str, number: int, *, modify: bool) -> torch.Tensor:
-        """Return one field of a page: in RAM, on the device, or a copy of it that `flush` writes if it is to `modify`.
+    def _masters(self, number: int, *, modify: bool) -> torch.Tensor:
+        """Return a page's masters: in RAM, on the device, or a copy of them that `flush` writes if it is to `modify`.
 
         The copy that was opened first is evicted first.
         """
         inside = self.in_memory(number)
         if inside is None:
             inside = self.on_device(number)
-        if inside is not None:
-            return self.fields(number, inside)[field]
-        page, kind, key = self.pages[number], self.format.fields[field], (number, self.copies.newest(number), field)
-        if key not in self._open:
-            while len(self._open) >= _FIELDS_OPEN:
-                self._evict(next(iter(self._open)))
-            data = host_buffer(kind.padded(page))
-            self._transfers.read(*self._where(*key), data).wait()
-            self._compare(*key, data)
-            self._open[key] = data
-        if modify:
-            self._changed.add(key)
-        return self._open[key][: kind.bytes(page)].view(DTYPES[kind.dtype])
-
-
-class ShadowPages:
-    """Memory for the old bytes of some pages in RAM, so that their update can be undone.
-
-    Pages are updated in place, so their addresses and views stay valid. A page on a drive needs no such memory: its
-    second copy is on the drive.
-    """
-
-    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
-        """Allocate memory for the old bytes of the pages `numbers`, which are in RAM."""
-        self._store = store
-        sizes = [store.bytes_of(number) for number in numbers]
-        self._bytes = dict(zip(numbers, host_buffer(sum(sizes)).split(sizes), strict=True))
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._bytes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.numel() for memory in self._bytes.values())
-
-    def keep(self, number: int) -> None:
-        """Copy the page's bytes; call it before an update that may have to be undone."""
-        self._bytes[number].copy_(self._page(number))
-
-    def restore(self, number: int) -> torch.Tensor:
-        """Copy the bytes back that `keep` has copied, and return the page (uint8)."""
-        return self._page(number).copy_(self._bytes[number])
-
-    def _page(self, number: int) -> torch.Tensor:
-        page = self._store.in_memory(number)
-        assert page is not None
-        return page
+        if inside is None:
+            key = number, self.copies.newest(number)
+            if key not in self._open:
+                while len(self._open) >= _MASTERS_OPEN:
+                    self._evict(next(iter(self._open)))
+                data = host_buffer(self.format.fields["master"].padded(self.pages[number]))
+                self._transfers.read(*self._where(*key), data).wait()
+                self._compare(*key, data)
+                self._open[key] = data
+            if modify:
+                self._changed.add(key)
+            inside = self._open[key]
+        return self.fields(number, inside)["master"]
 
 
 class UnitStore:
@@ -457,20 +364,17 @@ class UnitStore:
         node: Node,
     ) -> None:
         """Allocate RAM for units of `sizes` bytes. RAM and `files` exist once per node, and all its ranks call it."""
-        self.homes = tuple(homes)
-        self.dtype = dtype
+        self.homes, self.dtype = tuple(homes), dtype
         self.elements = tuple(size // dtype.itemsize for size in sizes)
         self._files, self._transfers = files, transfers
         self._offsets = offsets(sizes, homes)
-        self._memory = node.memory_of(sizes, homes, pinned=pinned)
+        self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
 
     def host(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if they are in RAM, else None."""
-        memory = self._memory.get(self.homes[unit])
-        if memory is None:
+        if self.homes[unit] != RAM:
             return None
-        first = self._offsets[unit] // self.dtype.itemsize
-        return memory.view(self.dtype)[first : first + self.elements[unit]]
+        return self._memory[self._offsets[unit] // self.dtype.itemsize :][: self.elements[unit]]
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""
@@ -539,27 +443,26 @@ class PageSnapshot:
         Raises:
             TrainerError: the snapshot was closed.
         """
-        pending = deque(number for number in self._numbers if self._store.in_memory(number) is None)
-        free = self._store.buffers(SAVE_BUFFERS)
+        store = self._store
+        pending = deque(number for number in self._numbers if store.in_memory(number) is None)
+        free = store.buffers(SAVE_BUFFERS)
         arriving: deque[tuple[torch.Tensor, Future]] = deque()
         for number in self._numbers:
             while free and pending:
                 following, buffer = pending.popleft(), free.pop()
-                data = buffer[: self._store.bytes_of(following)]
-                future = self._store.read(following, data, copy=self._copies[following])
-                arriving.append((buffer, future))
+                data = buffer[: store.bytes_of(following)]
+                arriving.append((buffer, store.read(following, data, copy=self._copies[following])))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")
-            inside = self._store.in_memory(number)
+            inside = store.in_memory(number)
             if inside is not None:
-                yield number, self._store.fields(number, inside)
+                yield number, store.fields(number, inside)
                 self._may_change(number)
             else:
                 buffer, future = arriving.popleft()
                 future.wait()
-                fields = self._store.fields(number, buffer)
                 self._may_change(number)  # the caller reads the copy in the buffer
-                yield number, fields
+                yield number, store.fields(number, buffer)
                 free.append(buffer)
 
     def _may_change(self, number: int) -> None:

@@ -3,8 +3,15 @@
     drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
     RAM    ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
 
-A unit that not all ranks need next (`FetchMatching`) is read or copied by each rank alone. Ranks fetch the same units
-together in the same order, on a separate thread and over separate connections.
+`Turns` decides which fetches ranks share, without deadlock when they need different units:
+
+    rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
+    rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
+
+Ranks usually announce the same actions in the same order. They differ if a rank skips a layer, or if no token is routed
+to an expert: that rank has no gradients for the unit and reaches the unit's barrier later than the others, with fetches
+in between that the others have not announced yet. It fetches these units alone. Ranks fetch the same units together in
+the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations
@@ -13,98 +20,57 @@ from collections.abc import Callable
 
 import torch
 
+from offload_trainer import ranks
 from offload_trainer.offloading.device import Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import FetchMatching, Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Exchange, Node
 from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
+_BARRIER = -1
+
 Told = Callable[[BaseException | None], None]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
 Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
-
-
-class WeightFetches:
-    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks."""
-
-    def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
-        """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
-        self._store, self._node = store, node
-        self._reads: SharedReads | None = None
-        if node.world > 1 and any(map(on_drive, store.homes)):
-            self._reads = SharedReads(store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier)
-        self._gathers: Turns | None = None
-        if node.by_parts and any(store.elements):
-            self._gathers, self._join = Turns(node.fetch_matching(), "gathers"), node.make_all_gather(gpus=gpus)
-
-    def source(self, unit: int) -> torch.Tensor | Read:
-        """Return the source of a unit's weights: host memory, or a function that fills a buffer.
-
-        With several ranks this already announces the fetch, so that ranks that need the same unit next share it.
-        """
-        host = self._store.host(unit)
-        if host is not None:
-            gathers = self._gathers
-            return PendingGather(gathers.announce(unit), host, node=self._node, join=self._join) if gathers else host
-        return self._reads.request(unit) if self._reads else lambda buffer: self._store.read(unit, 0, buffer)
-
-    def cancel(self) -> None:
-        """Fail the fetches that have not begun, because other ranks may never join them."""
-        for turns in (self._reads.turns if self._reads else None, self._gathers):
-            if turns is not None:
-                turns.cancel()
-
-    def close(self) -> None:
-        self.cancel()
-        for shared in (self._reads, self._gathers):
-            if shared is not None:
-                shared.close()
-        self._node.close()  # only these fetches use the node's rounds
 
 
 class Turn:
     """A fetch that begins once the ranks have decided whether to fetch together, and its destination is known."""
 
     def __init__(self) -> None:
-        self._destination = Future()  # the destination is known and may be overwritten
-        self._decided = False
-        self._begun = Future()
-        self.together = False
+        self.destination = Future()  # the destination is known and may be overwritten
+        self.begun = Future()
+        self.decided = self.together = False
 
     def when(self, then: Told) -> None:
         """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
-        self._begun.then(then)
-        self._destination.finish_part()
-
-    def decide(self, error: BaseException | None, *, thread: Workers | None) -> None:
-        """Let the fetch begin: on `thread` if all ranks fetch together, else alone; or fail it with `error`."""
-        self._decided, self.together = True, thread is not None
-        if thread is not None:
-            thread.put(ending(self._begun, self._destination.wait))
-        else:
-            self._destination.then(lambda closed: self._begun.finish_part(error or closed))
-
-    def cancel(self, closed: RuntimeError) -> None:
-        """Fail everything that waits for this turn, unless it has begun."""
-        if not self._destination.done:
-            self._destination.finish_part(closed)
-        if not self._decided:
-            self._begun.finish_part(closed)
-
-    @property
-    def is_over(self) -> bool:
-        return self._begun.done
+        self.begun.then(then)
+        self.destination.finish_part()
 
 
 class Turns:
-    """The turns of one rank's fetches, and the thread that carries out those that all ranks do together."""
+    """Rounds between all ranks on one thread, and the fetches that all ranks do together on another.
 
-    def __init__(self, rounds: FetchMatching, name: str) -> None:
-        self._matching, self._thread = rounds, Workers(1, name)
+    One thread of each rank announces what it does next.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._rounds, self._fetching = Workers(1, "rounds"), Workers(1, "fetches")
+        self._error: BaseException | None = None
         self._waiting: list[Turn] = []  # fetches that may not have begun or may lack a destination
+
+    def barrier(self) -> None:
+        """Wait until every rank has reached this barrier; raise the first error of any round."""
+
+        def until_all_meet() -> None:
+            while not self._all_announce(_BARRIER):
+                pass
+
+        self._rounds.submit(until_all_meet).wait()
 
     def announce(self, unit: int) -> Turn:
         """Announce that this rank needs the unit next.
@@ -112,44 +78,91 @@ class Turns:
         The destination may be given later, when the unit has its new weights on every rank.
         """
         turn = Turn()
-        self._waiting = [one for one in self._waiting if not one.is_over] + [turn]
-        self._matching.ask(unit, lambda together, error: turn.decide(error, thread=self._thread if together else None))
+        self._waiting = [one for one in self._waiting if not one.begun.done] + [turn]
+
+        def decide() -> None:
+            failed: BaseException | None = None
+            try:
+                turn.together = self._all_announce(unit)
+            except BaseException as error:
+                failed = error
+            turn.decided = True
+            if turn.together:
+                self._fetching.put(ending(turn.begun, turn.destination.wait))
+            else:
+                turn.destination.then(lambda closed: turn.begun.finish_part(failed or closed))
+
+        self._rounds.put(decide)
         return turn
+
+    def _all_announce(self, mine: int) -> bool:
+        """Return whether all ranks announce the same action in this round."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return set(self._exchange(mine)) == {mine}
+        except BaseException as error:
+            self._error = error
+            raise
 
     def cancel(self) -> None:
         """Fail all fetches that have not begun; no further ones may be announced."""
         closed = RuntimeError("closed before it was fetched")
         for turn in self._waiting:
-            turn.cancel(closed)
+            if not turn.destination.done:
+                turn.destination.finish_part(closed)
+            if not turn.decided:
+                turn.begun.finish_part(closed)
 
     def close(self) -> None:
-        """End the thread after `cancel`. If it waits for ranks that never come, leave it to the end of the process."""
-        self._thread.close(patience=1.0)
+        """End the threads after `cancel`. One that waits for ranks that never come is left to the process's end."""
+        self._fetching.close(patience=1.0)
+        self._rounds.close(patience=1.0)
 
 
-class SharedReads:
-    """The shared reads of one rank: units of `store` that are on drives, read with the other ranks of `node`.
+class WeightFetches:
+    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks.
 
-    Two shared buffers alternate. A rank reaches the barrier for one buffer only after it has copied the previous unit
-    out of the other one, which may then be overwritten.
+    Reads from drives go to two shared buffers that alternate. A rank reaches the barrier for one buffer only after it
+    has copied the previous unit out of the other one, which may then be overwritten.
     """
 
-    def __init__(self, store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]) -> None:
-        """Allocate the shared buffers and start the threads. All ranks call it.
+    def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
+        """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
+        self._store, self._node = store, node
+        self._turns: Turns | None = None
+        self._join: Join | None = None
+        self._buffers: list[torch.Tensor] = []
+        reads, gathers = node.world > 1 and any(map(on_drive, store.homes)), node.by_parts and any(store.elements)
+        if reads or gathers:
+            self._turns = Turns(node.exchange())
+            node.meet = self._turns.barrier
+        if reads:
+            largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
+            size = largest * store.dtype.itemsize
+            self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
+            self._group, self._copies, self._copied = ranks.group_of(in_step=False), Workers(1, "shared copies"), done()
+            self._failed: BaseException | None = None
+        if gathers:
+            between = ranks.group_of(node.nodes, gpus=gpus)
+            self._join = lambda values, number: ranks.all_gather_parts(values, number, group=between)
 
-        `barrier` synchronises the reading threads of all ranks; only that thread uses it.
+    def source(self, unit: int) -> torch.Tensor | Read:
+        """Return the source of a unit's weights: host memory, or a function that fills a buffer.
+
+        With several ranks this already announces the fetch, so that ranks that need the same unit next share it.
         """
-        self._store, self._node, self._barrier = store, node, barrier
-        largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
-        size = largest * store.dtype.itemsize
-        self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
-        self._next, self._copied = 0, done()
-        self._error: BaseException | None = None
-        self.turns, self._copies = Turns(rounds, "shared reads"), Workers(1, "shared copies")
+        host = self._store.host(unit)
+        if self._turns is None:
+            return host if host is not None else (lambda buffer: self._store.read(unit, 0, buffer))
+        if host is None:
+            return self._shared_read(unit, self._turns.announce(unit))
+        if self._join is None:
+            return host
+        return PendingGather(self._turns.announce(unit), host, node=self._node, join=self._join)
 
-    def request(self, unit: int) -> Read:
-        """Announce that this rank needs the unit next; return a function that fills a buffer with it."""
-        turn = self.turns.announce(unit)
+    def _shared_read(self, unit: int, turn: Turn) -> Read:
+        """Return a function that fills a buffer with a unit, at this rank's turn."""
 
         def into(buffer: torch.Tensor) -> Future:
             filled = Future()
@@ -168,28 +181,35 @@ class SharedReads:
         return into
 
     def _read_together(self, unit: int, buffer: torch.Tensor, filled: Future) -> None:
-        """Read a unit on the reading thread. All ranks' threads read the same units in the same order."""
+        """Read a unit on the fetching thread. All ranks' threads read the same units in the same order."""
         try:
-            if self._error is not None:
-                raise self._error
+            if self._failed is not None:
+                raise self._failed
             elements, node = self._store.elements[unit], self._node
-            whole = self._buffers[self._next][:elements]
-            self._next = (self._next + 1) % SHARED_READS
+            whole = self._buffers[0][:elements]
+            self._buffers.append(self._buffers.pop(0))  # the least recently used one is first
             first, end = part_of(elements, node.rank - node.local_ranks.start, ranks=len(node.local_ranks))
             if first < end:
                 self._store.read(unit, first, whole[first:end]).wait()
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
-            self._barrier()
+            self._group.all_gather_numbers(0)
             self._copied = self._copies.submit(lambda: copy_alone(whole, buffer))
             self._copied.then(filled.finish_part)
         except BaseException as error:
-            self._error = error
+            self._failed = error
             filled.finish_part(error)
 
+    def cancel(self) -> None:
+        """Fail the fetches that have not begun, because other ranks may never join them."""
+        if self._turns is not None:
+            self._turns.cancel()
+
     def close(self) -> None:
-        """End the threads; call it after `cancel`, when no caller waits for a read any more."""
-        self.turns.close()
-        self._copies.close()
+        self.cancel()
+        if self._turns is not None:
+            self._turns.close()
+        if self._buffers:
+            self._copies.close()
 
 
 class PendingGather:

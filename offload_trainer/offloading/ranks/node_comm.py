@@ -5,19 +5,9 @@
     broadcast          from one rank's device to all devices: NCCL between GPUs, gloo between CPUs
     broadcast_across   in host memory, from one rank to the ranks with the same position on the other nodes
     send_recv          point-to-point transfers in host memory between any ranks
-    make_all_gather    all-gather in place between the devices of a node's ranks
 
 Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
 does not wait.
-
-`FetchMatching` decides which weight fetches ranks share, without deadlock when they need different units:
-
-    rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
-    rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
-
-Ranks usually announce the same actions in the same order. They differ if a rank skips a layer, or if no token is routed
-to an expert: that rank has no gradients for the unit and reaches the unit's barrier later than the others, with fetches
-in between that the others have not announced yet. It fetches these units alone.
 """
 
 from __future__ import annotations
@@ -30,63 +20,12 @@ from typing import Any, TypeVar
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.ranks import Addressed
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
-from offload_trainer.storage.transfer import Workers
 
 T = TypeVar("T")
-_BARRIER = -1
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
-
-
-class FetchMatching:
-    """Rounds between all ranks, announced by one thread of each rank and carried out on a separate thread."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._thread = Workers(1, "rounds")
-        self._error: BaseException | None = None
-
-    def barrier(self) -> None:
-        """Wait until every rank has reached this barrier; raise the first error of any round."""
-
-        def until_all_meet() -> None:
-            while set(self._round(_BARRIER)) != {_BARRIER}:
-                pass
-
-        self._thread.submit(until_all_meet).wait()
-
-    def ask(self, what: int, then: Callable[[bool, BaseException | None], None]) -> None:
-        """Announce the action `what` (0 or more), and call `then(together, error)` on the thread.
-
-        `together` is true if all ranks have announced the same action in this round.
-        """
-        assert what >= 0
-
-        def poll() -> None:
-            try:
-                together = set(self._round(what)) == {what}
-            except BaseException as error:
-                then(False, error)
-            else:
-                then(together, None)
-
-        self._thread.put(poll)
-
-    def _round(self, mine: int) -> list[int]:
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._exchange(mine)
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def close(self) -> None:
-        """End the thread. If it waits for a rank that never comes, leave it to the end of the process."""
-        self._thread.close(patience=1.0)
 
 
 class Node:
@@ -100,52 +39,40 @@ class Node:
             by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
-        self.nodes = ranks.nodes() if together else (range(1),)
+        self.nodes = ranks.nodes() if together else (range(1),)  # the ranks of each node
         self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
+        self.local_ranks = self.nodes[self.number]
+        self.remote_ranks = [rank for rank in range(self.world) if rank not in self.local_ranks]
+        self.is_first = self.rank == self.local_ranks.start  # it does the work that is done once per node
+        several = len(self.nodes) > 1
+        # The ranks with this rank's position on each node, in the order of the nodes; and all groups of such ranks.
+        self.counterparts = [its[self.rank - self.local_ranks.start] for its in self.nodes]
+        self.counterpart_groups = list(zip(*self.nodes, strict=True)) if several else []
         self.by_parts = by_parts and len(self.local_ranks) > 1
         self._between_gpus: Any = None
-        self._matching: FetchMatching | None = None
+        # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches.
+        self.meet: Callable[[], None] | None = None
         self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
-        several = len(self.nodes) > 1
-        self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
+        self._inside = ranks.group_of(self.nodes, in_step=False) if several else ranks.everybody()
         # Without the limit of a step, because saves and exports use it too, and a rank may wait there for a slow disk.
         self._across = ranks.group_of(self.counterpart_groups, in_step=False) if several else None
 
-    @property
-    def local_ranks(self) -> range:
-        """Return the ranks of this node."""
-        return self.nodes[self.number]
-
-    @property
-    def remote_ranks(self) -> list[int]:
-        """Return the ranks of other nodes."""
-        return [rank for rank in range(self.world) if rank not in self.local_ranks]
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether this is the first rank of its node, which does work that is done once per node."""
-        return self.rank == self.local_ranks.start
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         """Return `size` zeroed bytes (uint8) that all ranks of the node share. They call it in the same order."""
         if len(self.local_ranks) == 1 or size == 0:
             return host_buffer(size, pinned=pinned)
         descriptor = memory_file(size) if self.is_first else -1
-        first = self.local_ranks.start
-        pid, number = ranks.broadcast_json((os.getpid(), descriptor), source=first, group=self._inside)
+        pid, number = self._inside.all_gather_json((os.getpid(), descriptor))[0]
         if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mapped(descriptor, size, pinned=pinned)
-            ranks.wait_for_all(group=self._inside)
+            self._inside.all_gather_numbers(0)
         finally:
             os.close(descriptor)
         return memory
-
-    def memory_of(self, sizes: Sequence[int], homes: Sequence[int], *, pinned: bool = False) -> dict[int, torch.Tensor]:
-        """Return `memory` for the items of these sizes that `homes` places in memory, by home."""
-        tiers = sorted(filter(in_memory, set(homes)))
-        return {home: self.memory(size_of_home(sizes, homes, home), pinned=pinned) for home in tiers}
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
         """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.
@@ -164,41 +91,33 @@ class Node:
             pin(found[self.rank])
         return found
 
+    # -- barriers -----------------------------------------------------------------------------------------------------
+
     def barrier(self) -> None:
         """Wait until every rank has reached the barrier.
 
         Raises:
             TrainerError: a rank did not come in time.
-            Elsewhere: another rank has ended.
+            PeerFailed: another rank has ended.
         """
-        if self._matching is not None:
-            self._matching.barrier()
+        if self.meet is not None:
+            self.meet()
         elif self.world > 1:
-            ranks.barrier()
-
-    def fetch_matching(self) -> FetchMatching:
-        """Return the node's `FetchMatching`, which from now on carries out `barrier` as well. All ranks call it."""
-        if self._matching is None:
-            self._matching = FetchMatching(self.exchange())
-        return self._matching
-
-    def exchange(self) -> Exchange:
-        """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
-        return partial(ranks.exchange_numbers, stalled=ranks.STALLED, group=ranks.group_of())
+            ranks.exchange_numbers(0, group=ranks.everybody())
 
     @property
     def fetches_together(self) -> bool:
         """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
-        return self._matching is not None
+        return self.meet is not None
 
     def align(self) -> None:
         """Wait until all announced rounds are done, before ranks communicate in another way."""
-        if self._matching is not None:
-            self._matching.barrier()
+        if self.meet is not None:
+            self.meet()
 
-    def close(self) -> None:
-        if self._matching is not None:
-            self._matching.close()
+    def exchange(self) -> Exchange:
+        """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
+        return partial(ranks.exchange_numbers, group=ranks.group_of())
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
@@ -212,6 +131,8 @@ class Node:
         ranks.everybody().each(lambda: found.append(work()))
         return found[0]
 
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
     def broadcast(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
 
@@ -222,27 +143,8 @@ class Node:
             return
         if values.is_cuda and self._between_gpus is None:
             self._between_gpus = ranks.group_of(in_step=False, gpus=True)
-        between = self._between_gpus if values.is_cuda else connections.group if connections else None
+        between = self._between_gpus if values.is_cuda else connections.group if connections else ranks.everybody()
         ranks.broadcast(values, source=source, group=between)
-
-    def make_all_gather(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
-        """Return a function that all-gathers in place: (1-D device tensor with this rank's part filled, its number).
-
-        It works between the ranks of a node over separate connections, for one thread of each rank. All ranks of all
-        nodes call this.
-        """
-        group = ranks.group_of(self.nodes, gpus=gpus)
-        return lambda values, number: ranks.all_gather_parts(values, number, group=group)
-
-    @property
-    def counterpart_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks with the same position on their nodes; empty with one node."""
-        return list(zip(*self.nodes, strict=True)) if len(self.nodes) > 1 else []
-
-    @property
-    def counterparts(self) -> list[int]:
-        """Return the ranks with this rank's position on each node, in the order of the nodes."""
-        return [its[self.rank - self.local_ranks.start] for its in self.nodes]
 
     def broadcast_across(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to its `counterparts`.
@@ -276,7 +178,3 @@ class SideGroup:
         """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
         self.across = ranks.group_of(across) if across else None
         self.group = ranks.group_of(in_step=False)
-
-    def barrier(self) -> None:
-        """Wait until every rank's side thread has reached this barrier; raise Elsewhere if a rank has ended."""
-        ranks.wait_for_all(group=self.group)

@@ -68,12 +68,13 @@ class ShardedGradients:
         self.store, self.dtype = store, store.dtype
         self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
+        self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step on any rank
+        self.complete: Complete | None = None  # as in `Gradients`
         self._sums = StagedSums(units, store, node=node)
-        size = exchange_bytes(units, item_bytes=given.itemsize)
-        boxes = node.memory_of_each(size, pinned=device.is_cuda)
+        boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
-        inbox = largest_range(units, ranks=node.world)
-        self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.remote_ranks}
+        inbox = largest_range(units, ranks=node.world) * given.itemsize
+        self._inboxes = {rank: host_buffer(inbox).view(given) for rank in node.remote_ranks}
         self._turns = [unit for unit in reversed(units) if unit.trained]  # the backward completes units in this order
         self._names = self._intake.names
         most = max(len(names) for names in self._names.values())
@@ -81,9 +82,8 @@ class ShardedGradients:
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
         # Ranks of other nodes send their marks over the network.
         self._remote_marks = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks}
-        ordered = device.place.type != "cpu"
         placed = [self._intake.place[name] for name in order if name in self._intake.place]
-        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=ordered, kernel=kernel)
+        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=device.place.type != "cpu", kernel=kernel)
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
         self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
@@ -92,15 +92,6 @@ class ShardedGradients:
         self._exchange_begun: tuple[Unit, int, Callable[[], None]] | None = None
         self._last = False  # the current micro-batch is the step's last
         self._normed: set[int] = set()  # units whose partial norms are up to date
-        self._complete: Complete | None = None
-
-    def watch(self, complete: Complete | None) -> None:
-        self._complete = complete
-
-    @property
-    def arrived(self) -> Set[str]:
-        """Return the names of the weights that have a gradient in this step on any rank."""
-        return self._intake.arrived
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -114,8 +105,7 @@ class ShardedGradients:
     def _collect(self, name: str, flat: torch.Tensor) -> None:
         if name in self._waiting or name in self._in_outbox:
             raise UserError(f"{name} got a second gradient in a micro-batch: {_ONE_BACKWARD}")
-        unit = self._intake.place[name][0]
-        if self._turn == len(self._turns) or unit is not self._turns[self._turn]:
+        if self._turn == len(self._turns) or self._intake.place[name][0] is not self._turns[self._turn]:
             self._waiting[name] = flat
             return
         self._lay_out(name, flat)
@@ -144,9 +134,8 @@ class ShardedGradients:
     def _exchange(self) -> None:
         """Exchange the current unit's gradients: synchronise all ranks, start transfers, and go to the next unit."""
         unit, box = self._turns[self._turn], self._round % OUTBOXES
-        names = self._names[unit.index]
         mark = self._marks[self._node.rank][box]
-        for number, name in enumerate(names):
+        for number, name in enumerate(self._names[unit.index]):
             mark[number] = name in self._in_outbox
         for copy in self._copies:
             copy.wait()
@@ -178,27 +167,22 @@ class ShardedGradients:
         """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
         if self._exchange_begun is None:
             return
-        (unit, box, wait_for_transfers), node = self._exchange_begun, self._node
+        (unit, box, wait_for_transfers), arrived = self._exchange_begun, self._intake.arrived
         wait_for_transfers()
         self._exchange_begun = None
         marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
-        marked = [marks[rank].tolist() for rank in range(node.world)]
-        givers = [
-            [rank for rank, its in enumerate(marked) if its[number]] for number in range(len(self._names[unit.index]))
-        ]
-        self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
+        marked, names = [marks[rank].tolist() for rank in range(self._node.world)], self._names[unit.index]
+        self._add_up(
+            unit, box, {name: [r for r, its in enumerate(marked) if its[number]] for number, name in enumerate(names)}
+        )
         self._normed.discard(unit.index)
-        if self._last and not self._intake.arrived.isdisjoint(self._names[unit.index]):
+        if self._last and not arrived.isdisjoint(names):
             staged = self.store.host(unit.index) is None
-            self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, staged=staged)
+            self._norms.take(unit.index, self._sums.collecting(unit.index), arrived, staged=staged)
             self._normed.add(unit.index)
-            if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
-                self._report(unit, self._complete)
-
-    def _report(self, unit: Unit, complete: Complete) -> None:
-        """Store the unit's sums if they are in a staging buffer, and then report the unit."""
-        report = partial(complete, unit.index, self._device.mark())
-        self._sums.send(unit.index).then(report)
+            if self.complete is not None and arrived.issuperset(names):
+                report = partial(self.complete, unit.index, self._device.mark())
+                self._sums.send(unit.index).then(report)
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's shard of the sums.
@@ -235,8 +219,8 @@ class ShardedGradients:
         for unit in self._turns:
             sums = self.store.host(unit.index)
             if sums is not None and unit.index not in self._normed:  # the last micro-batch was not announced
-                self._norms.take(unit.index, sums, self._intake.arrived, staged=False)
-        return self._norms.of(self._intake.arrived)
+                self._norms.take(unit.index, sums, self.arrived, staged=False)
+        return self._norms.of(self.arrived)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """Return None, because these sums are never on the device."""
@@ -264,7 +248,6 @@ GradientSums = Gradients | ShardedGradients  # the gradient sums that an update 
 class _Share:
     """One rank's share in the norm of one weight."""
 
-    unit: int
     pieces: Pieces
     numbers: slice  # the weight's positions among all partial norms
     first: int  # the first position that this rank computes
@@ -286,13 +269,15 @@ class ShardedNorms:
         """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `Pieces.of`."""
         self._node, self._dtype, self._kernel = node, dtype, kernel
         self._shares: dict[str, _Share] = {}
+        self._of_unit: dict[int, list[str]] = {}
         count = 0
         for unit, place in places:
-            pieces = Pieces.of(place.weight.numel, ordered=ordered)
-            width, end = pieces.width, count + -(-place.weight.numel // pieces.width)
-            parts = norm_parts(unit, place, width=width, rank=node.rank, ranks=node.world)
-            first = count + (parts.starts.start - place.start) // width
-            self._shares[place.weight.name] = _Share(unit.index, pieces, slice(count, end), first, parts)
+            name, pieces = place.weight.name, Pieces.of(place.weight.numel, ordered=ordered)
+            end = count + -(-place.weight.numel // pieces.width)
+            parts = norm_parts(unit, place, width=pieces.width, rank=node.rank, ranks=node.world)
+            first = count + (parts.starts.start - place.start) // pieces.width
+            self._shares[name] = _Share(pieces, slice(count, end), first, parts)
+            self._of_unit.setdefault(unit.index, []).append(name)
             count = end
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
@@ -302,16 +287,18 @@ class ShardedNorms:
 
         `sums` holds the unit's sums; only this rank's range is valid. `staged`: the memory will be reused soon.
         """
-        for name, share in self._shares.items():
-            if share.unit != unit or name not in arrived:
+        for name in self._of_unit.get(unit, ()):
+            if name not in arrived:
                 continue
-            starts = share.parts.starts[:-1] if share.parts.gets else share.parts.starts
+            share = self._shares[name]
+            parts = share.parts
+            starts = parts.starts[:-1] if parts.gets else parts.starts
             if starts:
-                whole = sums[starts[0] : min(starts[-1] + starts.step, share.parts.ends)]
+                whole = sums[starts[0] : min(starts[-1] + starts.step, parts.ends)]
                 results = self._kernel.add(whole, None, pieces=share.pieces)
                 self._numbers[share.first : share.first + len(starts)] = results
-            given = sums[share.parts.gives[1] : share.parts.gives[2]] if share.parts.gives else sums[:0]
-            begun = sums[share.parts.starts[-1] : share.parts.has] if share.parts.gets else sums[:0]
+            given = sums[parts.gives[1] : parts.gives[2]] if parts.gives else sums[:0]
+            begun = sums[parts.starts[-1] : parts.has] if parts.gets else sums[:0]
             self._cut[name] = (given.clone(), begun.clone()) if staged else (given, begun)
 
     def of(self, arrived: Container[str]) -> dict[str, torch.Tensor]:
@@ -320,19 +307,21 @@ class ShardedNorms:
         All ranks call it, after `take` for all of these weights.
         """
         shares = {name: share for name, share in self._shares.items() if name in arrived}
-        ends = {
+        gets = {
             name: [torch.empty(end - first, dtype=self._dtype) for _, first, end in share.parts.gets]
             for name, share in shares.items()
         }
         out = [(share.parts.gives[0], self._cut[name][0]) for name, share in shares.items() if share.parts.gives]
         into = [
-            (part[0], end) for name in shares for part, end in zip(shares[name].parts.gets, ends[name], strict=True)
+            (rank, end)
+            for name in shares
+            for (rank, _, _), end in zip(shares[name].parts.gets, gets[name], strict=True)
         ]
         self._node.send_recv(out, into)()
         numbers = self._numbers.clone()
         for name, share in shares.items():
-            if share.parts.gets:
-                piece = torch.cat([self._cut[name][1], *ends[name]])
+            if gets[name]:
+                piece = torch.cat([self._cut[name][1], *gets[name]])
                 last = share.first + len(share.parts.starts) - 1
                 numbers[last : last + 1] = self._kernel.add(piece, None, pieces=share.pieces)
         self._node.all_reduce(numbers)

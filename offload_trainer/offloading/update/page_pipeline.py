@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,17 +31,29 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done, together
 
 
-@dataclass
-class StagedPage:
-    """A page in a slot, or entirely in RAM. Parts that are not staged are empty tensors."""
+@dataclass(frozen=True)
+class PageMemory:
+    """A page's route and the memory of its parts. Until a slot stages them, parts that are not in place are empty."""
 
     route: Route
     state: torch.Tensor  # uint8
     gradient: torch.Tensor
-    out: torch.Tensor
-    loaded: list[Future]
-    slot: int | None  # None: all parts are in RAM
+    out: torch.Tensor  # the new weights
+    pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
+
+
+@dataclass
+class StagedPage:
+    """A page in a slot, or entirely in RAM."""
+
+    memory: PageMemory
+    slot: int | None = None  # None: all parts are in RAM
+    loaded: list[Future] = field(default_factory=list)
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
+
+    @property
+    def route(self) -> Route:
+        return self.memory.route
 
 
 @dataclass(frozen=True)
@@ -52,47 +64,18 @@ class PendingWrite:
     whole: Future  # the new weights and the state are written
 
 
-class _Arrivals:
-    """A queue of pages to update: staged ones in the order of their arrival, then those in RAM by number."""
-
-    def __init__(self) -> None:
-        self._staged: deque[StagedPage | BaseException | None] = deque()
-        self._in_ram: list[StagedPage] = []  # the next one is last
-        self._changed = threading.Condition()
-
-    def put(self, arrived: StagedPage | BaseException | None) -> None:
-        """Add a staged page, an error, or None for an interrupt."""
-        with self._changed:
-            self._staged.append(arrived)
-            self._changed.notify()
-
-    def put_in_ram(self, pages: Sequence[StagedPage]) -> None:
-        with self._changed:
-            self._in_ram = sorted([*self._in_ram, *pages], key=lambda page: page.route.number, reverse=True)
-            self._changed.notify()
-
-    def drop_in_ram(self) -> None:
-        with self._changed:
-            self._in_ram.clear()
-
-    def get(self) -> StagedPage | BaseException | None:
-        """Return what comes next; wait for it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._staged or self._in_ram)
-            return self._staged.popleft() if self._staged else self._in_ram.pop()
-
-
 class PagePipeline:
     """The pages that the CPU updates, and those of the device that pass through host memory."""
 
     def __init__(
-        self, stores: Stores, *, device: Device, routes: Sequence[Route], slots: int, shadows: Container[int]
+        self, stores: Stores, pages: Sequence[PageMemory], *, device: Device, slots: int, shadows: Container[int]
     ) -> None:
-        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order.
+        """Allocate `slots` buffers for the staged ones of `pages`, which arrive in that order.
 
         `shadows` are the pages in RAM that may be offered to a speculative step, as all pages on drives may.
         """
         self._store, self._weights, self._gradients = stores.state, stores.weights, stores.gradients
+        self._memory, routes = {page.route.number: page for page in pages}, [page.route for page in pages]
         self._routes = [route for route in routes if route.through_host]
         self._in_ram = [route for route in routes if not route.through_host and not route.on_device]
         sizes = {"gradient": self._gradients.dtype.itemsize, "weight": self._weights.dtype.itemsize}
@@ -113,8 +96,11 @@ class PagePipeline:
         self._prefetched: list[StagedPage] = []  # prefetched pages in slots
         self._prefetching = False  # gradients are not complete yet
         self._writing: Mapping[int, Future] = {}  # pages of the last update that may still be being written
-        self._ready = _Arrivals()
         self._in_slots: set[int] = set()  # pages in slots that are not updated yet
+        # What `next` returns: staged pages in the order of their arrival, errors, or None for an interrupt; and then
+        # pages in RAM by number, the next one last.
+        self._arrived: deque[StagedPage | BaseException | None] = deque()
+        self._ready_in_ram: list[StagedPage] = []
         self._offered_to: object = None  # the speculative step that pages are offered to
         self._too_early: list[tuple[object, int, Any]] = []  # offers while the previous step is still being written
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
@@ -122,7 +108,7 @@ class PagePipeline:
         self._overdue: list[Future] = []  # prefetches of units that were expected earlier and did not come
         self._gradients_ready: dict[int, Any] = {}  # event after which the gradients of an offered unit are complete
         self._after: Any = None  # event after which all of the step's gradients are complete
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when `next` may return
 
     def __len__(self) -> int:
         return len(self._routes) + len(self._in_ram)
@@ -136,8 +122,7 @@ class PagePipeline:
         with self._lock:
             self._prefetching, self._expected = True, deque(routes)
             free, self._free = self._free, []
-        for slot in free:
-            self._fill(slot)
+        self._proceed([], free)
 
     def drop_prefetched(self) -> None:
         """Discard prefetched pages, because their state will change."""
@@ -158,13 +143,17 @@ class PagePipeline:
             self._after, self._offered_to, self._prefetching = after, None, False
             self._gradients_ready.clear()
             self._expected.clear()
-            self._ready.drop_in_ram()
+            self._ready_in_ram.clear()
             self._put_in_ram(route for route in self._in_ram if route.number not in skip)
             early, self._prefetched = self._prefetched, []
             self._overdue = [read for read in self._overdue if not read.done]
             left = (one for one in self._routes if one.number not in self._in_slots and one.number not in skip)
             self._waiting = deque(left)
             free, self._free = self._free, []
+        self._proceed(early, free)
+
+    def _proceed(self, early: Sequence[StagedPage], free: Sequence[int]) -> None:
+        """Complete prefetched pages, and fill free slots."""
         for page in early:
             self._complete(page)
         for slot in free:
@@ -175,7 +164,9 @@ class PagePipeline:
 
         Staged pages that have arrived come before pages in RAM, so that drives do not wait.
         """
-        arrived = self._ready.get()
+        with self._lock:
+            self._lock.wait_for(lambda: self._arrived or self._ready_in_ram)
+            arrived = self._arrived.popleft() if self._arrived else self._ready_in_ram.pop()
         if isinstance(arrived, BaseException):
             raise arrived
         return arrived
@@ -217,18 +208,18 @@ class PagePipeline:
         """
         if self._prefetching or not self._order:
             return
-        held = {route.number for route in self._routes if "state" in route.through_host}
-        first = sorted(held)[: len(self._slots) // 2]
+        held = {route.number: route for route in self._routes if "state" in route.through_host}
         offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
-        order = dict.fromkeys([*first, *(number for number in offered if number in held)])
-        routes = {route.number: route for route in self._routes}
+        order = dict.fromkeys(
+            [*sorted(held)[: len(self._slots) // 2], *(number for number in offered if number in held)]
+        )
         self._writing = writing or {}
-        self._prefetch([routes[number] for number in order])
+        self._prefetch([held[number] for number in order])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
         if error is not None:
-            self._ready.put(error)
+            self._put(error)
             return
         with self._lock:
             if step is not self._offered_to:  # `expect` stages these pages, or if the step is decided `begin` does
@@ -246,16 +237,12 @@ class PagePipeline:
             self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
             overdue = self._overdue_pages(unit)
             free, self._free = self._free, []
-        for page in early:
-            self._complete(page)
-        for slot in free:
-            self._fill(slot)
-        for page, read in overdue:
-            assert page.slot is not None
-            read.then(partial(self._refill, page.slot))
+        self._proceed(early, free)
+        for slot, read in overdue:
+            read.then(partial(self._refill, slot))
 
-    def _overdue_pages(self, offered: int) -> list[tuple[StagedPage, Future]]:
-        """Return the prefetched pages, with their reads, that must give up their slots because others need them.
+    def _overdue_pages(self, offered: int) -> list[tuple[int, Future]]:
+        """Return the slots, with their reads, that prefetched pages must give up because others need them.
 
         These are pages whose unit came before the unit `offered` in the previous step and has not come now. If
         prefetched pages fill all slots, all of them give up theirs: units may come in another order, and nothing else
@@ -268,22 +255,23 @@ class PagePipeline:
             return []
         if len(self._prefetched) == len(self._slots):
             late |= {page.route.page.unit for page in self._prefetched}
-        overdue = [(page, together(page.loaded)) for page in self._prefetched if page.route.page.unit in late]
+        overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
-        self._in_slots.difference_update(page.route.number for page, _ in overdue)
-        self._overdue += [read for _, read in overdue]
-        return overdue
+        self._in_slots.difference_update(page.route.number for page in overdue)
+        slots = [(_slot_of(page), together(page.loaded)) for page in overdue]
+        self._overdue += [read for _, read in slots]
+        return slots
 
     def interrupt(self) -> None:
         """Make `next` return None after the staged pages that have arrived, and before any page in RAM."""
-        self._ready.put(None)
+        self._put(None)
 
     def withdraw(self) -> None:
         """Discard all offered pages, and wait until no slot holds one; raise transfer errors."""
         with self._lock:
             self._offered_to = None
             self._gradients_ready.clear()
-            self._ready.drop_in_ram()
+            self._ready_in_ram.clear()
         self.drop_prefetched()
         while self._in_slots:
             page = self.next()
@@ -297,12 +285,23 @@ class PagePipeline:
         return data
 
     def _free_slot(self, page: StagedPage) -> None:
-        assert page.slot is not None
         with self._lock:
             self._in_slots.discard(page.route.number)
-            self._free.append(page.slot)
+            self._free.append(_slot_of(page))
 
     # -- on any thread ------------------------------------------------------------------------------------------------
+
+    def _put(self, arrived: StagedPage | BaseException | None) -> None:
+        """Let `next` return a staged page, raise an error, or return None for an interrupt."""
+        with self._lock:
+            self._arrived.append(arrived)
+            self._lock.notify()
+
+    def _put_in_ram(self, routes: Iterable[Route]) -> None:
+        """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
+        pages = [StagedPage(self._memory[route.number]) for route in routes]
+        self._ready_in_ram = sorted([*self._ready_in_ram, *pages], key=lambda page: page.route.number, reverse=True)
+        self._lock.notify()
 
     def _fill(self, slot: int) -> None:
         """Start reading the next page into a slot, or mark the slot as free."""
@@ -323,27 +322,21 @@ class PagePipeline:
     def _is_written(self, route: Route) -> bool:
         return route.number not in self._writing or self._writing[route.number].done
 
-    def _put_in_ram(self, routes: Iterable[Route]) -> None:
-        """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
-        none = torch.empty(0, dtype=torch.uint8)
-        self._ready.put_in_ram([StagedPage(route, none, none, none, loaded=[], slot=None) for route in routes])
-
     def _start_read(self, route: Route, slot: int, *, newest: bool) -> StagedPage:
         """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
         self._in_slots.add(route.number)
         state, gradient, out = self._slots[slot]
-        count, through = route.page.elements, route.through_host
-        page = StagedPage(
-            route=route,
-            state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
-            gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
-            out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
-            loaded=[],
-            slot=slot,
+        count, through, held = route.page.elements, route.through_host, self._memory[route.number]
+        memory = replace(
+            held,
+            state=state[: self._store.bytes_of(route.number)] if "state" in through else held.state,
+            gradient=gradient.view(self._gradients.dtype)[:count] if "gradient" in through else held.gradient,
+            out=out.view(self._weights.dtype)[:count] if "weights" in through else held.out,
         )
+        page = StagedPage(memory, slot)
         if "state" in through:
             copy = self._store.copies.newest(route.number) if newest else None
-            page.loaded.append(self._store.read(route.number, page.state, copy=copy))
+            page.loaded.append(self._store.read(route.number, memory.state, copy=copy))
         return page
 
     def _complete(self, page: StagedPage) -> None:
@@ -351,8 +344,8 @@ class PagePipeline:
         page.after = self._gradients_ready.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
-            page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
-        together(page.loaded).then(lambda error: self._ready.put(error or page))
+            page.loaded.append(self._gradients.read(where.unit, where.start, page.memory.gradient, after=page.after))
+        together(page.loaded).then(lambda error: self._put(error or page))
 
     def _start_write(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
         """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
@@ -363,9 +356,9 @@ class PagePipeline:
             if error is not None:
                 raise error
             if "weights" in through:
-                weights = self._weights.commit(where.unit, where.start, page.out, after=page.after)
+                weights = self._weights.commit(where.unit, where.start, page.memory.out, after=page.after)
             if "state" in through:
-                state = self._store.write(route.number, page.state)
+                state = self._store.write(route.number, page.memory.state)
         except BaseException as caught:
             sent.weights.finish_part(caught)
             sent.whole.finish_part(caught)
@@ -380,4 +373,9 @@ class PagePipeline:
                 raise error
             self._fill(slot)
         except BaseException as caught:
-            self._ready.put(caught)
+            self._put(caught)
+
+
+def _slot_of(page: StagedPage) -> int:
+    assert page.slot is not None
+    return page.slot

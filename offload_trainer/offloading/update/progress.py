@@ -69,8 +69,11 @@ class UpdateProgress:
         except BaseException as error:
             self._fail(error)
 
-    def completion_callback(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
-        """Return a callback for when the new weights of `pages` pages of a unit are written, or for an error."""
+    def when_written(self, unit: int, *, weights: Future, whole: Future, pages: int = 1) -> None:
+        """Report pages of the unit when their weights are written, or with several ranks when their state is as well.
+
+        `whole` completes after both.
+        """
 
         def written(error: BaseException | None) -> None:
             if error is not None:
@@ -82,11 +85,7 @@ class UpdateProgress:
             if future is not None:
                 future.finish_part()
 
-        return written
-
-    def when_written(self, unit: int, *, weights: Future, whole: Future) -> None:
-        """Report a page of the unit when its weights are written, or with several ranks when its state is as well."""
-        (whole if self._agree else weights).then(self.completion_callback(unit))
+        (whole if self._agree else weights).then(written)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -95,12 +94,8 @@ class UpdateProgress:
             if not future.done:
                 future.finish_part(error)
 
-    def wait_for_pages(self) -> None:
-        """Wait until all units have their new weights."""
-        for future in self._left_over():
-            future.wait()
-
-    def _left_over(self) -> list[Future]:
+    def left(self) -> list[Future]:
+        """Return a future for each unit without its new weights; once all have them, all gradients have been read."""
         with self._lock:
             return list(self._units.values())
 
@@ -123,6 +118,11 @@ class UpdateProgress:
         """Return the total seconds of updates that were hidden behind other work."""
         return max(0.0, self._took - self.waited)
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether an update is running."""
+        return not self._end.done
+
     def is_ready(self, unit: int) -> bool:
         """Return whether the unit has its new weights."""
         return unit not in self._units
@@ -134,18 +134,13 @@ class UpdateProgress:
             self._wait(future)
 
     def wait_for_weights(self) -> None:
-        """Wait until all units have their new weights, as `wait` does; all gradients have been read then."""
-        for future in self._left_over():
+        """Wait until all units have their new weights, as `wait` does."""
+        for future in self.left():
             self._wait(future)
 
     def finish(self) -> None:
         """Wait for the end of the update; raise its error, each time."""
         self._wait(self._end)
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether an update is running."""
-        return not self._end.done
 
     def fetch_when_ready(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:
         """Call `fetch` as soon as the unit has its new weights: now, or on the thread that reports it."""
@@ -153,14 +148,12 @@ class UpdateProgress:
         return fetch() if future is None else _DeferredFetch(future, fetch, self._wait)
 
     def _wait(self, future: Future) -> None:
-        if future.done:
-            future.wait()
-            return
-        start = time.perf_counter()
+        start = None if future.done else time.perf_counter()
         try:
             future.wait()
         finally:
-            self.waited += time.perf_counter() - start
+            if start is not None:
+                self.waited += time.perf_counter() - start
 
 
 class _DeferredFetch:

@@ -6,29 +6,23 @@
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. `UpdateProgress` records each page that has been written back.
-
-Pages on drives, and pages in RAM with shadow memory, may be updated during the backward, before the step's parameters
-are known (`SpeculativeStep`):
+the order does not change a bit. Pages on drives, and pages in RAM with shadow memory, may be updated during the
+backward, before the step's parameters are known (`SpeculativeStep`):
 
     a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
     state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
-               in RAM: is updated in place, after its old bytes were copied to shadow memory (`ShadowPages`)
+               in RAM: is updated in place, after its old bytes were copied to shadow memory
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies
                step clipped: the pages are updated again from their old state
                step skipped: the pages get their old state, and the weights are rounded again from its masters
-
-The same kernel computes the same page from the same parameters, so no bit depends on speculation. Keeping new weights
-back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
-in a skipped step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,15 +34,16 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.device import cores_beside, limit_cores
-from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
-from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
+from offload_trainer.offloading.pages.store import PageSnapshot
+from offload_trainer.offloading.update.page_pipeline import PageMemory, PagePipeline, PendingWrite
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
-from offload_trainer.plan.tiered.spec import Route, device_slot, routes_of
+from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
 
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
@@ -135,27 +130,6 @@ class MispredictionWatch:
         self._other.append(not as_expected)
 
 
-@dataclass(frozen=True)
-class _Path:
-    """A page's route, and the memory of its parts that are updated in place; None for parts staged in host memory."""
-
-    route: Route
-    state: torch.Tensor | None  # uint8
-    gradient: torch.Tensor | None
-    out: torch.Tensor | None
-    pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The update of one step."""
-
-    params: StepParams
-    after: Any  # event on the device after which all gradients are complete
-    kept: Collection[int] = ()  # pages whose speculative update is valid
-    undone: Collection[int] = ()  # pages in RAM whose speculative update is invalid, to be restored first
-
-
 class Updater:
     """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
@@ -177,15 +151,16 @@ class Updater:
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
-        self._paths = {route.number: self._resolved(route) for route in routes}
-        self.numbers = sorted(self._paths)  # the pages that this rank updates
-        self.shadows = ShadowPages(store, [number for number in self.numbers if number in homes.shadows])
-        self.pipeline = PagePipeline(
-            stores, device=device, routes=routes, slots=sizes.page_buffers, shadows=self.shadows
-        )
-        there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
-        self._device_paths = {
-            unit: self._merged(list(paths)) for unit, paths in groupby(there, lambda path: path.route.page.unit)
+        pages = [self._resolved(route) for route in routes]
+        self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
+        # Memory for the old bytes of some pages in RAM. Their update in place, after which addresses and views stay
+        # valid, can be undone then.
+        old = {number: store.bytes_of(number) for number in self.numbers if number in homes.shadows}
+        self.shadows = dict(zip(old, host_buffer(sum(old.values())).split([*old.values()]), strict=True))
+        self.pipeline = PagePipeline(stores, pages, device=device, slots=sizes.page_buffers, shadows=self.shadows)
+        there = [page for page in pages if page.route.on_device and not page.route.through_host]
+        self._device_pages = {
+            unit: self._merged(list(its)) for unit, its in groupby(there, lambda page: page.route.page.unit)
         }
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
@@ -201,40 +176,40 @@ class Updater:
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
 
-    def _resolved(self, route: Route) -> _Path:
+    def _resolved(self, route: Route) -> PageMemory:
         """Look up the memory of a page's parts once, because tiers do not change."""
-        page, there, host = route.page, route.on_device, route.through_host
-        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
-        sums_there = there and "gradient" not in route.through_device
-        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
-        weights_there = there and "weights" not in route.through_device
-        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
-        return _Path(
-            route,
-            state=None if "state" in host else state,
-            gradient=None if "gradient" in host else _part(sums, route),
-            out=None if "weights" in host else _part(weights, route),
-        )
+        page, there, device = route.page, route.on_device, route.through_device
 
-    def _merged(self, paths: Sequence[_Path]) -> list[_Path]:
+        def part(whole: torch.Tensor | None, name: Part) -> torch.Tensor:
+            if name in route.through_host:
+                return torch.empty(0)
+            assert whole is not None
+            return whole if name == "state" else whole[page.start :][: page.elements]
+
+        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
+        sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
+        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
+        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
+        return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"))
+
+    def _merged(self, pages: Sequence[PageMemory]) -> list[PageMemory]:
         """Merge the pages of a unit on the device that one launch of its kernel can update."""
         if not isinstance(self._device_kernel, CudaKernel):  # all others take one page a call
-            return list(paths)
-        runs: list[list[_Path]] = []
-        for path in paths:
-            if runs and _extends(runs[-1], path):
-                runs[-1].append(path)
+            return list(pages)
+        runs: list[list[PageMemory]] = []
+        for page in pages:
+            if runs and _extends(runs[-1], page):
+                runs[-1].append(page)
             else:
-                runs.append([path])
+                runs.append([page])
         return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
 
-    def _whole(self, run: Sequence[_Path]) -> _Path:
-        """Return a path for all pages of a run.
+    def _whole(self, run: Sequence[PageMemory]) -> PageMemory:
+        """Return the memory of all pages of a run.
 
         Its number is that of the last page: a snapshot reads pages in order, so it has then read the others too.
         """
         page, state, count = run[0].route.page, run[0].state, len(run)
-        assert state is not None
         route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
         rows = state.as_strided((count, state.numel()), (state.numel(), 1))
         return replace(self._resolved(route), state=rows, pages=count)
@@ -250,22 +225,25 @@ class Updater:
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.
         """
-        step, speculative = _Step(params, after=self._device.mark()), self._end_speculation()
+        after, speculative = self._device.mark(), self._end_speculation()
         self._update_progress.begin(since=speculative.began if speculative else None)
         if self._thread is None:
-            self._run(step, at_end, None)
+            self._run(params, after, at_end, None)
             self._update_progress.finish()
         else:
-            self._thread.put(partial(self._run, step, at_end, speculative))
+            self._thread.put(partial(self._run, params, after, at_end, speculative))
 
     @torch.no_grad()
-    def _run(self, step: _Step, at_end: Callable[[], None], speculative: SpeculativeStep | None) -> None:
+    def _run(
+        self, params: StepParams, after: Any, at_end: Callable[[], None], speculative: SpeculativeStep | None
+    ) -> None:
         try:
             self._pending_writes = {}
-            self._update_all(step if speculative is None else self._decided(speculative, step))
+            kept, undone = self._decided(speculative, params) if speculative else (set[int](), set[int]())
+            self._update_all(params, after, kept, undone)
             if self._overlap_backward:
                 self.pipeline.read_ahead(writing={n: sent.whole for n, sent in self._pending_writes.items()})
-            self._update_progress.wait_for_pages()
+            together(self._update_progress.left()).wait()
             together([sent.whole for sent in self._pending_writes.values()]).wait()
             at_end()
         except BaseException as error:
@@ -274,33 +252,35 @@ class Updater:
         else:
             self._update_progress.end(None)
 
-    def _update_all(self, step: _Step) -> None:
-        """Queue the device's pages, and compute the others as they arrive."""
-        self.pipeline.begin(after=step.after, skip=step.kept)
-        for unit, paths in self._device_paths.items():
-            with self._device.side_stream(after=step.after):
-                for path in paths:
-                    self._compute_on_device(path, None, step)
-                self._device.reached().then(
-                    self._update_progress.completion_callback(unit, pages=sum(path.pages for path in paths))
-                )
-        for _ in range(len(self.pipeline) - len(step.kept)):
+    def _update_all(self, params: StepParams, after: Any, kept: Set[int], undone: Set[int]) -> None:
+        """Queue the device's pages, and compute the others as they arrive; all gradients are complete after `after`.
+
+        Pages in `kept` have been updated, and those in `undone` are restored first.
+        """
+        self.pipeline.begin(after=after, skip=kept)
+        for unit, pages in self._device_pages.items():
+            with self._device.side_stream(after=after):
+                for memory in pages:
+                    self._compute_on_device(memory, params)
+                there, count = self._device.reached(), sum(memory.pages for memory in pages)
+                self._update_progress.when_written(unit, weights=there, whole=there, pages=count)
+        for _ in range(len(self.pipeline) - len(kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
-            path = self._paths[page.route.number]
+            number = page.route.number
             if page.route.on_device:
-                with self._device.side_stream(after=step.after):
-                    self._compute_on_device(path, page, step)
-                    self._report_written(page.route, self.pipeline.write_back(page, self._device.reached()))
+                with self._device.side_stream(after=after):
+                    self._compute_on_device(page.memory, params)
+                    self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
-            if page.route.number in step.undone:
-                self.shadows.restore(page.route.number)
-            self._compute(path, page, step)
-            self._report_written(page.route, self.pipeline.write_back(page, done()))
+            if number in undone:
+                page.memory.state.copy_(self.shadows[number])
+            self._compute(page.memory, params)
+            self._report_written(number, self.pipeline.write_back(page, done()))
 
-    def _report_written(self, route: Route, sent: PendingWrite) -> None:
-        self._pending_writes[route.number] = sent
-        self._update_progress.when_written(route.page.unit, weights=sent.weights, whole=sent.whole)
+    def _report_written(self, number: int, sent: PendingWrite) -> None:
+        self._pending_writes[number] = sent
+        self._update_progress.when_written(self._store.pages[number].unit, weights=sent.weights, whole=sent.whole)
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
@@ -342,12 +322,12 @@ class Updater:
         """
         coming, self._next_speculative = self._next_speculative, None
         if coming is None:
-            self._gradients.watch(None)  # nothing would take the units, step after step
+            self._gradients.complete = None  # nothing would take the units, step after step
             self.pipeline.prefetch()
             return
         assert self._thread is not None
         self._speculative = coming
-        self._gradients.watch(partial(self.pipeline.offer, self._speculative))
+        self._gradients.complete = partial(self.pipeline.offer, self._speculative)
         self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:
@@ -367,28 +347,27 @@ class Updater:
 
     @torch.no_grad()
     def _update_offered(self, speculative: SpeculativeStep) -> None:
-        step = _Step(speculative.expected, after=None)
         try:
             while speculative.error is None and (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 if number in self.shadows:
-                    self.shadows.keep(number)
-                self._compute(self._paths[number], page, step)
+                    self.shadows[number].copy_(page.memory.state)
+                self._compute(page.memory, speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
 
-    def _decided(self, speculative: SpeculativeStep, step: _Step) -> _Step:
-        """Return the step with the pages that need no other update; wait until the others can be updated again."""
+    def _decided(self, speculative: SpeculativeStep, params: StepParams) -> tuple[set[int], set[int]]:
+        """Return the pages that need no other update, and those to restore; wait until others can be updated again."""
         if speculative.error is not None:
             raise speculative.error
-        kept = speculative.kept(step.params, self._store.pages)
+        kept = speculative.kept(params, self._store.pages)
         others = speculative.written.keys() - kept
         together([speculative.written[number].whole for number in others]).wait()
         for number in kept:
-            self._report_written(self._paths[number].route, speculative.written[number])
-        return replace(step, kept=kept, undone={number for number in others if number in self.shadows})
+            self._report_written(number, speculative.written[number])
+        return kept, {number for number in others if number in self.shadows}
 
     def _undo(self, speculative: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
@@ -398,28 +377,28 @@ class Updater:
         together([sent.whole for sent in speculative.written.values()]).wait()
         self._store.copies.forget()
         for number in sorted(speculative.written):
-            data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
-            page = self._store.pages[number]
+            page, state = self._store.pages[number], self._store.in_memory(number)
+            data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
-        """Update one page on the CPU, with its parts in a staging buffer or in place."""
-        data, gradient, out = _memory(path, arrived)
-        self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
+    def _compute(self, page: PageMemory, params: StepParams) -> None:
+        """Update one page on the CPU."""
+        rest = "weights" in page.route.through_host
+        self._update(self._kernel, page.route, page.state, page.gradient, page.out, params, rest=rest)
 
-    def _compute_on_device(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
+    def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
-        route, count = path.route, path.route.page.elements
-        data, gradient, weights = _memory(path, arrived)
+        route, gradient, out, count = page.route, page.gradient, page.out, page.route.page.elements
         if "gradient" in route.through_device:
             gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
         staged = "weights" in route.through_device
-        out = self._device_out[:count] if staged else weights
-        self._update(self._device_kernel, route, data, gradient, out, step, rest=staged)
         if staged:
-            weights.copy_(out, non_blocking=True)
+            out = self._device_out[:count]
+        self._update(self._device_kernel, route, page.state, gradient, out, params, rest=staged)
+        if staged:
+            page.out.copy_(out, non_blocking=True)
 
     def _update(
         self,
@@ -428,14 +407,14 @@ class Updater:
         data: torch.Tensor,
         gradient: torch.Tensor,
         out: torch.Tensor,
-        step: _Step,
+        params: StepParams,
         *,
         rest: bool,
     ) -> None:
         """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
         if self._snapshot is not None:
             self._snapshot.wait_for(route.number)
-        page, params, fields = route.page, step.params, self._store.fields(route.number, data)
+        page, fields = route.page, self._store.fields(route.number, data)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)
@@ -443,37 +422,18 @@ class Updater:
         kernel.update_page(PageUpdate(*given, page.unit, page.start))
 
 
-def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
-    state, gradient, out = path.state, path.gradient, path.out
-    if arrived is not None:
-        state = arrived.state if state is None else state
-        gradient = arrived.gradient if gradient is None else gradient
-        out = arrived.out if out is None else out
-    assert state is not None and gradient is not None and out is not None  # noqa: PT018
-    return state, gradient, out
-
-
-def _extends(run: Sequence[_Path], path: _Path) -> bool:
-    """Return whether `path` is the next page after those of `run`, of equal size, and all are updated in place."""
-    last, page = run[-1].route, path.route.page
-    assert run[-1].state is not None
-    assert path.state is not None
+def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:
+    """Return whether `memory` is of the page after those of `run`, of equal size, and all are updated in place."""
+    last, page = run[-1].route, memory.route.page
     return (
-        path.route.number == last.number + 1
+        memory.route.number == last.number + 1
         and page.start == last.page.start + last.page.elements
         and page.elements == last.page.elements
-        and path.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
-        and not (last.through_device or path.route.through_device)
+        and memory.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
+        and not (last.through_device or memory.route.through_device)
         # The kernel's numbers of elements, and of words from page to page, have 32 bits.
-        and max((len(run) + 1) * page.elements, path.state.nbytes // 4) < 2**31
+        and max((len(run) + 1) * page.elements, memory.state.nbytes // 4) < 2**31
     )
-
-
-def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
-    """Return a page's range of its unit."""
-    assert whole is not None
-    return whole[route.page.start :][: route.page.elements]
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, ranges: list[ParamRange]) -> None:

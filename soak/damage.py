@@ -373,7 +373,9 @@ def pages(folder: Path) -> Files:
                 pass
         ours = engine(new=False)
         try:
-            ours.resume_from_pages(newest.engine, newest.copies(len(manifest.pages)), bytes.fromhex(newest.sums))
+            ours.offloaded.resume_from_pages(
+                newest.engine, newest.copies(len(manifest.pages)), bytes.fromhex(newest.sums)
+            )
             return newest.train["step"], content(ours)
         finally:
             ours.close()

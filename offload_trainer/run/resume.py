@@ -96,7 +96,7 @@ class PageFiles:
         assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
         try:
-            engine.resume_from_pages(
+            engine.offloaded.resume_from_pages(
                 self.newest.engine, self.newest.copies(self.pages), bytes.fromhex(self.newest.sums)
             )
         except UserError as error:

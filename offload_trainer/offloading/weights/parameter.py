@@ -422,7 +422,7 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
         parameter.provider.drop_gradient(parameter.weight)
     if name == "grad" and value is not None:
         raise UserError(f"{parameter.weight}: gradients come from backward(); they cannot be set")
-    if name == "requires_grad" and value and not parameter.provider.trains(parameter.weight):
+    if name == "requires_grad" and value and parameter.weight not in parameter.provider.steps:
         raise UserError(f"{parameter.weight} was frozen when the model was offloaded, and has no optimizer state")
     if name == "data" and value is not parameter:
         raise UserError(

@@ -83,10 +83,6 @@ class PlacedWeights:
         size = self.dtype.itemsize
         return packed_bytes(self.units, self.homes, of_blocks=of_blocks, item_bytes=size) // size
 
-    def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return a view of a weight's values in `memory`, which is its unit's memory on the device."""
-        return memory[place.start : place.start + place.weight.numel].view(place.weight.shape)
-
     def direct(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
         if self.homes[unit] == DEVICE:

@@ -18,7 +18,7 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.device import CpuDevice, ReturnCopy
+from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
@@ -44,9 +44,9 @@ class Counting(CpuDevice):
         self.events.append("out")
         return super().keep(values, into)
 
-    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
+    def copy_back(self, *given: Any, **words: Any) -> Any:
         self.events.append("back")
-        return super().copy_back(source, into, after=after, ready=ready)
+        return super().copy_back(*given, **words)
 
 
 INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096

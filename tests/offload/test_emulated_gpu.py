@@ -277,9 +277,8 @@ def test_copies_to_the_host_keep_their_memory_and_block_nothing(monkeypatch: pyt
         device._to_host.queue.append(Work("copy", lambda: pytest.fail("a gradient was waited for")))
         kept = device.keep(values, host)
         assert cuda.recorded(values)
-        returned = device.copy_back(host, back, after=device.mark(), ready=kept)
-        returned.arrival.wait()
-        returned.left.wait()
+        for returned in device.copy_back(host, back, after=device.mark(), ready=kept):
+            returned.wait()
         assert torch.equal(back, values)
         assert cuda.log == [f"{device._inputs_to_host.name} copy", f"{device._inputs_to_device.name} copy"]
         device._to_host.queue.clear()

@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -86,7 +85,14 @@ def _dispatched(
 
 
 def _detached(one: Shared) -> Any:
-    _refuse_as_parameter(_parameter_of(one), sys._getframe(1))
+    # torch's parametrizations make new parameters. nn.Parameter would accept a view, and refuse an offloaded parameter
+    # with advice for authors of tensor subclasses.
+    if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        raise UserError(
+            f"a new nn.Parameter would share the memory of {_parameter_of(one).weight}, which holds its values only "
+            "for a moment: apply weight_norm and other parametrizations before the model is offloaded, or make the "
+            "parameter of a copy, parameter.detach().clone()"
+        )
     return torch.Tensor.detach(one)
 
 
@@ -140,10 +146,7 @@ class ParameterView(torch.Tensor):
         return repr(self.clone())
 
     def as_subclass(self, cls: Any) -> NoReturn:
-        raise UserError(
-            f"as_subclass would share the memory of {self.parameter.weight}, which holds its values only for a moment: "
-            "take it of a copy, parameter.detach().clone()"
-        )
+        _refuse_giving("as_subclass", self.parameter)
 
 
 Shared = OffloadedParameter | ParameterView
@@ -189,8 +192,10 @@ class _Operation:
 
     name: str
     access: str  # "get" or "set" for a property, otherwise "call"
-    writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, is a list
-    writes_if_set: tuple[tuple[int, str], ...]  # arguments (`inplace`, `max_norm`) that make it write to its weight
+    # Arguments, by position and name: tensors or lists of them that it writes to, and `inplace` and `max_norm`, which
+    # make it write to its weight.
+    writes: Sequence[tuple[int, str]] = ()
+    writes_if_set: Sequence[tuple[int, str]] = ()
 
 
 _ACCESS = {"__get__": "get", "__set__": "set", "__delete__": "set"}
@@ -201,18 +206,16 @@ _KEYWORD_ONLY = -1  # position of a keyword-only argument
 @cache
 def _operation(func: Callable[..., Any]) -> _Operation:
     own_name = getattr(func, "__name__", repr(func))
-    access = _ACCESS.get(own_name, "call")
-    name = own_name if access == "call" else func.__self__.__name__  # type: ignore[attr-defined]
-    if access != "call":
-        return _Operation(name, access, (), ())
-    writes = [found for schema in _schemas(func, name) for found in _written(schema)]
-    plain = name.partition(".")[0]
+    if own_name in _ACCESS:
+        return _Operation(func.__self__.__name__, _ACCESS[own_name])  # type: ignore[attr-defined]
+    writes = [(_KEYWORD_ONLY, "out"), *(found for schema in _schemas(func, own_name) for found in _written(schema))]
+    plain = own_name.partition(".")[0]
     if plain in ("__setitem__", "__setstate__", "set_data", "module_load") or _WRITING_METHODS.fullmatch(plain):
-        writes.append((0, "self", False))
+        writes.append((0, "self"))
     elif plain.endswith("_") and not plain.endswith("__"):
-        writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
-    writes_if_set = tuple((at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm"))
-    return _Operation(name, access, tuple(dict.fromkeys(writes)), writes_if_set)
+        writes += [(0, word) for word in ("self", "input", "tensor")]
+    writes_if_set = [(at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm")]
+    return _Operation(own_name, "call", list(dict.fromkeys(writes)), writes_if_set)
 
 
 def _names_of(func: Callable[..., Any]) -> list[str]:
@@ -232,14 +235,13 @@ def _schemas(func: Any, name: str) -> Iterable[Any]:
     return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
 
 
-def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
-    """Yield the tensor arguments that an operation writes to: position, name, is a list."""
+def _written(schema: Any) -> Iterator[tuple[int, str]]:
+    """Yield the positions and names of the tensor arguments, or lists of tensors, that an operation writes to."""
     if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
         return
     for at, argument in enumerate(schema.arguments):
-        kind = str(argument.type)
-        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in kind:
-            yield _KEYWORD_ONLY if argument.kwarg_only else at, argument.name, kind.startswith("List")
+        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type):
+            yield _KEYWORD_ONLY if argument.kwarg_only else at, argument.name
 
 
 @not_compiled
@@ -255,10 +257,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return args[0]
     if access == "set":
         _refuse_setting(name, *args)
-    elif access == "get" and name in ("grad", "_grad") and isinstance(args[0], OffloadedParameter):
-        return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name in ("grad", "_grad"):
-        pass
+        if isinstance(args[0], OffloadedParameter):
+            return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name == "data":
         func = torch.Tensor.detach  # `.data` has a separate version counter, which would hide writes
         return _run(func, args, kwargs)
@@ -342,11 +343,8 @@ def _follow(view: ParameterView) -> None:
 def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
     """Return the result; tensors that share a parameter's memory become views, and arrays become read-only copies."""
     if type(result) is torch.Tensor:
-        if result.layout in _SPARSE:
-            for parameter in parameters:
-                if any(_is_alias_of(part, parameter) for part in _parts_of_sparse(result)):
-                    _refuse_giving("a sparse tensor of it", parameter)
-            return result
+        if result.layout in _SPARSE:  # its parts may share the memory
+            _refuse_giving("a sparse tensor of it", parameters[0])
         for parameter in parameters:
             if _is_alias_of(result, parameter):
                 first = parameter.storage_offset() * parameter.itemsize
@@ -363,15 +361,6 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
         result = result.copy()
         result.setflags(write=False)
     return result
-
-
-def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that a sparse one consists of."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values(), tensor._indices()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
-    return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
@@ -441,20 +430,6 @@ def _raise_written(parameter: OffloadedParameter) -> NoReturn:
     )
 
 
-def _refuse_as_parameter(parameter: OffloadedParameter, caller: FrameType) -> None:
-    """Raise UserError if `caller`, which detaches a parameter or a view of it, is nn.Parameter's constructor.
-
-    torch's parametrizations, such as weight_norm, make new parameters in this way. The constructor would accept a view,
-    and refuse an offloaded parameter with advice for authors of tensor subclasses.
-    """
-    if caller.f_code is nn.Parameter.__new__.__code__:
-        raise UserError(
-            f"a new nn.Parameter would share the memory of {parameter.weight}, which holds its values only for a "
-            "moment: apply weight_norm and other parametrizations before the model is offloaded, or make the parameter "
-            "of a copy, parameter.detach().clone()"
-        )
-
-
 def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
     raise UserError(
         f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
@@ -484,11 +459,10 @@ def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[s
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UserError if the operation would write to one of its offloaded arguments."""
-    out = ((_KEYWORD_ONLY, "out", False), (_KEYWORD_ONLY, "out", True)) if "out" in kwargs else ()
-    for at, name, several in operation.writes + out:
+    for at, name in operation.writes:
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)
-        for one in target if several and isinstance(target, list | tuple) else (target,):
-            if isinstance(one, Shared):
+        for one in target if isinstance(target, list | tuple) else (target,):
+            if type(one) in _SHARED:
                 _refuse_write(operation.name, _parameter_of(one))
     for at, name in operation.writes_if_set:
         value = args[at] if at < len(args) else kwargs.get(name)

@@ -23,7 +23,7 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -205,43 +205,35 @@ _KEYWORD_ONLY = -1  # position of a keyword-only argument
 
 @cache
 def _operation(func: Callable[..., Any]) -> _Operation:
-    own_name = getattr(func, "__name__", repr(func))
-    if own_name in _ACCESS:
-        return _Operation(func.__self__.__name__, _ACCESS[own_name])  # type: ignore[attr-defined]
-    writes = [(_KEYWORD_ONLY, "out"), *(found for schema in _schemas(func, own_name) for found in _written(schema))]
-    plain = own_name.partition(".")[0]
+    name = getattr(func, "__name__", repr(func))
+    if name in _ACCESS:
+        return _Operation(func.__self__.__name__, _ACCESS[name])  # type: ignore[attr-defined]
+    schemas: Iterable[Any]  # of all overloads that it may have
+    if isinstance(func, torch._ops.OpOverload):
+        schemas = [func._schema]
+    elif isinstance(func, torch._ops.OpOverloadPacket):
+        schemas = func._schemas.values()
+    else:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    writes = [(_KEYWORD_ONLY, "out")]
+    for schema in schemas:
+        if schema.name not in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
+            writes += [
+                (_KEYWORD_ONLY if argument.kwarg_only else at, argument.name)
+                for at, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type)
+            ]
+    plain = name.partition(".")[0]
     if plain in ("__setitem__", "__setstate__", "set_data", "module_load") or _WRITING_METHODS.fullmatch(plain):
         writes.append((0, "self"))
     elif plain.endswith("_") and not plain.endswith("__"):
         writes += [(0, word) for word in ("self", "input", "tensor")]
-    writes_if_set = [(at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm")]
-    return _Operation(own_name, "call", list(dict.fromkeys(writes)), writes_if_set)
-
-
-def _names_of(func: Callable[..., Any]) -> list[str]:
-    """Return the names of a Python function's parameters; none for a builtin or for a wrapper around one."""
     try:
-        return list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+        names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
     except ValueError:  # Tensor.__ipow__ wraps a builtin that has no signature
-        return []
-
-
-def _schemas(func: Any, name: str) -> Iterable[Any]:
-    """Return the schemas of all overloads that an operation may have."""
-    if isinstance(func, torch._ops.OpOverload):
-        return [func._schema]
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return list(func._schemas.values())
-    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-
-
-def _written(schema: Any) -> Iterator[tuple[int, str]]:
-    """Yield the positions and names of the tensor arguments, or lists of tensors, that an operation writes to."""
-    if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
-        return
-    for at, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type):
-            yield _KEYWORD_ONLY if argument.kwarg_only else at, argument.name
+        names = []
+    writes_if_set = [(at, word) for at, word in enumerate(names) if word in ("inplace", "max_norm")]
+    return _Operation(name, "call", list(dict.fromkeys(writes)), writes_if_set)
 
 
 @not_compiled
@@ -278,11 +270,19 @@ def _run_with_values(
     found: list[Shared] = []
     _collect((args, kwargs), found)
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
-    _refuse_unsupported(func, operation.name, parameters[0])
+    name, first = operation.name, parameters[0]
+    if name.partition(".")[0] in _RAW_MEMORY:
+        _refuse_giving(name, first)
+    refuse_recording(first.weight)
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise UserError(
+            f"{first.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
+            "Python's own control flow, or give it parameter.clone()"
+        )
     if _clamps_nothing(operation, args, kwargs):
         return args[0]
     _refuse_writing(operation, args, kwargs)
-    provider = parameters[0].provider
+    provider = first.provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
         args, kwargs = _copied(args, provider), _copied(kwargs, provider)
         return _run_with_values(func, args, kwargs, operation)
@@ -297,10 +297,10 @@ def _run_with_values(
             if parameter.grad_fn is not None:
                 parameter.detach_().requires_grad_(True)
                 raise UserError(
-                    f"{operation.name} makes {parameter.weight} itself a result, whose gradient would reach no "
+                    f"{name} makes {parameter.weight} itself a result, whose gradient would reach no "
                     "optimizer: use parameter.clone()"
                 )
-        return result if operation.name in _NEW_MEMORY else _guarded(result, parameters)
+        return result if name in _NEW_MEMORY else _guarded(result, parameters)
 
 
 def _collect(values: Any, found: list[Shared]) -> None:
@@ -435,18 +435,6 @@ def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
         f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
         "of a copy, parameter.detach().clone()"
     )
-
-
-def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> None:
-    """Raise UserError for operations that share a parameter's memory or that `borrow_weights` cannot follow."""
-    if name.partition(".")[0] in _RAW_MEMORY:
-        _refuse_giving(name, parameter)
-    refuse_recording(parameter.weight)
-    if isinstance(func, torch._ops.HigherOrderOperator):
-        raise UserError(
-            f"{parameter.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
-            "Python's own control flow, or give it parameter.clone()"
-        )
 
 
 def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,6 @@ elements are at the same place in both forms, so the update does not distinguish
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
-from offload_trainer.plan.tiered.weight_streaming import packed_bytes
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
@@ -72,11 +70,6 @@ class PlacedWeights:
         if unit in self._quantised:
             resident = self.resident(unit)
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
-
-    def packed_elements(self, *, of_blocks: bool) -> int:
-        """Return the size of the buffer `packed` that each device buffer for blocks, or for other modules, has."""
-        size = self.dtype.itemsize
-        return packed_bytes(self.units, self.homes, of_blocks=of_blocks, item_bytes=size) // size
 
     def direct(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
@@ -138,14 +131,14 @@ class PlacedWeights:
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""
-        read = partial(self._read_stored, unit)
-        return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
+        resident = self.resident(unit)
 
-    def _read_stored(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a CPU copy of a part of the unit's stored form."""
-        if (resident := self.resident(unit)) is not None:
+        def read(start: int, count: int) -> torch.Tensor:
+            if resident is None:
+                return self.store.get(unit, start, count)
             return resident[start : start + count].to("cpu", copy=True)
-        return self.store.get(unit, start, count)
+
+        return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; of a frozen weight in a quantised unit, all."""

@@ -42,7 +42,7 @@ from offload_trainer.offloading.autograd import (
 )
 from offload_trainer.offloading.device import DeviceCopy
 from offload_trainer.plan.tiered.layout import Place
-from offload_trainer.plan.tiered.weight_streaming import Rings
+from offload_trainer.plan.tiered.weight_streaming import Rings, packed_bytes
 
 _END = -1  # marks the end of a pass in place of a following unit
 
@@ -112,11 +112,11 @@ class WeightPrefetcher:
         units = [unit for unit in weights.units if unit.index not in self._in_place]
         self.fetches = bool(units)  # otherwise all weights are used in place
         self._rings = Rings(units, blocks=parts.sizes.unit_buffers)
-        packed = {kind: weights.packed_elements(of_blocks=kind) for kind in (True, False)}
-        self._slots = [
-            _Slot(device.buffer(slot.size, weights.dtype), device.buffer(packed[slot.block], weights.dtype))
-            for slot in self._rings.slots
-        ]
+        self._slots: list[_Slot] = []
+        dtype, size = weights.dtype, weights.dtype.itemsize
+        for slot in self._rings.slots:
+            packed = packed_bytes(weights.units, weights.homes, of_blocks=slot.block, item_bytes=size) // size
+            self._slots.append(_Slot(device.buffer(slot.size, dtype), device.buffer(packed, dtype)))
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
         self._backward = False
         self._then: bool | None = None

@@ -98,8 +98,10 @@ class TieredEngine:
             stack.callback(self.offloaded.close)
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
-            if self._together > 1:
-                self._share_rows()
+            if self._together > 1:  # sequence parallelism: neighbouring ranks share rows
+                firsts = range(0, self._node.world, self._together)
+                group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
+                share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
             if sizes.breadth_first:
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
@@ -108,12 +110,6 @@ class TieredEngine:
             self._open = stack.pop_all()
         self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
-
-    def _share_rows(self) -> None:
-        """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
-        groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
-        group = group_of(groups, gpus=self._place.type == "cuda")
-        share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
         """Return this rank's piece of a batch that its group shares."""

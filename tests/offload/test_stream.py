@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine_bench import REENTRANT, batches, engine, model_directory, train
+from engine_bench import batches, engine, model_directory, train
 from placements import BY_MODULE, OFF, ON
 
 import offload_trainer.offloading.weights.prefetch as prefetch
@@ -36,7 +36,6 @@ KINDS = {
     "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
     "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
     "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
-    "untied, reentrant": ("qwen3", False, [ON, DEPTH, REENTRANT]),
 }
 
 Event = tuple[str, int | str]

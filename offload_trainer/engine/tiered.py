@@ -298,8 +298,7 @@ def open_parts(
         say: receives a sentence about the chosen kernel.
         device: the device to use; by default the GPU if there is one, else the CPU.
 
-    Raises:
-        UserError: pages are on the GPU, and it has no update kernel.
+    Raises UserError if pages are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
@@ -345,11 +344,7 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
 
 
 def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
-    """Return the kernel that updates pages on the device with the bits of `kernel`.
-
-    Raises:
-        UserError: the GPU has no such kernel.
-    """
+    """Return the kernel that updates pages on the device with the bits of `kernel`. Raises UserError without one."""
     if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
     found, why = choose_cuda_kernel(device.place, kernel)

@@ -26,7 +26,6 @@ from offload_trainer.offloading.autograd import replace_checkpoints
 from offload_trainer.offloading.device import Device, DeviceCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
-from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 
@@ -84,8 +83,6 @@ class Activations:
         """
         self._device, self._transfers, self._references = device, transfers, references
         self._inputs, self._files = inputs, tuple(files)
-        self._homes = inputs.homes(len(files))
-        self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
         count = inputs.buffers if files else inputs.count
         memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
         self._ring = [_Buffer(memory[n * inputs.size :][: inputs.size], staging=bool(files)) for n in range(count)]
@@ -166,16 +163,16 @@ class Activations:
         return buffer
 
     def _place(self, kept: _SavedInput, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
+        row, home = divmod(kept.number, len(self._files))  # as `BlockInputs.homes` places them
         size = -(-kept.size // SECTOR) * SECTOR
-        return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
+        return self._files[home], row * self._inputs.size, buffer.memory[:size]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Return a saved tensor on the device, and prefetch the input of the previous block.
 
-        Raises:
-            UserError: another forward has replaced the input.
+        Raises UserError if another forward has replaced the input.
         """
         if not isinstance(kept, _SavedInput):
             saved: torch.Tensor = self._references.unpack(kept) if self._references else kept

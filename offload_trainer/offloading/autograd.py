@@ -67,12 +67,9 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def keep_by(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Push saved-tensor hooks for the tensors that the running backward node saves for a double backward.
-
-    torch restores the thread's hooks when the node ends.
-    """
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+# Push saved-tensor hooks (pack, unpack) for the tensors that the running backward node saves for a double backward.
+# torch restores the thread's hooks when the node ends.
+keep_by = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def version_of(parameter: nn.Parameter) -> int:

@@ -170,11 +170,7 @@ class OffloadedModel:
                 offload_parameter(parameter, name, self)
 
     def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which these weights have their values.
-
-        Raises:
-            UserError: the model is closed.
-        """
+        """Return a context in which these weights have their values. Raises UserError if the model is closed."""
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
         return self.stream.borrow_weights(names)
@@ -340,8 +336,7 @@ class OffloadedModel:
         Call it after `norm`, and `clear` after it. The update may still run when this returns; later uses of a weight
         wait for it.
 
-        Raises:
-            TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
+        Raises TrainerError, here or at a later wait, if a drive failed. The state is then partly of the previous step.
         """
         assert not self.update_progress.is_running  # the backward has waited for the previous update
         self.store.flush()
@@ -430,8 +425,7 @@ class OffloadedModel:
             newest: which of its two copies is valid, for each page.
             sums: checksums of the valid copies, as `PageCopies.newest_sums` returns them.
 
-        Raises:
-            UserError: a page does not have its checksum.
+        Raises UserError if a page does not have its checksum.
         """
         self.store.copies.begin(newest, sums)
 

@@ -195,8 +195,7 @@ class WeightPrefetcher:
 
         The recomputation saves plain views of its weights, which point into the ring buffers.
 
-        Raises:
-            UserError: checkpointing is reentrant.
+        Raises UserError if checkpointing is reentrant.
         """
         if not (in_backward() and torch.is_grad_enabled()):
             return
@@ -270,8 +269,7 @@ class WeightPrefetcher:
     def need(self, unit: int) -> torch.Tensor:
         """Return the buffer with the unit's weights for the next computation, and prefetch the units that follow.
 
-        Raises:
-            UserError: a checkpointed part needs more units than there are buffers.
+        Raises UserError if a checkpointed part needs more units than there are buffers.
         """
         if not self._backward and in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`

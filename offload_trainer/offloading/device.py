@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
+Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
 _When = Callable[[Callable[[BaseException | None], None]], None]
 _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
@@ -65,17 +66,17 @@ class CpuDevice:
         """Allocate memory on the device."""
         return host_buffer(elements * dtype.itemsize).view(dtype)
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """Return an event after everything that is queued on the device so far."""
         return None  # the CPU computes synchronously
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
         if not isinstance(source, torch.Tensor):
             return source(into)
         return self.upload(source, into, after=after)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
         return self._copies.submit(lambda: copy_alone(values, into))
 
@@ -85,7 +86,7 @@ class CpuDevice:
         return self._copies.submit(lambda: copy_alone(held.pop(), into))  # freed before the future completes
 
     def copy_back(
-        self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future
+        self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> tuple[DeviceCopy, Future]:
         """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`.
 
@@ -95,13 +96,13 @@ class CpuDevice:
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
         return future, future
 
-    def download(self, copies: Copies, *, after: Any = None) -> Future:
+    def download(self, copies: Copies, *, after: Mark = None) -> Future:
         """Copy tensors on the device to host memory after the event `after`, or after everything queued so far."""
         for values, into in copies:
             into.copy_(values)
         return done()
 
-    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
+    def side_stream(self, *, after: Mark) -> AbstractContextManager[None]:
         """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
         return nullcontext()
 
@@ -161,7 +162,7 @@ class CudaDevice:
             event.record(torch.cuda.current_stream(self.place))
         return event
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
             return self._arrive(self._to_device, source, into, after=after)
         if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
@@ -195,16 +196,14 @@ class CudaDevice:
         source: torch.Tensor,
         into: torch.Tensor,
         *,
-        after: torch.cuda.Event | None,
+        after: Mark,
         ready: Future | None = None,
     ) -> _CudaArrival:
         """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
         copy = partial(into.copy_, source, non_blocking=True)
         return _CudaArrival(partial(self._queue, stream, copy, after=after), self.place, when=(ready or done()).then)
 
-    def _queue(
-        self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
+    def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
         """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
         event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
@@ -214,15 +213,13 @@ class CudaDevice:
             event.record(stream)
         return event
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after).finish)
 
-    def download(self, copies: Copies, *, after: torch.cuda.Event | None = None) -> Future:
+    def download(self, copies: Copies, *, after: Mark = None) -> Future:
         return self._copy_out(copies, after=after or self.mark(), stream=self._to_host, waiter=self._downloaded)
 
-    def _copy_out(
-        self, copies: Copies, *, after: torch.cuda.Event, stream: torch.cuda.Stream, waiter: Workers
-    ) -> Future:
+    def _copy_out(self, copies: Copies, *, after: Mark, stream: torch.cuda.Stream, waiter: Workers) -> Future:
         def copy() -> None:
             for values, into in copies:
                 into.copy_(values, non_blocking=True)
@@ -234,7 +231,7 @@ class CudaDevice:
         return self._copy_out([(values, into)], after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
 
     def copy_back(
-        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
+        self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> tuple[DeviceCopy, Future]:
         arrival, left = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready), Future()
         into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
@@ -242,7 +239,7 @@ class CudaDevice:
         return arrival, left
 
     @contextmanager
-    def side_stream(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
+    def side_stream(self, *, after: Mark) -> Iterator[None]:
         with torch.cuda.device(self.place), torch.cuda.stream(self._side):
             if after is not None:
                 self._side.wait_event(after)

@@ -10,7 +10,7 @@ Copies are ordered by events, and the host waits for none of them while a model 
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
 number. A GPU has side streams for copies in each direction and for the update, ordered by events.
 
-Also here: the cores that work on the host may use meanwhile, and the return of freed memory between blocks on a CPU.
+Also here: the cores that work on the host may use meanwhile.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from offload_trainer.storage.host_memory import Heap, host_buffer
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
 Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
 _When = Callable[[Callable[[BaseException | None], None]], None]
-_BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
 @runtime_checkable
@@ -331,24 +328,3 @@ def limit_cores(thread: Workers, cores: int) -> None:
 
     thread.submit(take).wait()
     torch.set_num_threads(threads)  # also sets the default for new threads
-
-
-def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]], *, heap: Heap) -> list[RemovableHandle]:
-    """Register hooks that trim `heap` after every 8th block, in forward and backward.
-
-    Each block comes with the parameter whose gradient is its last, or None if the block is frozen. glibc up to 2.37
-    cuts each aligned allocation out of a larger one and does not reuse the holes. With allocations of up to 10 MiB, a
-    forward through 24 blocks of GPT-2 on a CPU leaves 570 MB of holes, in addition to the largest tensors: the loss and
-    the embeddings' gradients.
-    """
-
-    def trim(*_: object) -> None:
-        heap.trim()
-
-    hooks = []
-    for number, (module, parameter) in enumerate(blocks):
-        if (number + 1) % _BLOCKS_PER_TRIM == 0 or module is blocks[-1][0]:
-            hooks.append(module.register_forward_hook(trim))
-        if number % _BLOCKS_PER_TRIM == 0 and parameter is not None:
-            hooks.append(parameter.register_post_accumulate_grad_hook(trim))
-    return hooks

@@ -75,7 +75,7 @@ def _refusing(name: str) -> Any:
 
 
 # torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
-# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
+# torch.utils.swap_tensors calls, at its start. The next five functions are methods of both classes.
 
 
 def _dispatched(
@@ -107,6 +107,10 @@ def _refuse_set(one: Shared, *_: Any, **__: Any) -> NoReturn:
     _refuse_write("set_", _parameter_of(one))
 
 
+def _refuse_subclass(one: Shared, cls: Any) -> NoReturn:
+    _refuse_giving("as_subclass", _parameter_of(one))
+
+
 class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
@@ -115,16 +119,13 @@ class OffloadedParameter(nn.Parameter):
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be pickled: use session.save")
-
-    def as_subclass(self, cls: Any) -> Any:
-        return self.detach().as_subclass(cls)
 
 
 class ParameterView(torch.Tensor):
@@ -134,7 +135,7 @@ class ParameterView(torch.Tensor):
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.clone(), memo)
@@ -144,9 +145,6 @@ class ParameterView(torch.Tensor):
 
     def __repr__(self, **words: Any) -> Any:  # type: ignore[override]
         return repr(self.clone())
-
-    def as_subclass(self, cls: Any) -> NoReturn:
-        _refuse_giving("as_subclass", self.parameter)
 
 
 Shared = OffloadedParameter | ParameterView

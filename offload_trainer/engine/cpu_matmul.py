@@ -39,7 +39,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
-            products = {"mm": _mm, "bmm": _bmm, "addmm": _addmm}
+            products: dict[str, Callable[..., Any]] = {"mm": _mm, "bmm": _bmm, "addmm": _addmm}
             products |= {f"{name}.out": function for name, function in products.items()}
             for name, function in {**products, _ATTENTION.__name__: _attention_backward}.items():
                 _library.impl(name, _replacing(name, function), "CPU", with_keyset=True)

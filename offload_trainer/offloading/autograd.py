@@ -80,7 +80,7 @@ def version_of(parameter: nn.Parameter) -> int:
 
 def hooks_of_autograd() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost saved-tensor hooks (pack, unpack) of this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:

@@ -373,7 +373,7 @@ def pages(folder: Path) -> Files:
                 pass
         ours = engine(new=False)
         try:
-            ours.resume_from_pages(newest.engine, *newest.pages)
+            ours.offloaded.resume_from_pages(newest.engine, *newest.pages)
             return newest.train["step"], content(ours)
         finally:
             ours.close()

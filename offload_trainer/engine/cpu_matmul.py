@@ -20,7 +20,7 @@ from offload_trainer.optim.cpu_units import has_native_16bit
 
 _PIECE = 1 << 20  # elements that are copied to fp32 at a time
 
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _kept = threading.local()
 
@@ -39,10 +39,10 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
-            for name, function in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
-                for form in (name, f"{name}.out"):
-                    _library.impl(form, _replacing(form, function), "CPU", with_keyset=True)
-            _library.impl(_ATTENTION, _attention_backward(), "CPU", with_keyset=True)
+            products: dict[str, Callable[..., Any]] = {"mm": _mm, "bmm": _bmm, "addmm": _addmm}
+            products |= {f"{name}.out": function for name, function in products.items()}
+            for name, function in {**products, _ATTENTION.__name__: _attention_backward}.items():
+                _library.impl(name, _replacing(name, function), "CPU", with_keyset=True)
     return True
 
 
@@ -54,33 +54,28 @@ def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left.float(), right.float()).to(left.dtype)
 
 
-def _replacing(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _replacing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of an operator or its `out=` form: `function` for 16 bits, else torch's own kernel."""
     of_torch = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def replacement(keys: Any, *tensors: torch.Tensor, out: torch.Tensor | None = None, **words: Any) -> Any:
-        if not all(map(_slow, tensors)):  # torch's own kernel refuses mixed dtypes
-            return of_torch.call_boxed(keys, *tensors, **words | ({} if out is None else {"out": out}))
-        found = function(*tensors, **words)
+    def replacement(keys: Any, *given: Any, out: torch.Tensor | None = None, **words: Any) -> Any:
+        if not all(map(_slow, given[:3])):  # the factors; torch's own kernel refuses mixed dtypes
+            return of_torch.call_boxed(keys, *given, **words | ({} if out is None else {"out": out}))
+        found = function(*given, **words)
         return found if out is None else out.resize_(found.shape).copy_(found)
 
     return replacement
 
 
-def _attention_backward() -> Callable[..., Any]:
-    """Return the replacement of torch's attention backward: widen tensors to fp32, narrow the results."""
-    of_torch = torch.library.get_kernel(f"aten::{_ATTENTION}", "CPU")
-
-    def backward(keys: Any, *tensors: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None) -> Any:
-        if not _slow(tensors[0]):
-            return of_torch.call_boxed(keys, *tensors, attn_mask=attn_mask, scale=scale)
-        widened = [t.float() if isinstance(t, torch.Tensor) else t for t in tensors]
-        if attn_mask is not None and _slow(attn_mask):
-            attn_mask = attn_mask.float()
-        gradients = of_torch.call_boxed(keys, *widened, attn_mask=attn_mask, scale=scale)
-        return tuple(gradient.to(tensors[0].dtype) for gradient in gradients)
-
-    return backward
+def _attention_backward(
+    *given: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Run torch's attention backward in fp32, and narrow the results."""
+    widened = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
+    if attn_mask is not None and _slow(attn_mask):
+        attn_mask = attn_mask.float()
+    gradients = _ATTENTION(*widened, attn_mask=attn_mask, scale=scale)
+    return tuple(gradient.to(given[0].dtype) for gradient in gradients)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

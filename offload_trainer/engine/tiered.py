@@ -37,7 +37,6 @@ from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
-from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit
@@ -49,7 +48,8 @@ from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.meters import PhaseClock
 
-# -- what OffloadedModel needs -----------------------------------------------------------------------------------------
+Say = Callable[[str], None]
+_SWITCH_SECONDS = 0.0005
 
 
 class TieredEngine:
@@ -79,7 +79,6 @@ class TieredEngine:
         self._optim = optim
         work = replace(work, breadth_first=sizes.breadth_first)
         self._dtype = DTYPES[work.dtype]
-        self._scale = LossScale.initial(work.dtype)
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
@@ -95,11 +94,14 @@ class TieredEngine:
             for name, value in source.buffers().items():
                 set_buffer(self._module.model, name, value.to(self._place))
             self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
+            self.offloaded.loss_scale = LossScale.initial(work.dtype)
             stack.callback(self.offloaded.close)
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
-            if self._together > 1:
-                self._share_rows()
+            if self._together > 1:  # sequence parallelism: neighbouring ranks share rows
+                firsts = range(0, self._node.world, self._together)
+                group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
+                share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
             if sizes.breadth_first:
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
@@ -108,12 +110,6 @@ class TieredEngine:
             self._open = stack.pop_all()
         self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
-
-    def _share_rows(self) -> None:
-        """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
-        groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
-        group = group_of(groups, gpus=self._place.type == "cuda")
-        share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
         """Return this rank's piece of a batch that its group shares."""
@@ -125,7 +121,7 @@ class TieredEngine:
         self._module.train()
         self._updating = False
         batches = [self._piece(batch) for batch in batches]
-        scale = self._scale.value
+        scale = self.offloaded.loss_scale.value
         rules = self._rules(lr)
         if self._watch is not None and self._watch.rarely:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
@@ -194,7 +190,7 @@ class TieredEngine:
         """Prepare a thread that runs part of a forward."""
         if self._place.type == "cuda":
             torch.cuda.set_device(self._place)
-        with self.offloaded.saving():
+        with self.offloaded.stream.saving():
             yield
 
     @contextmanager
@@ -231,14 +227,15 @@ class TieredEngine:
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
         """Clip and update; return the gradient norm, or None without a change if it is not finite."""
-        norm = self.offloaded.norm() / self._scale.value
+        scale = self.offloaded.loss_scale
+        norm = self.offloaded.norm() / scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
         self._updating = True  # until the caller begins something else, which knows then that this step is done
         if finite:
-            self.offloaded.step(rules, scale=factor / self._scale.value)
+            self.offloaded.step(rules, scale=factor / scale.value)
         self.offloaded.clear()
-        self._scale = self._scale.after_step(finite=finite)
+        self.offloaded.loss_scale = scale.after_step(finite=finite)
         if self._watch is not None:
             self._watch.decided(as_expected=factor == 1.0)
         return norm if finite else None
@@ -262,11 +259,10 @@ class TieredEngine:
         return self.offloaded.masters()
 
     def snapshot(self) -> TieredSnapshot:
-        return self.offloaded.snapshot(loss_scale=self._scale)
+        return self.offloaded.snapshot()
 
     def load(self, directory: Path) -> None:
-        state = self.offloaded.load(directory)
-        self._scale = self._scale.resumed(state.loss_scale)
+        self.offloaded.load(directory)
 
     def commit(self, train: Mapping[str, int]) -> None:
         """Record the training loop's state with the page files, after each step.
@@ -275,20 +271,11 @@ class TieredEngine:
         """
         ours = self.offloaded
         assert ours.manifest is not None
-        state = ours.state.scalars(ours.steps, loss_scale=self._scale)
+        state = ours.scalars()
         ours.manifest.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
-
-    def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
-        """Resume from the page files of another process, each page in its newest place and with these checksums."""
-        self.offloaded.resume_from_pages(state, newest, sums)
-        self._scale = self._scale.resumed(state.loss_scale)
 
     def close(self) -> None:
         self._open.close()
-
-
-Say = Callable[[str], None]
-_SWITCH_SECONDS = 0.0005
 
 
 def open_parts(
@@ -311,8 +298,7 @@ def open_parts(
         say: receives a sentence about the chosen kernel.
         device: the device to use; by default the GPU if there is one, else the CPU.
 
-    Raises:
-        UserError: pages are on the GPU, and it has no update kernel.
+    Raises UserError if pages are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
@@ -358,11 +344,7 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
 
 
 def _device_kernel(homes: TierMap, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
-    """Return the kernel that updates pages on the device with the bits of `kernel`.
-
-    Raises:
-        UserError: the GPU has no such kernel.
-    """
+    """Return the kernel that updates pages on the device with the bits of `kernel`. Raises UserError without one."""
     if device.place.type != "cuda" or not any(page.home == DEVICE for page in homes.pages):
         return kernel
     found, why = choose_cuda_kernel(device.place, kernel)

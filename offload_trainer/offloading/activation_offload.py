@@ -22,15 +22,15 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.autograd import WeightReferences
-from offload_trainer.offloading.device import Device, ReturnCopy
+from offload_trainer.offloading.autograd import replace_checkpoints
+from offload_trainer.offloading.device import Device, DeviceCopy
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
-from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 
 
-@dataclass(frozen=True)
+@dataclass
 class _SavedInput:
     """An offloaded input: its forward, and its number in that forward."""
 
@@ -38,6 +38,7 @@ class _SavedInput:
     number: int
     shape: torch.Size
     dtype: torch.dtype
+    written: Future = field(default_factory=done)  # to its drive
 
     @property
     def size(self) -> int:
@@ -49,7 +50,7 @@ class _Buffer:
     """A host buffer, and the input that it holds or is receiving."""
 
     memory: torch.Tensor  # uint8
-    ring: bool = False  # part of the ring in front of the drives
+    staging: bool = False  # in front of the drives
     number: int | None = None
     filled: Future = field(default_factory=done)
     readers: list[Future] = field(default_factory=list)  # transfers that still read from it
@@ -73,7 +74,7 @@ class Activations:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
-        references: WeightReferences | None = None,
+        references: WeightPrefetcher | None = None,
     ) -> None:
         """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
@@ -82,28 +83,23 @@ class Activations:
         """
         self._device, self._transfers, self._references = device, transfers, references
         self._inputs, self._files = inputs, tuple(files)
-        self._homes = inputs.homes(len(files))
-        self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
         count = inputs.buffers if files else inputs.count
         memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
-        made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
-        self._ring = made if files else []
-        self._own = {} if files else dict(enumerate(made))
+        self._ring = [_Buffer(memory[n * inputs.size :][: inputs.size], staging=bool(files)) for n in range(count)]
+        self._unplanned: dict[int, _Buffer] = {}  # of additional and larger inputs, by number
         self._forward, self._in_forward = 0, False  # number of the current forward, and whether it is running
         self._kept: list[_SavedInput] = []  # inputs of this forward, by number
-        self._written: dict[int, Future] = {}
         self._downloads: deque[Future] = deque()  # copies from the device, the oldest first
-        self._prefetched: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
+        self._prefetched: dict[int, tuple[torch.Tensor, DeviceCopy]] = {}
 
     def attach(self, model: nn.Module) -> None:
         """Make the checkpointed blocks of `model` store their inputs here; call it after checkpointing is enabled."""
-        for module in model.modules():
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not self:
-                setattr(module, "_gradient_checkpointing_func", self._keeping(checkpoint))  # noqa: B010
+        replace_checkpoints(model, self._keeping)
 
     def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """Return torch's `checkpoint` function with the block inputs that it saves stored here."""
+        if getattr(checkpoint, "kept_by", None) is self:
+            return checkpoint
 
         def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -114,23 +110,18 @@ class Activations:
             def pack(tensor: torch.Tensor) -> Any:
                 if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
                     return self.pack_input(tensor)
-                reference = self._references.reference_of(tensor) if self._references else None
-                return tensor.detach() if reference is None else reference
+                return self._references.pack(tensor) if self._references else tensor.detach()
 
-            self._refuse_parts()
+            if not self._in_forward:
+                raise UserError(
+                    "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
+                    "whole forwards keep: call the model"
+                )
             with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
                 return checkpoint(function, *args, **words)
 
         keeping.kept_by = self  # type: ignore[attr-defined]
         return keeping
-
-    def _refuse_parts(self) -> None:
-        """Raise UserError if no whole forward is running."""
-        if not self._in_forward:
-            raise UserError(
-                "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
-                "whole forwards keep: call the model"
-            )
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -152,36 +143,36 @@ class Activations:
         buffer.free.wait()
         buffer.number, buffer.readers = kept.number, []
         buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
-        if buffer.ring:
+        if buffer.staging:
             place = self._place(kept, buffer)
-            written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
-            buffer.readers.append(written)
+            kept.written = _after(buffer.filled, lambda: self._transfers.write(*place))
+            buffer.readers.append(kept.written)
         self._downloads.append(buffer.filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
 
     def _buffer(self, kept: _SavedInput) -> _Buffer:
-        if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
+        if kept.number < self._inputs.count and kept.size <= self._inputs.size:
             return self._ring[kept.number % len(self._ring)]
-        buffer = self._own.get(kept.number)
+        buffer = self._unplanned.get(kept.number)
         if buffer is None or buffer.memory.numel() < kept.size:
             if buffer is not None:
                 buffer.free.wait()
-            buffer = self._own[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
+            buffer = self._unplanned[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
         return buffer
 
     def _place(self, kept: _SavedInput, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
+        row, home = divmod(kept.number, len(self._files))  # as `BlockInputs.homes` places them
         size = -(-kept.size // SECTOR) * SECTOR
-        return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
+        return self._files[home], row * self._inputs.size, buffer.memory[:size]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Return a saved tensor on the device, and prefetch the input of the previous block.
 
-        Raises:
-            UserError: another forward has replaced the input.
+        Raises UserError if another forward has replaced the input.
         """
         if not isinstance(kept, _SavedInput):
             saved: torch.Tensor = self._references.unpack(kept) if self._references else kept
@@ -191,9 +182,9 @@ class Activations:
                 "another forward came between a forward and its backward, and what the first one kept is gone: with "
                 "offload_activations each backward follows its forward"
             )
-        coming = self._prefetched.pop(kept.number) if kept.number in self._prefetched else self._fetch(kept)
-        values, returned = coming
-        returned.arrival.wait()
+        known = kept.number in self._prefetched
+        values, arrival = self._prefetched.pop(kept.number) if known else self._fetch(kept)
+        arrival.wait()
         self._look_ahead(kept.number - 1)
         return values.view(kept.shape)
 
@@ -201,30 +192,30 @@ class Activations:
         if number >= 0 and not self._prefetched:
             self._prefetched[number] = self._fetch(self._kept[number])
 
-    def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, ReturnCopy]:
+    def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
         """Start copying an input to the device, and then reading the next input into the same buffer."""
         buffer = self._buffer(kept)
         if buffer.number != kept.number:
             self._read(kept, buffer)
         values = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=self._device.place)
         after = self._device.mark()
-        returned = self._device.copy_back(buffer.of(kept), values, after=after, ready=buffer.filled)
-        buffer.readers.append(returned.left)
+        arrival, read = self._device.copy_back(buffer.of(kept), values, after=after, ready=buffer.filled)
+        buffer.readers.append(read)
         ahead = kept.number - len(self._ring)
-        if buffer.ring and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
+        if buffer.staging and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
             self._read(self._kept[ahead], buffer)
-        return values, returned
+        return values, arrival
 
     def _read(self, kept: _SavedInput, buffer: _Buffer) -> None:
         """Fill the buffer from the drive as soon as it is free."""
         place = self._place(kept, buffer)
-        before = together([buffer.free, self._written[kept.number]])
+        before = together([buffer.free, kept.written])
         buffer.number, buffer.readers = kept.number, []
         buffer.filled = _after(before, lambda: self._transfers.read(*place))
 
     def close(self) -> None:
         """Wait for all transfers, successful or not."""
-        for buffer in (*self._ring, *self._own.values()):
+        for buffer in (*self._ring, *self._unplanned.values()):
             with suppress(Exception):
                 buffer.free.wait()
 
@@ -238,14 +229,13 @@ def _after(before: Future, start: Callable[[], Future]) -> Future:
     """Call `start` when `before` completes; return a future that completes with its result or with the first error."""
     future = Future()
 
-    def start_copy(error: BaseException | None) -> None:
-        if error is None:
-            try:
-                start().then(future.finish_part)
-                return
-            except BaseException as caught:
-                error = caught
-        future.finish_part(error)
+    def begin(error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            start().then(future.finish_part)
+        except BaseException as caught:
+            future.finish_part(caught)
 
-    before.then(start_copy)
+    before.then(begin)
     return future

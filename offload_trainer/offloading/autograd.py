@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -68,12 +67,9 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def keep_by(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Push saved-tensor hooks for the tensors that the running backward node saves for a double backward.
-
-    torch restores the thread's hooks when the node ends.
-    """
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+# Push saved-tensor hooks (pack, unpack) for the tensors that the running backward node saves for a double backward.
+# torch restores the thread's hooks when the node ends.
+keep_by = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def version_of(parameter: nn.Parameter) -> int:
@@ -84,14 +80,7 @@ def version_of(parameter: nn.Parameter) -> int:
 
 def hooks_of_autograd() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost saved-tensor hooks (pack, unpack) of this thread, or None."""
-    found: tuple[Callable[..., Any], Callable[..., Any]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
-def as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the saved tensor unchanged: an unpack hook that does nothing."""
-    return tensor
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
@@ -118,23 +107,29 @@ class WeightReferences(Protocol):
         """Return the weight of a reference, on the device."""
 
 
-def keep_weights(model: nn.Module, references: WeightReferences) -> None:
-    """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
+def replace_checkpoints(model: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function that each of `model`'s checkpointed blocks calls to checkpoint its layers."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None:
-            setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, references))  # noqa: B010
+            setattr(module, "_gradient_checkpointing_func", replaced(checkpoint))  # noqa: B010
 
 
-def _without_weights(checkpoint: Callable[..., Any], references: WeightReferences) -> Callable[..., Any]:
-    def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-        def inside(*given: Any, **named: Any) -> Any:
-            with BlockSavedTensors(references).hooks():
-                return function(*given, **named)
+def keep_weights(model: nn.Module, references: WeightReferences) -> None:
+    """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
 
-        return checkpoint(inside, *args, **words)
+    def without_weights(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+            def inside(*given: Any, **named: Any) -> Any:
+                saved = BlockSavedTensors(references)
+                with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                    return function(*given, **named)
 
-    return without
+            return checkpoint(inside, *args, **words)
+
+        return without
+
+    replace_checkpoints(model, without_weights)
 
 
 class BlockSavedTensors:
@@ -146,22 +141,21 @@ class BlockSavedTensors:
         if self._others is not None:
             self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
+        """Return whether the tensor is saved as a reference, and what is saved."""
         reference = self._references.reference_of(tensor)
         if reference is not None:
-            return _Reference(reference)
-        return self._others[0](tensor) if self._others else tensor.detach()
+            return True, reference
+        return False, self._others[0](tensor) if self._others else tensor.detach()
 
-    def unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, _Reference):
+    def unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
+        is_weight, saved = packed
+        if is_weight:
             backward = current_backward()
             if self._others is not None and self._recomputed_in != backward:
                 self._recomputed_in = backward
                 self._others[1](self._first)  # torch recomputes the block
-            return self._references.unpack(saved.reference)
+            return self._references.unpack(saved)
         found: torch.Tensor = self._others[1](saved) if self._others else saved
         return found
 
@@ -182,10 +176,3 @@ def _without_views(policy: Callable[..., Any], references: WeightReferences) -> 
 
     without_views.without_views_of = references  # type: ignore[attr-defined]
     return without_views
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """A saved reference to a weight."""
-
-    reference: Any

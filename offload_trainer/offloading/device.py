@@ -10,7 +10,7 @@ Copies are ordered by events, and the host waits for none of them while a model 
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
 number. A GPU has side streams for copies in each direction and for the update, ordered by events.
 
-Also here: the cores that work on the host may use meanwhile, and the return of freed memory between blocks on a CPU.
+Also here: the cores that work on the host may use meanwhile.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from offload_trainer.storage.host_memory import Heap, host_buffer
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
-_BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
+Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
+_When = Callable[[Callable[[BaseException | None], None]], None]
 
 
 @runtime_checkable
@@ -51,14 +50,6 @@ class DeviceCopy(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ReturnCopy:
-    """A copy back to the device."""
-
-    arrival: DeviceCopy
-    left: Future  # the source may be overwritten
-
-
 class CpuDevice:
     """The CPU as the device that computes forward and backward; its memory is host memory."""
 
@@ -72,17 +63,17 @@ class CpuDevice:
         """Allocate memory on the device."""
         return host_buffer(elements * dtype.itemsize).view(dtype)
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """Return an event after everything that is queued on the device so far."""
         return None  # the CPU computes synchronously
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
         if not isinstance(source, torch.Tensor):
             return source(into)
         return self.upload(source, into, after=after)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
         return self._copies.submit(lambda: copy_alone(values, into))
 
@@ -91,19 +82,24 @@ class CpuDevice:
         held = [values]
         return self._copies.submit(lambda: copy_alone(held.pop(), into))  # freed before the future completes
 
-    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
-        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
+    def copy_back(
+        self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
+    ) -> tuple[DeviceCopy, Future]:
+        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`.
+
+        The future completes when the source may be overwritten.
+        """
         future, copy = Future(), lambda: copy_alone(source, into)
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
-        return ReturnCopy(future, future)
+        return future, future
 
-    def download(self, copies: Copies, *, after: Any = None) -> Future:
+    def download(self, copies: Copies, *, after: Mark = None) -> Future:
         """Copy tensors on the device to host memory after the event `after`, or after everything queued so far."""
         for values, into in copies:
             into.copy_(values)
         return done()
 
-    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
+    def side_stream(self, *, after: Mark) -> AbstractContextManager[None]:
         """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
         return nullcontext()
 
@@ -163,17 +159,19 @@ class CudaDevice:
             event.record(torch.cuda.current_stream(self.place))
         return event
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
-            return self._arrive(self._to_device, None, source, into, after=after)
-        if isinstance(source, QueuedFill):
-            return self._gathered(source, into, after=after)
+            return self._arrive(self._to_device, source, into, after=after)
+        if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
+            copy = lambda values, target: target.copy_(values, non_blocking=True)  # noqa: E731
+            queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
+            return _CudaArrival(queue, self.place, when=source.when)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
             staging = self._stagings.pop(0)  # the least recently used buffer is first
             self._stagings.append(staging)
             part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
             before, read = staging.last, Future()
-            arrival = staging.last = self._arrive(self._to_device, read, part, into, after=after)
+            arrival = staging.last = self._arrive(self._to_device, part, into, after=after, ready=read)
 
         def fill() -> None:
             try:
@@ -189,80 +187,56 @@ class CudaDevice:
             self._stager.put(fill)
         return arrival
 
-    def _gathered(self, gather: QueuedFill, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
-        """Queue the copy of this rank's shard and NCCL's all-gather, on the gathering thread at this rank's turn."""
+    def _arrive(
+        self,
+        stream: torch.cuda.Stream,
+        source: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        after: Mark,
+        ready: Future | None = None,
+    ) -> _CudaArrival:
+        """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
+        copy = partial(into.copy_, source, non_blocking=True)
+        return _CudaArrival(partial(self._queue, stream, copy, after=after), self.place, when=(ready or done()).then)
 
-        def queue() -> torch.cuda.Event:
-            with self._in_order(self._to_device, after=after) as event:
-                gather.fill(into, lambda values, target: target.copy_(values, non_blocking=True))
-            return event
-
-        arrival = _CudaArrival(queue, self.place)
-        gather.when(arrival.queue)
-        return arrival
-
-    @contextmanager
-    def _in_order(self, stream: torch.cuda.Stream, *, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Event]:
-        """Queue the work inside the context on `stream` after the event `after`; yield an event recorded at its end."""
+    def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
+        """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
         event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
-            yield event
+            work()
             event.record(stream)
-
-    def _arrive(
-        self,
-        stream: torch.cuda.Stream,
-        ready: Future | None,
-        source: torch.Tensor,
-        into: torch.Tensor,
-        *,
-        after: torch.cuda.Event | None,
-    ) -> _CudaArrival:
-        """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
-        arrival = _CudaArrival(lambda: self._copy(source, into, after=after, stream=stream), self.place)
-        if ready is None:
-            arrival.queue(None)
-        else:
-            ready.then(arrival.queue)
-        return arrival
-
-    def _copy(
-        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        with self._in_order(stream, after=after) as event:
-            into.copy_(source, non_blocking=True)
         return event
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
-        return self._uploaded.submit(self._copy(values, into, after=after, stream=self._to_device).synchronize)
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
+        return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after).finish)
 
-    def download(self, copies: Copies, *, after: torch.cuda.Event | None = None) -> Future:
+    def download(self, copies: Copies, *, after: Mark = None) -> Future:
         return self._copy_out(copies, after=after or self.mark(), stream=self._to_host, waiter=self._downloaded)
 
-    def _copy_out(
-        self, copies: Copies, *, after: torch.cuda.Event, stream: torch.cuda.Stream, waiter: Workers
-    ) -> Future:
-        with self._in_order(stream, after=after) as event:
+    def _copy_out(self, copies: Copies, *, after: Mark, stream: torch.cuda.Stream, waiter: Workers) -> Future:
+        def copy() -> None:
             for values, into in copies:
                 into.copy_(values, non_blocking=True)
                 values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
-        return waiter.submit(event.synchronize)
+
+        return waiter.submit(self._queue(stream, copy, after=after).synchronize)
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self._copy_out([(values, into)], after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
 
     def copy_back(
-        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
-    ) -> ReturnCopy:
-        arrival, left = self._arrive(self._inputs_to_device, ready, source, into, after=after), Future()
+        self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
+    ) -> tuple[DeviceCopy, Future]:
+        arrival, left = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready), Future()
         into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
         arrival.queued.then(lambda _: self._returned.put(ending(left, arrival.finish)))
-        return ReturnCopy(arrival, left)
+        return arrival, left
 
     @contextmanager
-    def side_stream(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
+    def side_stream(self, *, after: Mark) -> Iterator[None]:
         with torch.cuda.device(self.place), torch.cuda.stream(self._side):
             if after is not None:
                 self._side.wait_event(after)
@@ -284,14 +258,17 @@ class CudaDevice:
 class _CudaArrival:
     """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
-    def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device) -> None:
-        """Prepare a copy; any thread may call `copy`, which queues it on the device `place` and returns its event."""
+    def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device, *, when: _When) -> None:
+        """Prepare a copy. `when` calls a function once the bytes are in host memory, or with the error of reading them.
+
+        Any thread may then call `copy`, which queues the copy on the device `place` and returns its event.
+        """
         self._copy, self._place = copy, place
         self._event: torch.cuda.Event | None = None
         self.queued = Future()  # completes when the copy is queued, or with an earlier error
+        when(self._queue)
 
-    def queue(self, error: BaseException | None) -> None:
-        """Queue the copy, because its bytes are in host memory, or fail it with the `error` of reading them."""
+    def _queue(self, error: BaseException | None) -> None:
         if error is None:
             try:
                 self._event = self._copy()
@@ -351,24 +328,3 @@ def limit_cores(thread: Workers, cores: int) -> None:
 
     thread.submit(take).wait()
     torch.set_num_threads(threads)  # also sets the default for new threads
-
-
-def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]], *, heap: Heap) -> list[RemovableHandle]:
-    """Register hooks that trim `heap` after every 8th block, in forward and backward.
-
-    Each block comes with the parameter whose gradient is its last, or None if the block is frozen. glibc up to 2.37
-    cuts each aligned allocation out of a larger one and does not reuse the holes. With allocations of up to 10 MiB, a
-    forward through 24 blocks of GPT-2 on a CPU leaves 570 MB of holes, in addition to the largest tensors: the loss and
-    the embeddings' gradients.
-    """
-
-    def trim(*_: object) -> None:
-        heap.trim()
-
-    hooks = []
-    for number, (module, parameter) in enumerate(blocks):
-        if (number + 1) % _BLOCKS_PER_TRIM == 0 or module is blocks[-1][0]:
-            hooks.append(module.register_forward_hook(trim))
-        if number % _BLOCKS_PER_TRIM == 0 and parameter is not None:
-            hooks.append(parameter.register_post_accumulate_grad_hook(trim))
-    return hooks

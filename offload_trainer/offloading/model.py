@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +21,6 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.allocation import EngineParts, allocate_stores
-from offload_trainer.offloading.autograd import keep_weights
-from offload_trainer.offloading.device import trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
@@ -31,13 +28,15 @@ from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.offloading.update.updater import StepParams, Updater, step_params_of
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
-from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
-from offload_trainer.optim.loss_scale import CONSTANT, LossScale
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
+from offload_trainer.optim.loss_scale import CONSTANT
 from offload_trainer.optim.norms import global_norm
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.storage.host_memory import Heap
+
+_BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
 class OffloadedModel:
@@ -55,9 +54,8 @@ class OffloadedModel:
             parts: the placement, the device, the drives and the kernels. The caller closes them after this object.
             seed: seed of the stochastic rounding of moments that are not fp32.
         """
-        device, drives = parts.device, parts.drives
         self.node, self.units, self.parameters = parts.node, parts.units, parameters
-        self._module, self._device, self._drives, self._seed = module, device, drives, seed
+        self._module, self._device, self._drives, self._seed = module, parts.device, parts.drives, seed
         trainable = {place.weight.name: place.weight.trainable for unit in parts.units for place in unit.places}
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
@@ -72,39 +70,24 @@ class OffloadedModel:
         self.manifest: ManifestWriter | None = None
         self.activations: Activations | None = None
         self.heap = Heap()
+        self.loss_scale = CONSTANT  # the engine's, a part of the saved state
         with ExitStack() as stack:
             stores = allocate_stores(parts, order=self.trained)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
             self._fetches, self.update_progress = stores.fetches, stores.update_progress
-            stack.callback(self._fetches.close)
-            stack.callback(self.gradients.close)
-            stack.callback(self.update_progress.close)
+            for store in (self._fetches, self.gradients, self.update_progress):
+                stack.callback(store.close)
             self.updater = Updater(stores, parts)
             stack.callback(self.updater.close)
             self.state = TieredState(parts.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
-            held = self.weights, parameters, self.update_progress
-            self.resident_guard = ResidentGuard(*held, place=device.place)
-            self.stream = WeightPrefetcher(
-                *held, source=self._fetches.source, device=device, blocks=parts.sizes.unit_buffers
-            )
+            self.stream = WeightPrefetcher(stores, parts, parameters)
             stack.callback(self.stream.close)
-            self._attach(overlaps=parts.sizes.overlap)
+            self.stream.attach(module, overlaps=parts.sizes.overlap)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _attach(self, *, overlaps: bool) -> None:
-        """Register hooks that fetch offloaded weights, and hooks that wait for updates of others if these overlap."""
-        unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
-        names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
-        wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
-        self.stream.attach(wanted)
-        if self.stream.fetches and any(unit.is_part for unit in self.units):
-            keep_weights(self._module, self.stream)
-        if overlaps:
-            self.resident_guard.attach(wanted)
 
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
@@ -112,11 +95,16 @@ class OffloadedModel:
             use.register_post_accumulate_grad_hook(self._collect(n)) for n in self.trained for use in self.parameters[n]
         ]
         if not self._device.is_cuda:
+            # glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. A forward
+            # through 24 blocks of GPT-2 leaves 570 MB of them, beside the largest tensors: the loss and the embeddings'
+            # gradients.
+            blocks = list(dict.fromkeys(unit.within for unit in self.units if unit.within))
             # The gradient of a block's first trainable weight arrives last in a backward.
             last = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
-            blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
-            inside = [(self._module.get_submodule(name), last.get(name)) for name in blocks]
-            hooks += trim_heap_between(inside, heap=self.heap)
+            for block in {*blocks[_BLOCKS_PER_TRIM - 1 :: _BLOCKS_PER_TRIM], *blocks[-1:]}:
+                hooks.append(self._module.get_submodule(block).register_forward_hook(lambda *_: self.heap.trim()))
+            for block in last.keys() & blocks[::_BLOCKS_PER_TRIM]:
+                hooks.append(last[block].register_post_accumulate_grad_hook(lambda _: self.heap.trim()))
         for hook in hooks:
             stack.callback(hook.remove)
 
@@ -185,18 +173,10 @@ class OffloadedModel:
                 offload_parameter(parameter, name, self)
 
     def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which these weights have their values.
-
-        Raises:
-            UserError: the model is closed.
-        """
+        """Return a context in which these weights have their values. Raises UserError if the model is closed."""
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
-        self.resident_guard.restore(self.places[name][0].index for name in names)
-        if not self.stream.fetches:
-            return nullcontext()
-        places = {name: self.places[name] for name in names}
-        return self.stream.borrow_weights({name: (unit.index, place.start) for name, (unit, place) in places.items()})
+        return self.stream.borrow_weights(names)
 
     # -- reading and changing gradients between the backward and the step ---------------------------------------------
 
@@ -218,14 +198,16 @@ class OffloadedModel:
             return self._complete_sums().sums(name).to(place, copy=True).view(like.shape)
 
         def write(values: torch.Tensor) -> None:
-            self._change(lambda sums: sums.replace(name, values))
+            self._complete_sums().replace(name, values)
+            self.sum_changes += 1
 
         return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
 
     def drop_gradient(self, name: str) -> None:
         """Drop the gradient sum of one weight, as if it had no gradient in this step."""
         if name in self.gradients.arrived:
-            self._change(lambda sums: sums.forget(name))
+            self._complete_sums().forget(name)
+            self.sum_changes += 1
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradient sums by `factor` in place."""
@@ -241,10 +223,6 @@ class OffloadedModel:
         sums.finish()
         return sums
 
-    def _change(self, change: Callable[[Gradients], None]) -> None:
-        change(self._complete_sums())
-        self.sum_changes += 1
-
     def _unsharded(self) -> Gradients:
         if not isinstance(self.gradients, Gradients):
             raise UserError(
@@ -252,10 +230,6 @@ class OffloadedModel:
                 "clipping is by the 2-norm, once a step: session.clip_grad_norm_(limit)"
             )
         return self.gradients
-
-    def trains(self, name: str) -> bool:
-        """Return whether the weight is trainable."""
-        return name in self.steps
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
@@ -273,7 +247,7 @@ class OffloadedModel:
     def forward(self, *, then: bool) -> Iterator[None]:
         """Wrap each forward; `then`: a backward follows."""
         keeping = self.activations.forward() if self.activations and then else nullcontext()
-        self.resident_guard.begin_forward()
+        self.stream.restore_uncalled()
         with self.stream.passing(backward=False, then=then), keeping:
             yield
         if not then:
@@ -319,10 +293,6 @@ class OffloadedModel:
         self.last = last
         self._unsharded().turn_to(micro_batch)
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves offloaded weights as references, for threads of a forward."""
-        return self.stream.saving()
-
     def _begin_backward(self) -> None:
         """Wait until the previous update has read the gradient sums, because the backward overwrites them.
 
@@ -332,7 +302,7 @@ class OffloadedModel:
         """
         if self.updater.speculates and self.node.world == 1:
             self.update_progress.wait_for_weights()
-            self.resident_guard.restore_all()
+            self.stream.restore()
         else:
             self.synchronize()
         if self._prefetches_pages:
@@ -342,7 +312,7 @@ class OffloadedModel:
     def synchronize(self) -> None:
         """Wait until no update is running; raise the error of the last one, if any."""
         self.update_progress.finish()
-        self.resident_guard.restore_all()
+        self.stream.restore()
 
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Announce the expected `step`, so that its last backward may overlap the update of pages."""
@@ -369,8 +339,7 @@ class OffloadedModel:
         Call it after `norm`, and `clear` after it. The update may still run when this returns; later uses of a weight
         wait for it.
 
-        Raises:
-            TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
+        Raises TrainerError, here or at a later wait, if a drive failed. The state is then partly of the previous step.
         """
         assert not self.update_progress.is_running  # the backward has waited for the previous update
         self.store.flush()
@@ -387,7 +356,7 @@ class OffloadedModel:
             self._note(updating=False)
 
         self.updater.start(params, at_end=at_end)
-        self.resident_guard.begin()
+        self.stream.block()
 
     def clear(self) -> None:
         """Drop the gradient sums and begin the next step. Without a preceding `step`, undo speculative updates."""
@@ -441,11 +410,14 @@ class OffloadedModel:
             yield name, self.weight(name).float()
         self.store.flush()
 
-    def snapshot(self, *, loss_scale: LossScale = CONSTANT) -> TieredSnapshot:
+    def snapshot(self) -> TieredSnapshot:
         """Return a snapshot of the current state. The next update waits for pages that are not written yet."""
         self.synchronize()
-        state = self.state.scalars(self.steps, loss_scale=loss_scale)
-        return TieredSnapshot(self.state, state, self.updater.snapshot())
+        return TieredSnapshot(self.state, self.scalars(), self.updater.snapshot())
+
+    def scalars(self) -> EngineState:
+        """Return the part of the state that is not tensors."""
+        return self.state.scalars(self.steps, loss_scale=self.loss_scale)
 
     @torch.no_grad()
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
@@ -456,8 +428,7 @@ class OffloadedModel:
             newest: which of its two copies is valid, for each page.
             sums: checksums of the valid copies, as `PageCopies.record` returns them.
 
-        Raises:
-            UserError: a page does not have its checksum.
+        Raises UserError if a page does not have its checksum.
         """
         self.store.copies.begin(newest, sums)
 
@@ -469,18 +440,20 @@ class OffloadedModel:
 
         self.node.on_each_rank(make_weights)
         self.weights.broadcast()
-        self.steps = {name: state.steps_of(name) for name in self.trained}
+        self._take_scalars(state)
 
     @torch.no_grad()
-    def load(self, directory: Path) -> EngineState:
+    def load(self, directory: Path) -> None:
         """Load the state that a snapshot wrote, with this or another layout. All ranks call it."""
         self.synchronize()
         self.drop()
         self.updater.pipeline.drop_prefetched()
         self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
-        state = self.state.load(directory, self.node)
+        self._take_scalars(self.state.load(directory, self.node))
+
+    def _take_scalars(self, state: EngineState) -> None:
         self.steps = {name: state.steps_of(name) for name in self.trained}
-        return state
+        self.loss_scale = self.loss_scale.resumed(state.loss_scale)
 
     def close(self) -> None:
         """Wait for asynchronous work and close everything except the device and the drives."""

@@ -95,7 +95,7 @@ class PageFiles:
         assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
         try:
-            engine.resume_from_pages(self.newest.engine, *self.newest.pages)
+            engine.offloaded.resume_from_pages(self.newest.engine, *self.newest.pages)
         except UserError as error:
             raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 

@@ -209,17 +209,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.gpu.put(self, Work("wait", event))
 
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.gpu)
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.gpu.note_host_wait()
-        self.gpu.run_until(self.record_event())
+        event = Event(self.gpu)
+        event.record(self)
+        self.gpu.run_until(event)
 
 
 class Event:
@@ -232,9 +226,6 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.stream, self.done = stream or self.gpu.stream_now(), False
         self.gpu.put(self.stream, Work("record", self))
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.gpu.stream_now()).wait_event(self)
 
     def query(self) -> bool:
         self.gpu.note_device()

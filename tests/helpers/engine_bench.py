@@ -25,8 +25,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model import shape as model_shape
 from offload_trainer.model.activations import count_activations
-from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes import blocks
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.engine import TieredCandidate
@@ -39,7 +38,6 @@ from offload_trainer.telemetry.meters import PhaseClock, read_io
 
 VOCABULARY = 211
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
-REENTRANT = "reentrant"  # An additional test word: torch's reentrant checkpointing, which only DeepSpeed uses.
 
 torch.set_num_threads(1)  # Two tests run at the same time.
 ON_GPU = torch.cuda.is_available()
@@ -92,13 +90,6 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
     return made
 
 
-class Reentrant(ModelSource):
-    """A ModelSource that builds with torch's reentrant checkpointing, whatever the caller asks for."""
-
-    def build(self, **asked: Any) -> CausalLoss:
-        return super().build(**asked | {"reentrant": True})
-
-
 _counted: dict[Any, Any] = {}
 
 
@@ -135,7 +126,6 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     for drive in drives:
         drive.mkdir(exist_ok=True)
     named = [word for drive in drives for word in ("--nvme", str(drive))]
-    words, given = tuple(word for word in words if word != REENTRANT), words
     if alone := "plain" in words:
         words = tuple(word for word in words if word not in ("--engine", "plain"))
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
@@ -143,8 +133,6 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     use_fp32_products(torch.bfloat16)
     with cached_counts():
         source = as_wished(resolve_model(config.model, seed=config.train.seed), config)
-    if REENTRANT in given:
-        source = Reentrant(**vars(source))
     if alone:
         yield PlainEngine(source, config.model, config.optim)
         return

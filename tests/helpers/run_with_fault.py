@@ -78,7 +78,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
     "build": (f"{ENGINE}.__init__", lambda *_: True),
     "load": (f"{ENGINE}.load", lambda *_: True),
-    "takeover": (f"{ENGINE}.resume_from_pages", lambda *_: True),
+    "takeover": ("offload_trainer.offloading.model:OffloadedModel.resume_from_pages", lambda *_: True),
     "step": (f"{ENGINE}.train_step", lambda *_: True),
     "loss": ("offload_trainer.model.loss:CausalLoss.forward", lambda _, module, *__: module.training),
     "evaluation": (f"{ENGINE}.eval_loss", lambda *_: True),

@@ -18,11 +18,11 @@ from sample_plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.device import CpuDevice, ReturnCopy
+from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -44,9 +44,9 @@ class Counting(CpuDevice):
         self.events.append("out")
         return super().keep(values, into)
 
-    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
+    def copy_back(self, *given: Any, **words: Any) -> Any:
         self.events.append("back")
-        return super().copy_back(source, into, after=after, ready=ready)
+        return super().copy_back(*given, **words)
 
 
 INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
@@ -91,40 +91,28 @@ def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> 
     assert device.events == [*forward, "back", "back", "last block", *["back"] * 7, "first block"]
 
 
-def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path) -> None:
-    file = DriveFile(tmp_path / "activations", 2 * 4096)
-    device, transfers = CpuDevice(), Transfers()
-    kept = Activations(BlockInputs(2, 4096), device=device, files=[file], transfers=transfers)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]
-    for _ in range(2):
-        with kept.forward():
-            handles = [kept.pack_input(one) for one in inputs]
-        for number in (3, 2, 1, 0):
-            assert torch.equal(kept.unpack(handles[number]), inputs[number])
-    with kept.forward():
-        handles = [kept.pack_input(one) for one in inputs[:1] * 2]
-    for number in (0, 1):  # a different order from the previous one
-        assert torch.equal(kept.unpack(handles[number]), inputs[0])
-    kept.close()
-    transfers.close()
-    device.close()
-    file.close()
-
-
-@pytest.mark.parametrize("order", [range(11), range(10, -1, -1), (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)])
+@pytest.mark.parametrize(
+    ("planned", "sizes", "order"),
+    [
+        (11, [1000] * 11, range(11)),
+        (11, [1000] * 11, range(10, -1, -1)),
+        (11, [1000] * 11, (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)),
+        (2, [900, 5000, 700, 1000], (3, 2, 1, 0)),  # more and larger ones than planned stay in host memory
+        (2, [900, 5000, 700, 1000], (1, 0, 3, 2)),
+    ],
+)
 def test_any_order_of_the_backward_is_correct(
-    order: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: int, sizes: Sequence[int], order: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [DriveFile(tmp_path / name, 6 * 4096) for name in "ab"]
-    inputs = [torch.full((1000,), float(number)) for number in range(11)]
+    inputs = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
     with queued(monkeypatch, haste=0.05, seconds=0.001) as cuda:
         device, transfers = cuda.device(), LateTransfers()
-        kept = Activations(BlockInputs(11, 4096), device=device, files=files, transfers=transfers)
-        for _ in range(3):
+        kept = Activations(BlockInputs(planned, 4096), device=device, files=files, transfers=transfers)
+        for given in (inputs, inputs, inputs[:2]):
             with kept.forward():
-                handles = [kept.pack_input(one) for one in inputs]
-            for number in order:
+                handles = [kept.pack_input(one) for one in given]
+            for number in (number for number in order if number < len(given)):
                 assert torch.equal(kept.unpack(handles[number]), inputs[number])
         kept.close()
         transfers.close()

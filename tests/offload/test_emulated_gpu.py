@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, Event, Stream, Work, emulated_gpu, queued
-from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, plain, train
 from placements import ALL_ON_DRIVES as DRIVE
 from placements import ON as CHECKPOINTED
 
@@ -180,32 +180,27 @@ def test_planted_faults_are_caught(drive: Path, tmp_path: Path, monkeypatch: pyt
 # -- streams that run late ---------------------------------------------------------------------------------------------
 
 
-WAITS = [[(Stream, "wait_event")], [(Event, "synchronize"), (Stream, "synchronize")]]
+FETCH = CudaDevice.fetch
 
 
-@pytest.mark.parametrize("forgotten", WAITS, ids=["streams", "threads"])
-def test_a_missing_wait_would_show(
-    forgotten: list[tuple[type, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Late rows of `test_pairs.py` would fail if no stream, or no thread, waited for events."""
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {(Stream, "wait_event"): lambda *_: None},
+        {(Event, "synchronize"): lambda *_: None, (Stream, "synchronize"): lambda *_: None},
+        {(CudaDevice, "fetch"): lambda *given, after: FETCH(*given, after=None)},
+    ],
+    ids=["streams do not wait", "threads do not wait", "copies do not wait for readers"],
+)
+def test_a_missing_wait_would_show(faults: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late rows of `test_pairs.py` would fail, or `bare` would name a copy over what a kernel may still read."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
-    with engine(model, "--engine", "plain") as reference:
-        expected = train(reference, batches(3))
-    for kind, wait in forgotten:
-        monkeypatch.setattr(kind, wait, lambda *_: None)
+    expected, _ = plain(model, 3)
+    for (owner, name), fault in faults.items():
+        monkeypatch.setattr(owner, name, fault)
     with queued(monkeypatch, haste=0.0) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
-        assert train(ours, batches(3)) != expected
-
-
-def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = CudaDevice.fetch
-    monkeypatch.setattr(
-        CudaDevice, "fetch", lambda device, source, into, after: fetch(device, source, into, after=None)
-    )
-    model = model_directory(tmp_path / "gpt2", "gpt2")
-    with queued(monkeypatch) as cuda, engine(model, *RAM, device=cuda.device()) as ours:
-        train(ours, batches(1))
-        assert cuda.bare
+        steps = train(ours, batches(3))
+        assert cuda.bare if (CudaDevice, "fetch") in faults else steps != expected
 
 
 def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +272,8 @@ def test_copies_to_the_host_keep_their_memory_and_block_nothing(monkeypatch: pyt
         device._to_host.queue.append(Work("copy", lambda: pytest.fail("a gradient was waited for")))
         kept = device.keep(values, host)
         assert cuda.recorded(values)
-        returned = device.copy_back(host, back, after=device.mark(), ready=kept)
-        returned.arrival.wait()
-        returned.left.wait()
+        for returned in device.copy_back(host, back, after=device.mark(), ready=kept):
+            returned.wait()
         assert torch.equal(back, values)
         assert cuda.log == [f"{device._inputs_to_host.name} copy", f"{device._inputs_to_device.name} copy"]
         device._to_host.queue.clear()

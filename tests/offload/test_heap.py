@@ -5,35 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
-from offload_trainer.offloading import device
-from offload_trainer.storage.host_memory import Heap
+from engine_bench import batches, engine, model_directory, train
 
 
-def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages: list[str] = []
-    heap = Heap()
-    monkeypatch.setattr(heap, "trim", lambda: messages.append("trim"))
-    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
-    for number, block in enumerate(blocks):
-        block.register_forward_hook(lambda *_, number=number: messages.append(f"forward {number}"))
-        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: messages.append(f"gradient {number}"))
-    inside = [(block, block.weight if number else None) for number, block in enumerate(blocks)]
-    hooks = device.trim_heap_between(inside, heap=heap)
-
-    blocks(torch.ones(1, 4)).sum().backward()
-
-    places = [before for before, after in pairwise(messages) if after == "trim"]
-    assert places == ["forward 7", "forward 9", "gradient 8"]  # Block 0 trains nothing here.
-    for hook in hooks:
-        hook.remove()
-    messages.clear()
-    blocks(torch.ones(1, 4)).sum().backward()
-    assert "trim" not in messages
+    note = lambda text: lambda *_: messages.append(text)  # noqa: E731
+    with engine(model_directory(folder / "gpt2", "gpt2", n_layer=10), 'model.freeze=["h.0."]') as ours:
+        monkeypatch.setattr(ours.offloaded.heap, "trim", note("trim"))
+        blocks = ours._module.model.transformer.h
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(note(f"forward {number}"))
+            if number:  # block 0 trains nothing here
+                block.ln_1.weight.register_post_accumulate_grad_hook(note(f"gradient {number}"))
+        train(ours, batches(1))
+        places = [after for before, after in pairwise(messages) if before == "trim"]
+        assert places == ["forward 7", "forward 9", "gradient 9", "gradient 8"]  # and before the backward
+    assert [len(block._forward_hooks) for block in blocks] == [1] * 10  # those of this test
 
 
 LONG_ROW = """

@@ -18,7 +18,6 @@ import pytest
 from engine_bench import (
     DROPOUT,
     ON_GPU,
-    REENTRANT,
     REFERENCE,
     assert_same,
     batches,
@@ -63,7 +62,6 @@ if ON_GPU:  # transfers take as long as the steps' kernels
 BLOCKS = {
     "kept": [OFF],
     "computed again": [ON],
-    "reentrant": [ON, REENTRANT],
     "by parts": [OFF, BY_MODULE],
     "by parts, in one buffer": [ON, BY_MODULE, "tiered.weight_buffers=1"],
     "inputs on drives": [ON, "model.offload_activations=nvme"],
@@ -81,7 +79,6 @@ IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
     {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
     {"inputs in memory", "gpt2, some frozen"},
-    {"reentrant", "mixtral, some experts unused"},
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 

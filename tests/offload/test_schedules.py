@@ -115,7 +115,7 @@ def test_a_step_that_is_skipped_changes_nothing(
                 seen.append(train(ours, [batch]))
                 seen.append(digest(map(ours.offloaded.weight, ours.offloaded.trained)))
                 seen.append(digest(masters(ours).values()))
-            found.append((str(seen), ours._scale.value, saved(ours, tmp_path / how)))
+            found.append((str(seen), ours.offloaded.loss_scale.value, saved(ours, tmp_path / how)))
     assert found[0] == found[1]
 
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine_bench import REENTRANT, batches, engine, model_directory, train
+from engine_bench import batches, engine, model_directory, train
 from placements import BY_MODULE, OFF, ON
 
-import offload_trainer.offloading.model as offloaded_model
+import offload_trainer.offloading.weights.prefetch as prefetch
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
@@ -36,7 +36,6 @@ KINDS = {
     "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
     "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
     "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
-    "untied, reentrant": ("qwen3", False, [ON, DEPTH, REENTRANT]),
 }
 
 Event = tuple[str, int | str]
@@ -113,7 +112,7 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(qwen3: Path, monkeyp
     """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
     share buffers.
     """
-    monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
+    monkeypatch.setattr(prefetch, "keep_weights", lambda *_: None)
     with (
         engine(qwen3, *RAM, ON, BY_MODULE, "tiered.weight_buffers=2") as ours,
         pytest.raises(

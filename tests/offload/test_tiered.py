@@ -94,7 +94,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
         values = {5: float("inf"), 6: float("nan")}
         spoil = plant(ours, values, weight="transformer.h.2.mlp.c_fc.weight")
         for step, batch in enumerate(batches(9), 1):
-            scale, before = ours._scale.value, masters(ours) if step in values else {}
+            scale, before = ours.offloaded.loss_scale.value, masters(ours) if step in values else {}
             assert scale == scaler.get_scale()
             spoil(step)
             result = ours.train_step([batch], lr=1e-2, clock=PhaseClock())
@@ -106,7 +106,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
             assert (result.grad_norm is None) == result.skipped == (step in values)
             if step in values:
                 assert_same(masters(ours), before)
-                assert ours._scale.value == scale / 2
+                assert ours.offloaded.loss_scale.value == scale / 2
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)  # the first steps overflow in plain torch too
     expected, _ = plain(build.model, 12, *fp16)
     assert {norm is None for _, norm in expected} == {True, False}
@@ -125,7 +125,7 @@ def test_a_loss_scale_is_resumed_in_fp16_only(build: Build, tmp_path: Path, monk
         for after in ("bf16", "fp16"):
             with build("all in RAM", "--dtype", after, load_weights=False) as ours:
                 ours.load(tmp_path / before)
-                scales[before, after] = ours._scale.value
+                scales[before, after] = ours.offloaded.loss_scale.value
     assert scales == {("bf16", "bf16"): 1, ("bf16", "fp16"): 1024, ("fp16", "bf16"): 1, ("fp16", "fp16"): 2048}
 
 

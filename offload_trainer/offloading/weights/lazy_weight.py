@@ -10,6 +10,7 @@ Code that iterates over a state_dict or over all gradients therefore has one ten
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -72,78 +73,69 @@ class LazyWeight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _FACTS:
                 return func(*args, **(kwargs or {}))
-            operation = _Operation(func, name, args, kwargs or {})
-            return operation.returned(operation.done())
+            run = partial(_run, func, args, kwargs or {})
+            result, read = run()
+            _write_back(read, name)
+            if isinstance(result, list | tuple):
+                return type(result)([_lazy(one, itemgetter(n), read, run, name) for n, one in enumerate(result)])
+            return _lazy(result, lambda made: made, read, run, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
 
 
-class _Operation:
-    """One torch operation on lazy tensors, which can be repeated."""
+_Read = list[tuple[LazyWeight, torch.Tensor, int]]  # lazy tensors that an operation has read, values, version counters
 
-    def __init__(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
-        self._read: list[tuple[LazyWeight, torch.Tensor, int]] = []  # lazy tensor, values, version counter
 
-    def done(self) -> Any:
-        """Run the operation on the values, reading each lazy tensor once; return the result."""
-        self._read = []
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._func(*self._values(self._args), **self._values(self._kwargs))
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Read]:
+    """Run an operation on values, reading each lazy tensor once, including those in lists, tuples and dicts."""
+    read: _Read = []
 
-    def returned(self, result: Any) -> Any:
-        """Write back values that changed in place, and replace results that share their memory by lazy tensors."""
-        self._write_back()
-        if isinstance(result, list | tuple):
-            return type(result)([self._stand_in(one, itemgetter(n)) for n, one in enumerate(result)])
-        return self._stand_in(result, lambda made: made)
-
-    def _values(self, given: Any) -> Any:
-        """Replace lazy tensors in arguments by their values, including those in lists, tuples and dicts."""
+    def values_of(given: Any) -> Any:
         if isinstance(given, LazyWeight):
-            return self._value(given)
+            values = next((values for stored, values, _ in read if stored is given), None)
+            if values is None:
+                with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
+                    values = given.read()
+                read.append((given, values, values._version))
+            return values
         if isinstance(given, dict):
-            return {key: self._values(value) for key, value in given.items()}
-        return type(given)(map(self._values, given)) if type(given) in (list, tuple) else given
+            return {key: values_of(value) for key, value in given.items()}
+        return type(given)(map(values_of, given)) if type(given) in (list, tuple) else given
 
-    def _value(self, stored: LazyWeight) -> torch.Tensor:
-        for one, values, _ in self._read:
-            if one is stored:
-                return values
-        with torch.inference_mode(False):  # inference tensors have no version counter, which detects in-place writes
-            values = stored.read()
-        self._read.append((stored, values, values._version))
-        return values
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*values_of(args), **values_of(kwargs)), read
 
-    def _write_back(self) -> None:
-        for stored, values, version in self._read:
-            if values._version == version:
-                continue
-            if stored.write is None:
-                raise UserError(
-                    f"{self._name} would write to an offloaded model's weight, whose master is elsewhere: change "
-                    "weights before the model is offloaded; clone() gives values to work with"
-                )
-            stored.write(values)
 
-    def _stand_in(self, result: Any, part: Callable[[Any], torch.Tensor]) -> Any:
-        """Return `result`, a `part` of the operation's result, or a lazy tensor if writes must be written back."""
-        for stored, values, _ in self._read:
-            if stored.write is not None and result is values:
-                return stored
-            if stored.write is None or not isinstance(result, torch.Tensor):
-                continue
-            if result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
-                return LazyWeight.of(
-                    result,
-                    lambda: part(self.done()),
-                    write=lambda new: self._write_part(part, new),
-                    device=result.device,
-                )
-        return result
+def _write_back(read: _Read, name: str) -> None:
+    """Write values back that the operation `name` has changed in place."""
+    for stored, values, version in read:
+        if values._version == version:
+            continue
+        if stored.write is None:
+            raise UserError(
+                f"{name} would write to an offloaded model's weight, whose master is elsewhere: change weights before "
+                "the model is offloaded; clone() gives values to work with"
+            )
+        stored.write(values)
 
-    @torch.no_grad()
-    def _write_part(self, part: Callable[[Any], torch.Tensor], new: torch.Tensor) -> None:
-        part(self.done()).copy_(new)
-        self._write_back()
+
+def _lazy(
+    result: Any, part: Callable[[Any], torch.Tensor], read: _Read, run: Callable[[], tuple[Any, _Read]], name: str
+) -> Any:
+    """Return `result`, a `part` of what `run` gives, or a lazy tensor if writes to it must be written back."""
+    for stored, values, _ in read:
+        if stored.write is not None and result is values:
+            return stored
+        if stored.write is None or not isinstance(result, torch.Tensor):
+            continue
+        if result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+
+            @torch.no_grad()
+            def write(new: torch.Tensor) -> None:
+                made, read = run()
+                part(made).copy_(new)
+                _write_back(read, name)
+
+            return LazyWeight.of(result, lambda: part(run()[0]), write=write, device=result.device)
+    return result

@@ -23,10 +23,9 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -76,7 +75,7 @@ def _refusing(name: str) -> Any:
 
 
 # torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
-# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
+# torch.utils.swap_tensors calls, at its start. The next five functions are methods of both classes.
 
 
 def _dispatched(
@@ -86,7 +85,14 @@ def _dispatched(
 
 
 def _detached(one: Shared) -> Any:
-    _refuse_as_parameter(_parameter_of(one), sys._getframe(1))
+    # torch's parametrizations make new parameters. nn.Parameter would accept a view, and refuse an offloaded parameter
+    # with advice for authors of tensor subclasses.
+    if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        raise UserError(
+            f"a new nn.Parameter would share the memory of {_parameter_of(one).weight}, which holds its values only "
+            "for a moment: apply weight_norm and other parametrizations before the model is offloaded, or make the "
+            "parameter of a copy, parameter.detach().clone()"
+        )
     return torch.Tensor.detach(one)
 
 
@@ -101,6 +107,10 @@ def _refuse_set(one: Shared, *_: Any, **__: Any) -> NoReturn:
     _refuse_write("set_", _parameter_of(one))
 
 
+def _refuse_subclass(one: Shared, cls: Any) -> NoReturn:
+    _refuse_giving("as_subclass", _parameter_of(one))
+
+
 class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
@@ -109,16 +119,13 @@ class OffloadedParameter(nn.Parameter):
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be pickled: use session.save")
-
-    def as_subclass(self, cls: Any) -> Any:
-        return self.detach().as_subclass(cls)
 
 
 class ParameterView(torch.Tensor):
@@ -128,7 +135,7 @@ class ParameterView(torch.Tensor):
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
     __torch_function__: Any = classmethod(_dispatched)
-    detach, set_, _use_count = _detached, _refuse_set, _refuse_swapping
+    detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.clone(), memo)
@@ -138,12 +145,6 @@ class ParameterView(torch.Tensor):
 
     def __repr__(self, **words: Any) -> Any:  # type: ignore[override]
         return repr(self.clone())
-
-    def as_subclass(self, cls: Any) -> NoReturn:
-        raise UserError(
-            f"as_subclass would share the memory of {self.parameter.weight}, which holds its values only for a moment: "
-            "take it of a copy, parameter.detach().clone()"
-        )
 
 
 Shared = OffloadedParameter | ParameterView
@@ -189,8 +190,10 @@ class _Operation:
 
     name: str
     access: str  # "get" or "set" for a property, otherwise "call"
-    writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, is a list
-    writes_if_set: tuple[tuple[int, str], ...]  # arguments (`inplace`, `max_norm`) that make it write to its weight
+    # Arguments, by position and name: tensors or lists of them that it writes to, and `inplace` and `max_norm`, which
+    # make it write to its weight.
+    writes: Sequence[tuple[int, str]] = ()
+    writes_if_set: Sequence[tuple[int, str]] = ()
 
 
 _ACCESS = {"__get__": "get", "__set__": "set", "__delete__": "set"}
@@ -200,46 +203,35 @@ _KEYWORD_ONLY = -1  # position of a keyword-only argument
 
 @cache
 def _operation(func: Callable[..., Any]) -> _Operation:
-    own_name = getattr(func, "__name__", repr(func))
-    access = _ACCESS.get(own_name, "call")
-    name = own_name if access == "call" else func.__self__.__name__  # type: ignore[attr-defined]
-    if access != "call":
-        return _Operation(name, access, (), ())
-    writes = [found for schema in _schemas(func, name) for found in _written(schema)]
+    name = getattr(func, "__name__", repr(func))
+    if name in _ACCESS:
+        return _Operation(func.__self__.__name__, _ACCESS[name])  # type: ignore[attr-defined]
+    schemas: Iterable[Any]  # of all overloads that it may have
+    if isinstance(func, torch._ops.OpOverload):
+        schemas = [func._schema]
+    elif isinstance(func, torch._ops.OpOverloadPacket):
+        schemas = func._schemas.values()
+    else:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    writes = [(_KEYWORD_ONLY, "out")]
+    for schema in schemas:
+        if schema.name not in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
+            writes += [
+                (_KEYWORD_ONLY if argument.kwarg_only else at, argument.name)
+                for at, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type)
+            ]
     plain = name.partition(".")[0]
     if plain in ("__setitem__", "__setstate__", "set_data", "module_load") or _WRITING_METHODS.fullmatch(plain):
-        writes.append((0, "self", False))
+        writes.append((0, "self"))
     elif plain.endswith("_") and not plain.endswith("__"):
-        writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
-    writes_if_set = tuple((at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm"))
-    return _Operation(name, access, tuple(dict.fromkeys(writes)), writes_if_set)
-
-
-def _names_of(func: Callable[..., Any]) -> list[str]:
-    """Return the names of a Python function's parameters; none for a builtin or for a wrapper around one."""
+        writes += [(0, word) for word in ("self", "input", "tensor")]
     try:
-        return list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+        names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
     except ValueError:  # Tensor.__ipow__ wraps a builtin that has no signature
-        return []
-
-
-def _schemas(func: Any, name: str) -> Iterable[Any]:
-    """Return the schemas of all overloads that an operation may have."""
-    if isinstance(func, torch._ops.OpOverload):
-        return [func._schema]
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return list(func._schemas.values())
-    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-
-
-def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
-    """Yield the tensor arguments that an operation writes to: position, name, is a list."""
-    if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
-        return
-    for at, argument in enumerate(schema.arguments):
-        kind = str(argument.type)
-        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in kind:
-            yield _KEYWORD_ONLY if argument.kwarg_only else at, argument.name, kind.startswith("List")
+        names = []
+    writes_if_set = [(at, word) for at, word in enumerate(names) if word in ("inplace", "max_norm")]
+    return _Operation(name, "call", list(dict.fromkeys(writes)), writes_if_set)
 
 
 @not_compiled
@@ -255,10 +247,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return args[0]
     if access == "set":
         _refuse_setting(name, *args)
-    elif access == "get" and name in ("grad", "_grad") and isinstance(args[0], OffloadedParameter):
-        return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name in ("grad", "_grad"):
-        pass
+        if isinstance(args[0], OffloadedParameter):
+            return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name == "data":
         func = torch.Tensor.detach  # `.data` has a separate version counter, which would hide writes
         return _run(func, args, kwargs)
@@ -277,11 +268,19 @@ def _run_with_values(
     found: list[Shared] = []
     _collect((args, kwargs), found)
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
-    _refuse_unsupported(func, operation.name, parameters[0])
+    name, first = operation.name, parameters[0]
+    if name.partition(".")[0] in _RAW_MEMORY:
+        _refuse_giving(name, first)
+    refuse_recording(first.weight)
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise UserError(
+            f"{first.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
+            "Python's own control flow, or give it parameter.clone()"
+        )
     if _clamps_nothing(operation, args, kwargs):
         return args[0]
     _refuse_writing(operation, args, kwargs)
-    provider = parameters[0].provider
+    provider = first.provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
         args, kwargs = _copied(args, provider), _copied(kwargs, provider)
         return _run_with_values(func, args, kwargs, operation)
@@ -296,10 +295,10 @@ def _run_with_values(
             if parameter.grad_fn is not None:
                 parameter.detach_().requires_grad_(True)
                 raise UserError(
-                    f"{operation.name} makes {parameter.weight} itself a result, whose gradient would reach no "
+                    f"{name} makes {parameter.weight} itself a result, whose gradient would reach no "
                     "optimizer: use parameter.clone()"
                 )
-        return result if operation.name in _NEW_MEMORY else _guarded(result, parameters)
+        return result if name in _NEW_MEMORY else _guarded(result, parameters)
 
 
 def _collect(values: Any, found: list[Shared]) -> None:
@@ -342,11 +341,8 @@ def _follow(view: ParameterView) -> None:
 def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
     """Return the result; tensors that share a parameter's memory become views, and arrays become read-only copies."""
     if type(result) is torch.Tensor:
-        if result.layout in _SPARSE:
-            for parameter in parameters:
-                if any(_is_alias_of(part, parameter) for part in _parts_of_sparse(result)):
-                    _refuse_giving("a sparse tensor of it", parameter)
-            return result
+        if result.layout in _SPARSE:  # its parts may share the memory
+            _refuse_giving("a sparse tensor of it", parameters[0])
         for parameter in parameters:
             if _is_alias_of(result, parameter):
                 first = parameter.storage_offset() * parameter.itemsize
@@ -363,15 +359,6 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
         result = result.copy()
         result.setflags(write=False)
     return result
-
-
-def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that a sparse one consists of."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values(), tensor._indices()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
-    return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
@@ -422,7 +409,7 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
         parameter.provider.drop_gradient(parameter.weight)
     if name == "grad" and value is not None:
         raise UserError(f"{parameter.weight}: gradients come from backward(); they cannot be set")
-    if name == "requires_grad" and value and not parameter.provider.trains(parameter.weight):
+    if name == "requires_grad" and value and parameter.weight not in parameter.provider.steps:
         raise UserError(f"{parameter.weight} was frozen when the model was offloaded, and has no optimizer state")
     if name == "data" and value is not parameter:
         raise UserError(
@@ -441,37 +428,11 @@ def _raise_written(parameter: OffloadedParameter) -> NoReturn:
     )
 
 
-def _refuse_as_parameter(parameter: OffloadedParameter, caller: FrameType) -> None:
-    """Raise UserError if `caller`, which detaches a parameter or a view of it, is nn.Parameter's constructor.
-
-    torch's parametrizations, such as weight_norm, make new parameters in this way. The constructor would accept a view,
-    and refuse an offloaded parameter with advice for authors of tensor subclasses.
-    """
-    if caller.f_code is nn.Parameter.__new__.__code__:
-        raise UserError(
-            f"a new nn.Parameter would share the memory of {parameter.weight}, which holds its values only for a "
-            "moment: apply weight_norm and other parametrizations before the model is offloaded, or make the parameter "
-            "of a copy, parameter.detach().clone()"
-        )
-
-
 def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
     raise UserError(
         f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
         "of a copy, parameter.detach().clone()"
     )
-
-
-def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> None:
-    """Raise UserError for operations that share a parameter's memory or that `borrow_weights` cannot follow."""
-    if name.partition(".")[0] in _RAW_MEMORY:
-        _refuse_giving(name, parameter)
-    refuse_recording(parameter.weight)
-    if isinstance(func, torch._ops.HigherOrderOperator):
-        raise UserError(
-            f"{parameter.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
-            "Python's own control flow, or give it parameter.clone()"
-        )
 
 
 def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -484,11 +445,10 @@ def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[s
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UserError if the operation would write to one of its offloaded arguments."""
-    out = ((_KEYWORD_ONLY, "out", False), (_KEYWORD_ONLY, "out", True)) if "out" in kwargs else ()
-    for at, name, several in operation.writes + out:
+    for at, name in operation.writes:
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)
-        for one in target if several and isinstance(target, list | tuple) else (target,):
-            if isinstance(one, Shared):
+        for one in target if isinstance(target, list | tuple) else (target,):
+            if type(one) in _SHARED:
                 _refuse_write(operation.name, _parameter_of(one))
     for at, name in operation.writes_if_set:
         value = args[at] if at < len(args) else kwargs.get(name)

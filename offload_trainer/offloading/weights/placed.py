@@ -11,7 +11,6 @@ elements are at the same place in both forms, so the update does not distinguish
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
-from offload_trainer.plan.tiered.weight_streaming import packed_bytes
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
@@ -42,19 +40,14 @@ class PlacedWeights:
         self._device, self.store = device, store
         self._stored = [unit.stored_bytes(self.dtype.itemsize) // self.dtype.itemsize for unit in units]  # elements
         self._quantised = {unit.index: QuantisedUnit(unit, self.dtype) for unit in units if unit.quantised}
-        self._starts: dict[int, int] = {}
-        end = 0
-        for unit, home in zip(units, homes, strict=True):
-            if home == DEVICE:
-                self._starts[unit.index] = end
-                end += self._stored[unit.index]
-        self._resident = device.buffer(end, self.dtype)
+        here = [index for index, home in enumerate(homes) if home == DEVICE]
+        sizes = [self._stored[index] for index in here]
+        self._on_device = device.buffer(sum(sizes), self.dtype)
+        self._residents = dict(zip(here, self._on_device.split(sizes), strict=True))
 
     def resident(self, unit: int) -> torch.Tensor | None:
         """Return the unit in its stored form if it is on the device, else None."""
-        if self.homes[unit] != DEVICE:
-            return None
-        return self._resident[self._starts[unit] :][: self._stored[unit]]
+        return self._residents.get(unit)
 
     def in_place(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if the model can use them where they are stored, else None."""
@@ -67,7 +60,7 @@ class PlacedWeights:
 
         It goes to `memory`, or if it is quantised to `packed`, from where `dequantise` brings it to `memory`.
         """
-        if self.homes[unit] == DEVICE:
+        if unit in self._residents:
             return done()
         into = packed if unit in self._quantised else memory
         return self._device.fetch(source, into[: self._stored[unit]], after=after)
@@ -78,19 +71,10 @@ class PlacedWeights:
             resident = self.resident(unit)
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
 
-    def packed_elements(self, *, of_blocks: bool) -> int:
-        """Return the size of the buffer `packed` that each device buffer for blocks, or for other modules, has."""
-        size = self.dtype.itemsize
-        return packed_bytes(self.units, self.homes, of_blocks=of_blocks, item_bytes=size) // size
-
-    def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return a view of a weight's values in `memory`, which is its unit's memory on the device."""
-        return memory[place.start : place.start + place.weight.numel].view(place.weight.shape)
-
     def direct(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
-        if self.homes[unit] == DEVICE:
-            return None if self._device.is_cuda else self.resident(unit)
+        if (resident := self.resident(unit)) is not None:
+            return None if self._device.is_cuda else resident
         return self.store.host(unit)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
@@ -99,8 +83,7 @@ class PlacedWeights:
         The buffer must not change until the future completes. `after` is the event on the device after which the old
         weights are no longer used.
         """
-        resident = self.resident(unit)
-        if resident is not None:
+        if (resident := self.resident(unit)) is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
@@ -115,24 +98,17 @@ class PlacedWeights:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
     def broadcast_unit(self, unit: Unit, *, connections: SideGroup | None = None) -> None:
-        """Broadcast one unit's updated weights; `connections` holds the connections of a calling side thread."""
-        resident, node = self.resident(unit.index), self._node
-        if resident is None:
-            self._broadcast_over_nodes(unit, connections=connections)
-            return
-        for rank in range(node.world):
-            first, end = range_of_rank(unit, rank, ranks=node.world)
-            node.broadcast(resident[first:end], source=rank, connections=connections)
+        """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes.
 
-    def _broadcast_over_nodes(self, unit: Unit, *, connections: SideGroup | None) -> None:
-        """Send new weights in RAM or on drives from the rank that updated them to its counterpart on other nodes."""
-        node = self._node
-        if len(node.nodes) == 1:
-            return
-        host = self.store.host(unit.index)
-        for rank in node.counterparts:
+        `connections` holds the connections of a calling side thread.
+        """
+        node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
+        across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
+        for rank in range(node.world) if resident is not None else across:
             first, end = range_of_rank(unit, rank, ranks=node.world)
-            if host is not None:
+            if resident is not None:
+                node.broadcast(resident[first:end], source=rank, connections=connections)
+            elif host is not None:
                 node.broadcast_across(host[first:end], source=rank, connections=connections)
             elif first < end:
                 through = host_buffer((end - first) * self.dtype.itemsize).view(self.dtype)
@@ -149,28 +125,26 @@ class PlacedWeights:
 
     def broadcast_all(self) -> None:
         """Broadcast rank 0's weights on the device to all ranks."""
-        self._node.broadcast(self._resident, source=0)
+        self._node.broadcast(self._on_device, source=0)
 
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""
-        read = partial(self._read_stored, unit)
-        return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
-
-    def _read_stored(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a CPU copy of a part of the unit's stored form."""
         resident = self.resident(unit)
-        if resident is not None:
+
+        def read(start: int, count: int) -> torch.Tensor:
+            if resident is None:
+                return self.store.get(unit, start, count)
             return resident[start : start + count].to("cpu", copy=True)
-        return self.store.get(unit, start, count)
+
+        return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
-        resident = self.resident(unit)
-        if resident is not None:
+        if (resident := self.resident(unit)) is not None:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)

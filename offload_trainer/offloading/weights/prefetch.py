@@ -1,4 +1,4 @@
-"""Fetch offloaded weights to the device while they are needed, with rings of device buffers and prefetching.
+"""Point parameters to their weights: fetch offloaded units in time, and guard units in place while they are updated.
 
     forward   a module's pre-hook calls `need` for its units, then prefetches those that followed in the previous pass
     backward  the same happens when a block is recomputed, or when autograd unpacks a saved weight
@@ -10,6 +10,9 @@ hook produces NaN. A weight that autograd saves points into a ring buffer whose 
 and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
 (`plan/tiered/weight_streaming.py`). Quantised weights are fetched as they are stored, and dequantised when they are
 needed, on the thread and stream that compute. They are treated so on the device too, where nothing needs to be fetched.
+
+Other units on the device are used in place. When an update begins, parameters of units that it changes become NaN too,
+until the next read or the pre-hook of a module has waited for the unit.
 """
 
 from __future__ import annotations
@@ -24,25 +27,42 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.autograd import (
     BlockSavedTensors,
-    as_saved,
     hooks_of_autograd,
     in_backward,
     keep_by,
+    keep_weights,
     not_compiled,
     recompute_views,
     set_memory,
     unprotected,
     without_modes,
 )
-from offload_trainer.offloading.device import Device, DeviceCopy, Read
-from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.plan.tiered.layout import Place, Unit
-from offload_trainer.plan.tiered.weight_streaming import Rings
+from offload_trainer.offloading.device import DeviceCopy
+from offload_trainer.plan.tiered.layout import Place
+from offload_trainer.plan.tiered.weight_streaming import Rings, packed_bytes
 
 _END = -1  # marks the end of a pass in place of a following unit
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight, and the parameters that use it."""
+
+    unit: int
+    place: Place
+    uses: Sequence[nn.Parameter]
+
+    def values(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a view of the weight in `memory`, which has its unit's elements."""
+        start, weight = self.place.start, self.place.weight
+        return memory[start : start + weight.numel].view(weight.shape)
+
+    def point(self, values: torch.Tensor) -> None:
+        for use in self.uses:
+            set_memory(use, values)
 
 
 @dataclass
@@ -70,37 +90,34 @@ class WeightPrefetcher:
     `parameters` (by name, one for each use) point to a buffer while their unit is in it.
     """
 
-    def __init__(
-        self,
-        weights: PlacedWeights,
-        parameters: Mapping[str, Sequence[nn.Parameter]],
-        update_progress: UpdateProgress,
-        *,
-        source: Callable[[int], torch.Tensor | Read],
-        device: Device,
-        blocks: int,
-    ) -> None:
-        """Allocate the ring buffers, of which `blocks` are for blocks.
-
-        `update_progress` says when a unit has its new weights. `source` returns where a unit is fetched from: host
-        memory, or a function that fills a buffer.
-        """
-        self._weights, self._source, self._device = weights, source, device
-        self._update_progress = update_progress
-        units = [unit for unit in weights.units if weights.in_place(unit.index) is None]
-        self.fetches = bool(units)  # otherwise all weights are used in place
-        self._rings = Rings(units, blocks=blocks)
-        packed = {kind: weights.packed_elements(of_blocks=kind) for kind in (True, False)}
-        self._slots = [
-            _Slot(device.buffer(slot.size, weights.dtype), device.buffer(packed[slot.block], weights.dtype))
-            for slot in self._rings.slots
-        ]
-        self._parts = {
-            unit.index: [(parameter, place) for place in unit.places for parameter in parameters[place.weight.name]]
-            for unit in units
-        }
-        self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
+    def __init__(self, stores: Stores, parts: EngineParts, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """Allocate the ring buffers, and point all parameters."""
+        weights, device = stores.weights, parts.device
+        self._weights, self._fetches, self._device = weights, stores.fetches, device
+        self._update_progress = stores.update_progress
         self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
+        self._inside = {
+            unit.index: [_Weight(unit.index, place, parameters[place.weight.name]) for place in unit.places]
+            for unit in weights.units
+        }
+        self._named = {weight.place.weight.name: weight for inside in self._inside.values() for weight in inside}
+        self._in_place: dict[int, list[tuple[_Weight, torch.Tensor]]] = {}  # units that the model uses in place
+        for unit in weights.units:
+            if (memory := weights.in_place(unit.index)) is None:
+                self._withdraw(unit.index)
+            else:
+                self._in_place[unit.index] = [(weight, weight.values(memory)) for weight in self._inside[unit.index]]
+        for weight, values in (pair for pairs in self._in_place.values() for pair in pairs):
+            weight.point(values)
+        units = [unit for unit in weights.units if unit.index not in self._in_place]
+        self.fetches = bool(units)  # otherwise all weights are used in place
+        self._rings = Rings(units, blocks=parts.sizes.unit_buffers)
+        self._slots: list[_Slot] = []
+        dtype, size = weights.dtype, weights.dtype.itemsize
+        for slot in self._rings.slots:
+            packed = packed_bytes(weights.units, weights.homes, of_blocks=slot.block, item_bytes=size) // size
+            self._slots.append(_Slot(device.buffer(slot.size, dtype), device.buffer(packed, dtype)))
+        self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
         self._backward = False
         self._then: bool | None = None
         # (is backward, previous unit, unit) -> the unit that followed last time; (None, None): start of a pass
@@ -109,48 +126,67 @@ class WeightPrefetcher:
         self._last: int | None = None
         self._recomputing: Any = None  # pack hook of the checkpointed part that was recomputed last
         self._recomputed: set[int] = set()  # units of that part
-        self._borrowed: dict[str, tuple[int, int]] = {}  # weights in separate memory: their unit and offset in it
+        self._borrowed: set[str] = set()  # weights in separate memory
+        self._blocked: set[int] = set()  # units in place whose parameters wait for the update
+        self._called: set[int] = set()  # units in place that a module's call has needed so far
         self.then_after_backward: bool | None = None  # `then` for backwards that begin without `passing`
-        for unit in units:
-            self._withdraw(unit.index)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
-        """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
-        for module, units in wanted.items():
-            streamed = [unit for unit in units if unit in self._parts]
-            if not streamed:
-                continue
-            for kind in (True, False):
-                several = sum(self._weights.units[unit].block == kind for unit in streamed)
-                all_units = sum(self._weights.units[unit].block == kind for unit in self._parts)
-                if 1 < several >= self._rings.count(of_blocks=kind) < all_units:
-                    raise UserError(
-                        f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
-                        f"its way: tiered.weight_buffers must be at least {several + 1}"
-                    )
-                self._rings.together[kind] = max(several, self._rings.together[kind])
-            module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))
+    def attach(self, model: nn.Module, *, overlaps: bool) -> None:
+        """Register a pre-hook on each module for the units of its direct weights, or of a block for all inside it.
 
-    def _before(self, units: list[int], *, saves: bool) -> Callable[..., None]:
-        """Return a forward pre-hook that fetches `units`.
+        Modules inside a block have one as well, because transformers recomputes a block without calling the block's own
+        hooks. `overlaps`: updates run during the next forward, so modules wait for units in place too.
+        """
+        unit_of = {use: weight.unit for weight in self._named.values() for use in weight.uses}
+        blocks = {unit.name for unit in self._weights.units if unit.block}
+        for name, module in model.named_modules():
+            units = dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=name in blocks))
+            fetched = [unit for unit in units if unit not in self._in_place]
+            waited = [unit for unit in units if unit in self._in_place and overlaps]
+            if fetched:
+                self._make_room(fetched)
+            if fetched or waited:
+                saves = not isinstance(module, nn.Embedding)
+                module.register_forward_pre_hook(self._before(fetched, waited, saves=saves))
+        if self.fetches and any(unit.is_part for unit in self._weights.units):
+            keep_weights(model, self)
+
+    def _make_room(self, together: Sequence[int]) -> None:
+        """Note the units that one module uses together. Raises UserError if there are too few buffers."""
+        units = self._weights.units
+        for kind in (True, False):
+            several = sum(units[unit].block == kind for unit in together)
+            all_units = sum(unit.block == kind for unit in units if unit.index not in self._in_place)
+            if 1 < several >= self._rings.count(of_blocks=kind) < all_units:
+                raise UserError(
+                    f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
+                    f"its way: tiered.weight_buffers must be at least {several + 1}"
+                )
+            self._rings.together[kind] = max(several, self._rings.together[kind])
+
+    def _before(self, fetched: Sequence[int], waited: Sequence[int], *, saves: bool) -> Callable[..., None]:
+        """Return a forward pre-hook that fetches units, and waits for the updates of others.
 
         `saves`: autograd saves the module's weights for its backward. An embedding's backward needs no weights, so
         embeddings may be called outside the model's forward, as PEFT's prompt tuning does.
         """
 
         def hook(*_: Any) -> None:
-            if saves and unprotected() and not in_backward():
-                raise UserError(
-                    "a part of an offloaded model was called by itself, and its weights would not stay for the "
-                    "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
-                )
-            recompute_views(self)
-            for unit in units:
+            if fetched:
+                if saves and unprotected() and not in_backward():
+                    raise UserError(
+                        "a part of an offloaded model was called by itself, and its weights would not stay for the "
+                        "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
+                    )
+                recompute_views(self)
+            for unit in fetched:
                 self._note_recomputation(unit)
                 with without_modes():
                     self.need(unit)
+            self._called.update(waited)
+            self.restore(waited)
 
         return not_compiled(hook)
 
@@ -159,8 +195,7 @@ class WeightPrefetcher:
 
         The recomputation saves plain views of its weights, which point into the ring buffers.
 
-        Raises:
-            UserError: checkpointing is reentrant.
+        Raises UserError if checkpointing is reentrant.
         """
         if not (in_backward() and torch.is_grad_enabled()):
             return
@@ -188,9 +223,7 @@ class WeightPrefetcher:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves weights by unit and offset."""
-        if not self.fetches:
-            return nullcontext()
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return saved_tensors_hooks(self.pack, self.unpack) if self.fetches else nullcontext()
 
     def end_backward(self) -> None:
         """End a backward that began without `passing`."""
@@ -236,8 +269,7 @@ class WeightPrefetcher:
     def need(self, unit: int) -> torch.Tensor:
         """Return the buffer with the unit's weights for the next computation, and prefetch the units that follow.
 
-        Raises:
-            UserError: a checkpointed part needs more units than there are buffers.
+        Raises UserError if a checkpointed part needs more units than there are buffers.
         """
         if not self._backward and in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
@@ -259,8 +291,8 @@ class WeightPrefetcher:
             slot.arrival.wait()
             self._weights.dequantise(unit, slot.packed, slot.buffer)
             slot.arrival = None
-            for parameter, place in self._parts[unit]:
-                set_memory(parameter, self._weights.values(slot.buffer, place))
+            for weight in self._inside[unit]:
+                weight.point(weight.values(slot.buffer))
         if unit != self._last:
             self._followed[self._backward, self._before_last, self._last] = unit
             self._before_last, self._last = self._last, unit
@@ -292,7 +324,7 @@ class WeightPrefetcher:
         self._evict(number)
         self._rings.put(unit, number)
         slot = self._slots[number]
-        source, after = self._source(unit), self._device.mark()
+        source, after = self._fetches.source(unit), self._device.mark()
         slot.arrival = self._update_progress.fetch_when_ready(
             unit, lambda: self._weights.fetch(unit, source, slot.buffer, slot.packed, after=after)
         )
@@ -302,175 +334,105 @@ class WeightPrefetcher:
         if unit is None:
             return
         self._rings.empty(number)
-        if slot.arrival is None:
-            self._withdraw(unit)
-            return
         arrival, slot.arrival = slot.arrival, None
-        arrival.wait()  # two transfers must not write to the same buffer
+        if arrival is None:
+            self._withdraw(unit)
+        else:
+            arrival.wait()  # two transfers must not write to the same buffer
 
     def _withdraw(self, unit: int) -> None:
         """Point the unit's parameters to the NaN placeholder."""
-        for parameter, place in self._parts[unit]:
-            set_memory(parameter, self._placeholder.expand(place.weight.shape))
+        for weight in self._inside[unit]:
+            weight.point(self._placeholder.expand(weight.place.weight.shape))
 
     def forget(self) -> None:
         """Evict all units and end all loans, because the weights have changed or are about to."""
-        self._return_borrowed()
+        self._return(self._borrowed)
         for number in range(len(self._slots)):
             self._evict(number)
 
-    # -- reading weights outside their modules ------------------------------------------------------------------------
+    # -- units in place ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def borrow_weights(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-        """Provide weights, given by unit and offset, to one operation inside the context.
-
-        An offloaded weight is copied into separate memory. So is one in a ring buffer if autograd would save it without
-        hooks that could fetch it again. The copy stays until other weights are borrowed without it, or the weights
-        change. Autograd saves the copy itself.
-        """
-        bare = unprotected()
-        recomputing = self._recomputing is not None and torch.is_grad_enabled()
-        wanted = {
-            name: (unit, start)
-            for name, (unit, start) in places.items()
-            if unit in self._parts
-            and self._needs_copy(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
-        }
-        if wanted:
-            with without_modes():
-                # The operation also reads weights that an earlier one has borrowed.
-                stays = {name: self._borrowed.pop(name) for name in places if name in self._borrowed}
-                self._return_borrowed()
-                for unit, start in wanted.values():
-                    for parameter, place in self._parts[unit]:
-                        if place.start == start:
-                            set_memory(parameter, self._copy(unit, place))
-            self._borrowed = stays | wanted
-        borrowed = any(name in self._borrowed for name in places)
-        keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if borrowed and bare else nullcontext()
-        with keeping:
-            yield
-
-    def _needs_copy(self, unit: int, start: int, *, bare: bool) -> bool:
-        parameter = next(parameter for parameter, place in self._parts[unit] if place.start == start)
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = parameter.untyped_storage().data_ptr()
-        return memory == self._placeholder.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
-
-    @torch.no_grad()
-    def _copy(self, unit: int, place: Place) -> torch.Tensor:
-        self._update_progress.wait(unit)
-        with torch.inference_mode(False):  # the copy may be used after inference mode ends
-            stored = self._weights.get(unit, place.start, place.weight.numel)
-            return stored.to(self._device.place).view(place.weight.shape)
-
-    def _return_borrowed(self) -> None:
-        """End all loans: point the parameters to their ring buffer or to the placeholder."""
-        for unit, start in self._borrowed.values():
-            number = self._rings.slot_of(unit)
-            there = number is not None and self._slots[number].arrival is None
-            for parameter, place in self._parts[unit]:
-                if place.start == start and number is not None and there:
-                    set_memory(parameter, self._weights.values(self._slots[number].buffer, place))
-                elif place.start == start:
-                    set_memory(parameter, self._placeholder.expand(place.weight.shape))
-        self._borrowed = {}
-
-    def close(self) -> None:
-        """Wait for all fetches, successful or not."""
-        for number in range(len(self._slots)):
-            with suppress(Exception):
-                self._evict(number)
-
-
-class ResidentGuard:
-    """The guard of the units that the model uses where `weights` stores them; `WeightPrefetcher` has the others.
-
-    When an update begins, the parameters of units that it changes lose their memory: they are NaN, like those of
-    offloaded weights. Before a module runs, a pre-hook waits for its units and restores their memory.
-    """
-
-    def __init__(
-        self,
-        weights: PlacedWeights,
-        parameters: Mapping[str, Sequence[nn.Parameter]],
-        update_progress: UpdateProgress,
-        *,
-        place: torch.device,
-    ) -> None:
-        """Point the parameters of these units to their unit's memory on the torch device `place`."""
-        self._update_progress = update_progress
-        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=place)
-        self._parts: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        for unit in weights.units:
-            memory = weights.in_place(unit.index)
-            if memory is not None:
-                self._parts[unit.index] = [
-                    (use, weights.values(memory, place))
-                    for place in unit.places
-                    for use in parameters[place.weight.name]
-                ]
-        for parameter, values in (part for parts in self._parts.values() for part in parts):
-            parameter.data = values
-        self._blocked: set[int] = set()
-        self._called: set[int] = set()  # units that a module's call has needed so far
-
-    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
-        """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
-        for module, units in wanted.items():
-            resident = [unit for unit in units if unit in self._parts]
-            if resident:
-                module.register_forward_pre_hook(self._before(resident))
-
-    def _before(self, units: Sequence[int]) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._called.update(units)
-            self.restore(units)
-
-        return not_compiled(hook)
-
-    def begin(self) -> None:
-        """Block the units that the update that has just begun will change."""
-        for unit, parts in self._parts.items():
+    def block(self) -> None:
+        """Withdraw the units in place that the update that has just begun will change."""
+        for unit in self._in_place:
             if not self._update_progress.is_ready(unit):
                 self._blocked.add(unit)
-                for parameter, memory in parts:
-                    set_memory(parameter, self._placeholder.expand(memory.shape))
+                self._withdraw(unit)
 
-    def restore(self, units: Iterable[int]) -> None:
-        """Wait until these units have their new weights, and restore their parameters' memory."""
-        for unit in self._blocked.intersection(units) if self._blocked else ():
+    def restore(self, units: Iterable[int] | None = None) -> None:
+        """Wait until these units in place (None: all) have their new weights, and point their parameters to them."""
+        if not self._blocked:
+            return
+        for unit in self._blocked.intersection(self._in_place if units is None else units):
             self._update_progress.wait(unit)
-            for parameter, memory in self._parts[unit]:
-                set_memory(parameter, memory)
+            for weight, values in self._in_place[unit]:
+                weight.point(values)
             self._blocked.discard(unit)
 
-    def begin_forward(self) -> None:
+    def restore_uncalled(self) -> None:
         """Restore the units that no module's call has needed so far: code may read their weights directly.
 
         ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
         """
         self.restore(self._blocked - self._called)
 
-    def restore_all(self) -> None:
-        """Wait for all new weights, and restore all parameters' memory."""
-        self.restore(self._parts)
+    # -- reading weights outside their modules ------------------------------------------------------------------------
 
+    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which these weights have their values, for one operation.
 
-def modules_of_units(
-    model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
-) -> dict[nn.Module, list[int]]:
-    """Return the units that each module needs: those of its direct weights, or for a block of all weights inside it.
+        An offloaded weight is copied into separate memory. So is one in a ring buffer if autograd would save it without
+        hooks that could fetch it again. The copy stays until other weights are borrowed without it, or the weights
+        change. Autograd saves the copy itself.
+        """
+        self.restore(self._named[name].unit for name in names)
+        return self._borrowing(names) if self.fetches else nullcontext()
 
-    `unit_of` maps the names of the model's parameters, including tied ones, to units. Modules inside a block are
-    included as well, because transformers recomputes a block without calling the block's own hooks.
-    """
-    inside = {unit.name for unit in blocks}
-    wanted: dict[nn.Module, list[int]] = {}
-    for name, module in model.named_modules():
-        named = module.named_parameters(prefix=name, recurse=name in inside, remove_duplicate=False)
-        units = dict.fromkeys(unit_of[parameter] for parameter, _ in named)
-        if units:
-            wanted[module] = list(units)
-    return wanted
+    @contextmanager
+    def _borrowing(self, names: Sequence[str]) -> Iterator[None]:
+        bare = unprotected()
+        recomputing = self._recomputing is not None and torch.is_grad_enabled()
+        wanted = [
+            weight
+            for weight in (self._named[name] for name in names)
+            if weight.unit not in self._in_place
+            and self._needs_copy(weight, bare=bare or (recomputing and weight.unit not in self._recomputed))
+        ]
+        if wanted:
+            with without_modes():
+                self._return(self._borrowed.difference(names))  # the operation may read others that are borrowed
+                for weight in wanted:
+                    weight.point(self._copy(weight))
+                    self._borrowed.add(weight.place.weight.name)
+        borrowed = bare and not self._borrowed.isdisjoint(names)
+        with saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved) if borrowed else nullcontext():
+            yield
+
+    def _needs_copy(self, weight: _Weight, *, bare: bool) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = weight.uses[0].untyped_storage().data_ptr()
+        return memory == self._placeholder.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
+
+    @torch.no_grad()
+    def _copy(self, weight: _Weight) -> torch.Tensor:
+        self._update_progress.wait(weight.unit)
+        with torch.inference_mode(False):  # the copy may be used after inference mode ends
+            stored = self._weights.get(weight.unit, weight.place.start, weight.place.weight.numel)
+            return stored.to(self._device.place).view(weight.place.weight.shape)
+
+    def _return(self, names: set[str]) -> None:
+        """End the loans of these weights: point the parameters to their ring buffer or to the placeholder."""
+        for weight in (self._named[name] for name in names):
+            number = self._rings.slot_of(weight.unit)
+            if number is not None and self._slots[number].arrival is None:
+                weight.point(weight.values(self._slots[number].buffer))
+            else:
+                weight.point(self._placeholder.expand(weight.place.weight.shape))
+        self._borrowed = self._borrowed - names
+
+    def close(self) -> None:
+        """Wait for all fetches, successful or not."""
+        for number in range(len(self._slots)):
+            with suppress(Exception):
+                self._evict(number)

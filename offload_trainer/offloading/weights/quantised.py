@@ -100,34 +100,23 @@ def quantise(values: torch.Tensor, format: WeightFormat) -> tuple[torch.Tensor, 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, into: torch.Tensor) -> None:
     """Fill `into` with the values of codes (uint8) and scales (bf16) on the same device, a multiple of PAD of them."""
-    if into.is_cuda:
-        _dequantise(codes, scales, format, into.dtype, into.shape, out=into)
-        return
-    for first in range(0, into.numel(), PIECE):
-        piece = into[first : first + PIECE]
+    functional, size = _bitsandbytes(format.name), into.numel() if into.is_cuda else PIECE
+    for first in range(0, into.numel(), size):
+        piece = into[first : first + size]
         some_codes = codes[format.code_bytes(first) :][: format.code_bytes(piece.numel())]
-        some_scales = scales[first // format.block :][: piece.numel() // format.block]
-        rows = torch.Size((piece.numel() // _ROW, _ROW))
-        piece.copy_(_dequantise(some_codes, some_scales, format, into.dtype, rows).reshape(-1))
-
-
-def _dequantise(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    format: WeightFormat,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the values of codes and scales, in `out` if it is given."""
-    functional, absmax = _bitsandbytes(format.name), scales.float()
-    state = functional.QuantState(absmax, shape=shape, dtype=dtype, blocksize=format.block, quant_type=format.name)
-    if format.bits == 4:
-        values: torch.Tensor = functional.dequantize_4bit(codes.view(-1, 1), state, out=out)
-        return values
-    state.code = _table(codes.device)
-    values = functional.dequantize_blockwise(codes, state, out=out)
-    return values
+        absmax = scales[first // format.block :][: piece.numel() // format.block].float()
+        shape = piece.shape if into.is_cuda else torch.Size((piece.numel() // _ROW, _ROW))
+        state = functional.QuantState(
+            absmax, shape=shape, dtype=into.dtype, blocksize=format.block, quant_type=format.name
+        )
+        out = piece if into.is_cuda else None
+        if format.bits == 4:
+            values = functional.dequantize_4bit(some_codes.view(-1, 1), state, out=out)
+        else:
+            state.code = _table(codes.device)
+            values = functional.dequantize_blockwise(some_codes, state, out=out)
+        if out is None:
+            piece.copy_(values.reshape(-1))
 
 
 @cache

@@ -39,12 +39,7 @@ from offload_trainer.model.init_weights import (
 )
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
-from offload_trainer.model.pretrained import (
-    OpenedWeights,
-    match_weights,
-    opened_weights,
-    persistent_buffers,
-)
+from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiled_mlp import tile
@@ -265,7 +260,8 @@ def resolve_model(
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
-        notes = match_weights(directory, model).notes
+        with opened_weights(directory, model) as found:
+            notes = found.notes
     shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
     return ModelSource(
         config=config,

@@ -128,12 +128,7 @@ class ModelSource:
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
-        with context or nullcontext(), no_init_weights():
-            model = auto_class(self.config).from_config(
-                copy.deepcopy(self.config),
-                dtype=dtype,
-                trust_remote_code=self.section.trust_remote_code,
-            )
+        model = self._module(context or nullcontext(), dtype=dtype)
         model.tie_weights()
         if hasattr(model.config, "rescale_every"):
             # outside training RWKV would divide its weights in place, to avoid fp16 overflow
@@ -163,11 +158,15 @@ class ModelSource:
             tile(model.get_submodule(name), chunk=mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
+    def _module(self, context: AbstractContextManager[Any], **words: Any) -> Any:
+        config = copy.deepcopy(self.config)
+        with context, no_init_weights():
+            return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code, **words)
+
     def weights(self) -> Iterator[NamedTensor]:
         """Yield (name, CPU tensor) for every parameter, tied ones once; random weights are fp32."""
         if self.random:
-            trusted = self.section.trust_remote_code
-            yield from initial_weights(self.config, seed=self.seed, trust_remote_code=trusted)
+            yield from initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
             return
         with self.opened() as found:
             yield from found.weights()
@@ -182,9 +181,7 @@ class ModelSource:
 
         Buffers that are saved with the weights are read from the files.
         """
-        small = copy.deepcopy(self.config)
-        with no_init_weights(), parameters_without_memory():
-            model = auto_class(small).from_config(small, trust_remote_code=self.section.trust_remote_code)
+        model = self._module(parameters_without_memory())
         computed = dict(model.named_buffers())
         if not self.random and self.directory is not None and persistent_buffers(model):
             with self.opened() as found:

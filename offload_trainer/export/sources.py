@@ -181,10 +181,7 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
 
 
 def _describe_page_files(run: Path) -> str:
-    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence.
-
-    Returns "" if there are none.
-    """
+    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence, or ""."""
     with suppress(OSError, ValueError, UserError):
         for folder in folders_in(run / PAGES):
             if is_there(folder / DESCRIPTION) and not is_alive(folder):

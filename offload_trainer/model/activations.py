@@ -89,10 +89,7 @@ def count_activations(
 
 
 class _Count:
-    """Meta-device passes of a model's body and head, each with a memory trace.
-
-    The kernels are either a GPU's or a CPU's; only the loss is counted for both.
-    """
+    """Traced passes of a model's body and head, with a GPU's kernels or a CPU's; the loss is counted for both."""
 
     def __init__(self, loss: CausalLoss, blocks: Sequence[str], *, packed: bool, tiles: Sequence[nn.Module]) -> None:
         self.kernels, self._loss, self._model = Kernels(gpu=True), loss, loss.model
@@ -267,11 +264,8 @@ class _Pass:
         )
 
     def _backward(self, start: int | None, *, beyond: Growth) -> tuple[Growth, ...]:
-        """Return the memory from event `start` to the next gradient of hidden states.
-
-        It is empty for `start` None: no gradient arrives there, since nothing before it is trained.
-        """
-        if start is None:
+        """Return the memory from event `start` to the next gradient of hidden states."""
+        if start is None:  # no gradient arrives there, since nothing before it is trained
             return ()
         later = (at for what, _, at in self._marks if what == "gradient" and at > start)
         return self._moments(start, min(later, default=self._end), beyond=beyond)
@@ -282,18 +276,14 @@ class _Pass:
 
 
 def _kinds_of_calls(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the kind of each block of the model that text passes through, and of each call, renumbered from 0.
-
-    The blocks of a vision tower are never called. If some blocks are called more than once, every call is a separate
-    kind.
-    """
-    alive = {kinds[number] for number in order}
+    """Return the kind of each block of the model that text passes through, and of each call, renumbered from 0."""
+    alive = {kinds[number] for number in order}  # the blocks of a vision tower are never called
     if sorted(order) == [number for number in ran if kinds[number] in alive]:
         renumbered = {kind: place for place, kind in enumerate(sorted(alive))}
         return [renumbered[kind] for kind in kinds if kind in alive], [renumbered[kinds[number]] for number in order]
     if len(ran) < len(kinds):
         raise ValueError("blocks are called more than once")
-    return list(range(len(order))), list(range(len(order)))
+    return list(range(len(order))), list(range(len(order)))  # every call is a kind
 
 
 def _signature(block: nn.Module) -> Any:
@@ -310,10 +300,7 @@ def _signature(block: nn.Module) -> Any:
 
 @contextmanager
 def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int]) -> Iterator[None]:
-    """Reduce the module lists to the blocks with these indices inside the context.
-
-    Raises ValueError if the blocks are not in lists that contain only blocks.
-    """
+    """Reduce lists of blocks to those with these indices, or raise ValueError where a list has other modules, too."""
     wanted = {blocks[number] for number in numbers}
     with ExitStack() as stack:
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):

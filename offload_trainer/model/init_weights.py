@@ -139,10 +139,7 @@ Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
 def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iterator[Unit]:
-    """Yield units in transformers' order of initialisation (children first); each has memory while it is yielded.
-
-    `skip` holds inner models that have been initialised already.
-    """
+    """Yield units but those in `skip` in transformers' order (children first); each has memory while it is yielded."""
     blocks = tuple(model._no_split_modules or ())
 
     def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[Unit]:
@@ -171,14 +168,11 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
 
 def _give_memory(module: nn.Module) -> None:
-    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers.
-
-    torch's norms start with the ones and zeros of their constructors, which some models do not overwrite.
-    """
+    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers."""
     module.to_empty(device="cpu", recurse=False)
     for parameter in module.parameters(recurse=False):
         parameter.detach().fill_(torch.nan)
-    if isinstance(module, _NORMS):
+    if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
         module.reset_parameters()
 
 

@@ -316,10 +316,7 @@ def _content(config: Any) -> dict[str, Any]:
 
 
 def _with_old_keys(values: dict[str, Any]) -> Any:
-    """Return an object of a config.json with the keys that transformers 4 and llama.cpp read.
-
-    Of layers with different rotary embeddings, these are the values of full attention, and the base of the others.
-    """
+    """Return an object of a config.json with the keys that transformers 4 and llama.cpp read, too."""
     if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
         return float(values["__float__"])
     values = {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
@@ -328,7 +325,7 @@ def _with_old_keys(values: dict[str, Any]) -> Any:
         values["torch_dtype"] = values["dtype"]
     if kind == "gpt2" and "n_positions" in values:
         values["n_ctx"] = values["n_positions"]
-    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
+    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope  # other layers have a base of their own
     if "rope_theta" not in full:
         return values
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}

@@ -234,10 +234,7 @@ def products_of(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.Parameter, *, active: int) -> float:
-    """Return the share of a module's weight that one token is multiplied with.
-
-    It is below 1 for experts, whether they are in one tensor or in separate modules.
-    """
+    """Return the share of a module's weight that one token is multiplied with, below 1 for experts."""
     if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
         # Experts whose forward does not receive the router's choice compute every expert for every token.
         gets_choice = len(inspect.signature(type(module).forward).parameters) > 2

@@ -190,10 +190,7 @@ def with_divided_blocks(source: ModelSource) -> ModelSource:
 
 
 def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
-    """Return the kinds of modules whose children can be present one at a time, and each kind of block's order of use.
-
-    The backward includes the recomputation of blocks that are checkpointed. The plan counts fetches by this order.
-    """
+    """Return the modules whose children can be present one at a time, and the order in which a block uses weights."""
     tiny.train()
     trace = _Trace(tiny)
     if tiny.supports_gradient_checkpointing:

@@ -68,10 +68,7 @@ class Exported:
 
 
 def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool) -> Exported:
-    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination` (`write_model`).
-
-    Raises UserError for an incomplete source.
-    """
+    """Write what `opened` opens to `destination`, as `write_model` does."""
     with opened(source) as found:
         return write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
 
@@ -254,10 +251,9 @@ _ASIDE = {
 def write_final(
     weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
 ) -> Path:
-    """Write a live engine's master weights and return the directory.
+    """Write a live engine's master weights, which come in the order of `layout` with the frozen ones last.
 
-    They come in the order of `layout`, with the frozen ones last. Raises TrainerError if there is no room or the disk
-    refuses.
+    Return the directory. Raises TrainerError if there is no room or the disk refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
     description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)

@@ -55,10 +55,7 @@ class Group:
 
 
 def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Group], list[str]]:
-    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter.
-
-    `model` may be on the meta device.
-    """
+    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter."""
     renamings, converters = _kinds(get_model_conversion_mapping(model))
     wanted, prefix = dict(model.state_dict()), model.base_model_prefix
     members: dict[str, list[tuple[str, str | None]]] = {}
@@ -134,11 +131,7 @@ def config_in(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read a model directory's config.json, which may contain Infinity (Mamba's time steps).
-
-    Raises:
-        UserError: the file cannot be read, or names more layers than can be built.
-    """
+    """Read a config.json. Raises UserError if it cannot be read, or names more layers than can be built."""
     path, fix = directory / "config.json", "It is no model's configuration; save or download it again"
     values = read_back(path, dict[str, Any], links=True, fix=fix)
     refuse_endless(values, str(path))

@@ -88,10 +88,7 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map every parameter name to the first name of the same parameter.
-
-    The first name may be the one that transformers lists as tied, if a head is registered before its body.
-    """
+    """Map every parameter name to the first registered name of the same parameter, which may be the tied one."""
     firsts = {parameter: name for name, parameter in model.named_parameters()}
     return {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -99,8 +96,7 @@ def first_names(model: PreTrainedModel) -> dict[str, str]:
 def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) -> Iterator[NamedTensor]:
     """Yield each parameter's name and initial value (fp32, on the CPU); tied parameters once.
 
-    Raises:
-        TrainerError: the architecture leaves weights to constructors, or initialises weights outside their block.
+    Raises TrainerError if the architecture leaves weights to constructors, or initialises weights outside their block.
     """
     state = torch.Generator().manual_seed(seed).get_state()
 

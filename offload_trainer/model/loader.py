@@ -116,15 +116,10 @@ class ModelSource:
     ) -> CausalLoss:
         """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
 
-        Args:
-            dtype: dtype of the parameters.
-            context: surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`).
-            reentrant: use torch's reentrant variant of checkpointing.
-            offload: transformers moves checkpointed inputs to host memory, on the compute stream.
-            checkpointed: number of the first blocks that are checkpointed; None: as the model's section says.
-            mlp_chunk: number of tokens that pass through an MLP at a time; 0 for all.
-
-        Frozen parameters and activation checkpointing are configured, and weights are tied.
+        `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`). `reentrant`: torch's
+        reentrant checkpointing; `offload`: transformers moves its inputs to host memory, on the compute stream;
+        `checkpointed`: number of the first blocks that are checkpointed, None as the section says. `mlp_chunk`: tokens
+        that pass through an MLP at a time, 0 for all. Frozen parameters are set, and weights are tied.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
@@ -177,10 +172,7 @@ class ModelSource:
         return opened_weights(self.directory, self.meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
-
-        Buffers that are saved with the weights are read from the files.
-        """
+        """Return the buffers as transformers computes them, or as they are saved with the weights."""
         model = self._module(parameters_without_memory())
         computed = dict(model.named_buffers())
         if not self.random and self.directory is not None and persistent_buffers(model):
@@ -194,10 +186,8 @@ class ModelSource:
 
 
 def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool = False) -> None:
-    """Checkpoint each block, so that it keeps only its inputs.
-
-    transformers renamed the method after 5.17 and supports `offload` from 5.17 on.
-    """
+    """Checkpoint each block, so that it keeps only its inputs; transformers supports `offload` from 5.17 on."""
+    # The method was renamed after 5.17.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 

@@ -45,10 +45,7 @@ class _Given(nn.Module):
 
 
 def body_of(model: PreTrainedModel) -> str | None:
-    """Return the attribute that holds the model without its head, or None if there is no body or no head.
-
-    This is transformers' `base_model_prefix`, or the only inner model.
-    """
+    """Return the attribute that holds the model without its head (the only inner model, if not named), or None."""
     if model.get_output_embeddings() is None:
         return None
     if model.base_model_prefix in model._modules:

@@ -52,10 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2, chunk: int = _CHUNK) -> ModelShape:
-    """Return the shape of transformers' GPT2LMHeadModel with tied embeddings, parameters in its order.
-
-    `item_bytes` is the size of an activation in bytes; `chunk` is `model.loss_chunk`.
-    """
+    """Return the shape of transformers' tied GPT2LMHeadModel, with activations of `item_bytes` a number."""
     hidden, layers = config["n_embd"], config["n_layer"]
     modules: dict[str, tuple[int, ...]] = {
         "ln_1": (hidden,),

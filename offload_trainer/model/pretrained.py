@@ -66,10 +66,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """Open weight files of a model: parameters and saved buffers in their files' dtypes.
-
-    They can be read repeatedly and in any order.
-    """
+    """Open weight files: parameters and saved buffers in their files' dtypes, readable repeatedly and in any order."""
 
     directory: Path
     parameters: Set[str]  # names; tied parameters have one

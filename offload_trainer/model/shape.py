@@ -184,10 +184,7 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
 
 
 def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters of more than one dimension that get no weight decay.
-
-    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
-    """
+    """Return the biases, parts of norms and decays of Mamba that are no vectors, which get no weight decay."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
     names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))

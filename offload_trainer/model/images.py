@@ -43,7 +43,7 @@ def class_names(config: Any) -> tuple[str | None, str | None]:
 
 
 def auto_class(config: Any) -> Any:
-    """Return AutoModelForImageTextToText or AutoModelForCausalLM; for both, its `architectures` name the former."""
+    """Return AutoModelForImageTextToText or AutoModelForCausalLM; of both, the one that its `architectures` name."""
     image, text = class_names(config)
     named = getattr(config, "architectures", None) or ()
     return AutoModelForImageTextToText if image and (not text or image in named) else AutoModelForCausalLM

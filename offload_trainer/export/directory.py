@@ -244,7 +244,6 @@ _ASIDE = {
     *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     "train.stop_within",
-    "model.base",  # set in sessions only
 }
 
 

@@ -242,7 +242,8 @@ class _MicroBatch:
 
 def _last_cut(tensor: torch.Tensor) -> int:
     """Return the number of the last block that precedes a tensor in its graph, or -1."""
-    seen, left, found = set(), [tensor.grad_fn], -1
+    left: list[Any] = [tensor.grad_fn]
+    seen, found = set(), -1
     while left:
         node = left.pop()
         if node is not None and node not in seen:

@@ -39,7 +39,7 @@ from offload_trainer.export.sources import (
 )
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
-from offload_trainer.model.pretrained import ShardIndex
+from offload_trainer.model.pretrained import INDEX, ShardIndex
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import as_kind, is_there, read_back
 from offload_trainer.storage.atomic_io import (
@@ -68,19 +68,7 @@ class Exported:
 
 
 def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool) -> Exported:
-    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
-
-    Args:
-        source: run directory, checkpoint, or directory of page files.
-        destination: a new directory.
-        dtype: fp16, bf16 or fp32.
-        shard_bytes: largest size of a shard.
-        check: read all headers and a sample of tensors back.
-
-    Raises:
-        UserError: the source is incomplete, the destination exists, space is short, or values do not fit fp16.
-        TrainerError: the disk fails.
-    """
+    """Write what `opened` opens to `destination`, as `write_model` does."""
     with opened(source) as found:
         return write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
 
@@ -95,10 +83,10 @@ def write_model(
     check: bool = False,
     by_name: bool = False,
 ) -> Exported:
-    """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
+    """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
-    `by_name` keeps the names of the weights and the configuration as they are and writes no card, for a model that
-    transformers does not build.
+    `check`: read all headers and a sample of tensors back. `by_name` keeps the names of the weights and the
+    configuration as they are and writes no card, for a model that transformers does not build.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
     fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
@@ -176,25 +164,21 @@ def check_destination(destination: Path, total: int, *, replace: bool = False) -
 def _write_shards(
     weights: Iterator[NamedTensor], directory: Path, *, entries: Sequence[TensorEntry], shard_bytes: int
 ) -> None:
-    shards: list[list[TensorEntry]] = [[]]
-    held = 0
+    shards, held = list[list[TensorEntry]]([[]]), 0
     for entry in entries:
         if shards[-1] and held + entry.bytes > shard_bytes:
             shards.append([])
             held = 0
         shards[-1].append(entry)
         held += entry.bytes
-    overflowing: list[str] = []
-    places: dict[str, str] = {}
+    overflowing, places = list[str](), dict[str, str]()
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         writer = TensorFileWriter(directory / file, shard)
         for entry in shard:
             name, tensor = next(weights)
             cast = tensor.to(entry.dtype)
-            narrowed = (
-                entry.dtype is torch.float16 and tensor.dtype is not torch.float16
-            )  # fp16 buffers stay as they are
+            narrowed = entry.dtype is torch.float16 and tensor.dtype is not torch.float16  # some buffers are fp16
             if narrowed and not torch.isfinite(cast).all():
                 overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
             writer.write(name, cast)
@@ -208,7 +192,7 @@ def _write_shards(
         )
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}
-        write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+        write_text(directory / INDEX, json.dumps(index, indent=1))
 
 
 # -- reading back ----------------------------------------------------------------------------------------------------
@@ -220,28 +204,28 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
     It compares every name, dtype and shape, and the values of a sample: the first, the last and others evenly between.
     Raises TrainerError that names the differences.
     """
-    held: dict[str, Path] = {}
-    wrong: list[str] = []
-    expected = {entry.name: (SAFETENSORS_DTYPES[entry.dtype], entry.shape) for entry in entries}
+    held, paths = dict[str, Any](), dict[str, Path]()
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                held[name] = path
-                found = file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape())
-                if found != expected.get(name):
-                    wrong.append(f"{name} is {found}, and should be {expected.get(name)}")
-    wrong += [f"{name} is missing" for name in expected if name not in held]
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_back(index, ShardIndex, fix="Export once more").weight_map
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            held |= {name: (values.get_dtype(), tuple(values.get_shape())) for name, values in slices.items()}
+            paths |= dict.fromkeys(slices, path)
+    expected = {entry.name: (SAFETENSORS_DTYPES[entry.dtype], entry.shape) for entry in entries}
+    wrong = [
+        f"{name} is {held.get(name, 'missing')}, and should be {expected.get(name, 'absent')}"
+        for name in {**expected, **held}
+        if held.get(name) != expected.get(name)
+    ]
+    if (directory / INDEX).exists():
+        shards = read_back(directory / INDEX, ShardIndex, fix="Export once more").weight_map
         wrong += [
-            f"the index puts {name} in {shards.get(name)}" for name in held if shards.get(name) != held[name].name
+            f"the index puts {name} in {shards.get(name)}" for name in paths if shards.get(name) != paths[name].name
         ]
     sample = {id(group): group for group in [*groups[:: max(1, len(groups) // _SAMPLE)], groups[-1]]}
     compared = 0
     for group in () if wrong else sample.values():
         for name, tensor in group.convert(source.read).items():
-            with safe_open(held[name], framework="pt") as file:
+            with safe_open(paths[name], framework="pt") as file:
                 there = file.get_tensor(name)
                 if not torch.equal(there, tensor.to(there.dtype)):
                     wrong.append(f"{name} holds other values")
@@ -260,17 +244,15 @@ _ASIDE = {
     *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     "train.stop_within",
-    "model.base",  # set in sessions only
 }
 
 
 def write_final(
     weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
 ) -> Path:
-    """Write a live engine's master weights and return the directory.
+    """Write a live engine's master weights, which come in the order of `layout` with the frozen ones last.
 
-    They come in the order of `layout`, with the frozen ones last. Raises TrainerError if there is no room or the disk
-    refuses.
+    Return the directory. Raises TrainerError if there is no room or the disk refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
     description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)

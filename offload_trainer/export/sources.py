@@ -75,10 +75,7 @@ class Source:
 
 
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
-    """Yield the weights and buffers of `source`.
-
-    After the last one, raises UserError if a weight contained a NaN or an infinity.
-    """
+    """Yield the weights and buffers of `source`; at the end raise UserError if one contained a NaN or an infinity."""
     wrong = []
     for name, tensor in source.weights():
         if name not in source.buffers and (what := describe_invalid_values(tensor)):
@@ -115,7 +112,7 @@ def final_export(run: Path) -> FinalExport | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """Open the weights at `path`. Inside the context their run does not remove them."""
+    """Open the weights of a run, a checkpoint or a dead run's page files, which their run does not remove meanwhile."""
     described = is_there(path / DESCRIPTION)
     if described or (is_there(path / MARK) and is_there(path / "state")):
         if is_alive(path):
@@ -181,10 +178,7 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
 
 
 def _describe_page_files(run: Path) -> str:
-    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence.
-
-    Returns "" if there are none.
-    """
+    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence, or ""."""
     with suppress(OSError, ValueError, UserError):
         for folder in folders_in(run / PAGES):
             if is_there(folder / DESCRIPTION) and not is_alive(folder):
@@ -194,10 +188,7 @@ def _describe_page_files(run: Path) -> str:
 
 @contextmanager
 def opened_model(directory: Path) -> Iterator[Source]:
-    """Open a directory that transformers can load, such as an export, as any pretrained model is read.
-
-    One weight may be made of several tensors of the files.
-    """
+    """Open a directory that transformers can load, such as an export, as any pretrained model is read."""
     model = model_in(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with opened_weights(directory, model) as found:

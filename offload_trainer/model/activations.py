@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
@@ -59,169 +58,6 @@ class ModelMemory:
     order: Order | None  # None if the blocks are unknown
 
 
-class _Run:
-    """Meta-device passes of a model's body and head, each with a memory trace."""
-
-    def __init__(
-        self,
-        loss: CausalLoss,
-        kernels: Kernels,
-        *,
-        operations: Operations,
-        packed: bool,
-        tiles: Sequence[nn.Module],
-        units: UnitsOfWeights,
-    ) -> None:
-        self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._tiles, self.units = packed, tiles, units
-
-    @contextmanager
-    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
-        parameters = list(self.model.parameters())
-        there = iter([*parameters, *self.model.buffers(), *given])
-        held = AllocationTrace(there, self.operations, packed=self._packed, units=self.units.of_storage)
-        places = {id(block): place for place, block in enumerate(blocks)}
-        first: list[Any] = []  # the first block's input, which checkpointing keeps
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            number = sum(what == "block" for what, _, _ in held.marks)
-            if not first:
-                first.extend(tree_iter((args, kwargs)))
-                comes = next((v for v in first if isinstance(v, torch.Tensor) and v.requires_grad), None)
-                if comes is not None:
-                    comes.register_hook(lambda _: held.mark("gradient", -1))
-            held.mark("block", number)
-            held.called.append(places[id(module)])
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = next(value for value in tree_iter(output) if isinstance(value, torch.Tensor))
-            self.hidden = hidden.shape[-1]
-            number = sum(what == "after" for what, _, _ in held.marks)
-            held.mark("after", number)
-            if hidden.requires_grad:
-                hidden.register_hook(lambda _: held.mark("gradient", number))
-
-        def begin(module: nn.Module, _: Any) -> None:
-            if not in_backward():  # a piece runs again there
-                held.forward += self.units.of_module[module]
-
-        def hand_over(parameter: nn.Parameter) -> None:
-            parameter.grad = None
-
-        with ExitStack() as hooks:
-            collecting = gc.isenabled()
-            gc.disable()
-            hooks.callback(gc.enable if collecting else gc.disable)
-            handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-            handles += [block.register_forward_hook(after) for block in blocks]
-            handles += [module.register_forward_pre_hook(begin) for module in self.units.of_module]
-            handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
-            for handle in handles:
-                hooks.callback(handle.remove)
-            with self._kernels, held:
-                yield held
-            first.clear()
-
-    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
-        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-        positions = [torch.zeros_like(ids)] if self._packed else []
-        with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
-            for module in self._tiles:
-                stack.enter_context(patch.object(module, "forward", TileStub(module, held)))
-            output = self._loss.run(ids, *positions)
-            states = output.logits if self._loss.whole else output.last_hidden_state
-            self.kind, self.width = type(output), states.shape[-1]
-            if not self._loss.whole:
-                self.hidden = self.width
-            loss = Gradient.apply(states)
-            del output, states
-            held.mark("body")
-            loss.backward()
-        return held
-
-    def head(self, tokens: int, *, gpu: bool) -> AllocationTrace:
-        """Trace the head on `tokens` tokens, with a GPU's loss or a CPU's; `body` must have run before."""
-        states = torch.empty(tokens, self.width, dtype=self.model.dtype, device="meta", requires_grad=True)
-        targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
-        with self._watched([], states, targets) as held:
-            summed = (
-                cross_entropy(states, targets)
-                if self._loss.whole
-                else self._loss.summed(self.kind, states, targets, gpu=gpu)
-            )
-            held.mark("body")
-            summed.backward()
-        return held
-
-
-class _Cut:
-    """The memory of a traced pass, cut into parts. `chain` is the kind of each block that ran, in order."""
-
-    def __init__(self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int) -> None:
-        self._held, self._marks = _levels(passes, length)
-        self._at = {(what, number): event for what, number, event in self._marks}
-        self._chain = chain
-
-    def counted(self, head: Part, *, blocks: Sequence[int], hidden: Growth) -> Activations:
-        return Activations(
-            before=self._start(0),
-            kinds=tuple(self._block(self._typical(kind)) for kind in range(max(self._chain) + 1)),
-            blocks=tuple(blocks),
-            hidden=hidden,
-            norm=self._norm(),
-            head=head,
-            embedding=self._moments(self._at.get(("gradient", -1), len(self._held)), len(self._held) - 1),
-        )
-
-    def whole(self) -> Part:
-        """Return the whole pass as one part."""
-        body = self._at["body", 0]
-        return Part(self._held[body], self._moments(0, body), self._moments(body, len(self._held) - 1))
-
-    def _typical(self, kind: int) -> int:
-        """Return the second to last block of this kind that ran, so that it has neighbours on both sides."""
-        return [number for number, other in enumerate(self._chain) if other == kind][-2:][0]
-
-    def _start(self, number: int) -> Growth:
-        """Return the memory in use where block `number` begins; after the last block, extrapolate to one more block."""
-        if number < len(self._chain):
-            return self._held[self._at["block", number]]
-        typical = self._typical(self._chain[-1])
-        if typical == number - 1:
-            return self._held[self._at["after", typical]]
-        return self._start(number - 1) + self._start(typical + 1) - self._start(typical)
-
-    def _block(self, number: int) -> Part:
-        start = self._start(number)
-        return Part(
-            kept=self._start(number + 1) - start,
-            forward=self._moments(self._at["block", number], self._at["after", number], beyond=start),
-            backward=self._backward(self._at.get(("gradient", number)), beyond=start),
-        )
-
-    def _norm(self) -> Part:
-        start, body = self._start(len(self._chain)), self._at["body", 0]
-        return Part(
-            kept=self._held[body] - start,
-            forward=self._moments(self._at["after", len(self._chain) - 1], body, beyond=start),
-            backward=self._backward(body, beyond=start),
-        )
-
-    def _backward(self, start: int | None, *, beyond: Growth) -> tuple[Growth, ...]:
-        """Return the memory from event `start` to the next gradient of hidden states.
-
-        It is empty for `start` None: no gradient arrives there, since nothing before it is trained.
-        """
-        if start is None:
-            return ()
-        later = (at for what, _, at in self._marks if what == "gradient" and at > start)
-        return self._moments(start, min(later, default=len(self._held) - 1), beyond=beyond)
-
-    def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
-        base = beyond or Growth()
-        return pruned([held - base for held in self._held[start : end + 1]])
-
-
 def count_activations(
     model: PreTrainedModel,
     blocks: Sequence[str],
@@ -238,87 +74,216 @@ def count_activations(
     for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces, and
     `chunk` is `model.loss_chunk`. Returns None for a model that cannot run on meta tensors.
     """
-    kernels, operations = Kernels("gpu"), Operations()
     with suppress(Exception):  # an architecture's code may raise anything
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.train()
-        units = UnitsOfWeights(model, blocks)
-        if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
-            blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
         loss = CausalLoss(model, chunk=chunk, whole=whole_logits)
-        parts = [model.get_submodule(name) for name in tiles]
-        run = partial(_Run, loss, operations=operations, packed=packed, tiles=parts, units=units)
-        counted = _count(model, blocks, run(kernels))
-        if not kernels.differs:
+        count = _Count(loss, blocks, packed=packed, tiles=[model.get_submodule(name) for name in tiles])
+        counted = count.with_few_blocks()
+        if not count.kernels.differs:
             return counted
-        return replace(counted, on_cpu=_count(model, blocks, run(Kernels("cpu"))).on_cpu)
+        count.kernels = Kernels(gpu=False)
+        return replace(counted, on_cpu=count.with_few_blocks().on_cpu)
     return None
 
 
-def _count(model: PreTrainedModel, blocks: Sequence[str], run: _Run) -> ModelMemory:
-    """Count with three or two blocks of each kind if the model runs with so few, otherwise with all.
+class _Count:
+    """Traced passes of a model's body and head, with a GPU's kernels or a CPU's; the loss is counted for both."""
 
-    The kernels of `run` are either a GPU's or a CPU's; only the loss is counted for both.
-    """
-    modules = [model.get_submodule(name) for name in blocks]
-    known: dict[Any, int] = {}
-    kinds = [known.setdefault(_signature(block), len(known)) for block in modules]
-    failed: Exception = ValueError("no blocks")
-    tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
-    for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
-        for length in _LENGTHS:
-            run.operations.attempt()
-            try:
-                with _only(model, blocks, ran):
-                    return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
-            except TooLong as error:
-                failed = error
-            except Exception as error:  # transformers' code, in models that find blocks by their index
-                failed = error
-                break
-    raise failed
+    def __init__(self, loss: CausalLoss, blocks: Sequence[str], *, packed: bool, tiles: Sequence[nn.Module]) -> None:
+        self.kernels, self._loss, self._model = Kernels(gpu=True), loss, loss.model
+        self._packed, self._tiles, self._operations = packed, tiles, Operations()
+        self._units = UnitsOfWeights(loss.model, blocks)
+        # In an architecture that does not name its blocks they are the modules that transformers checkpoints.
+        self._blocks = blocks or [
+            n for n, m in self._model.named_modules() if isinstance(m, GradientCheckpointingLayer)
+        ]
+        self._modules = [self._model.get_submodule(name) for name in self._blocks]
+        known: dict[Any, int] = {}
+        self._kinds = [known.setdefault(_signature(block), len(known)) for block in self._modules]
+
+    def with_few_blocks(self) -> ModelMemory:
+        """Count with three or two blocks of each kind if the model runs with so few, otherwise with all."""
+        failed: Exception = ValueError("no blocks")
+        numbers = [[n for n, other in enumerate(self._kinds) if other == kind] for kind in set(self._kinds)]
+        tried = (tuple(sorted(n for same in numbers for n in same[-most:])) for most in (3, 2, len(self._kinds)))
+        for ran in filter(None, dict.fromkeys(tried)):
+            for length in _LENGTHS:
+                self._operations.attempt()
+                try:
+                    with _only(self._model, self._blocks, ran):
+                        return self._counted(ran, length)
+                except TooLong as error:
+                    failed = error
+                except Exception as error:  # transformers' code, in models that find blocks by their index
+                    failed = error
+                    break
+        raise failed
+
+    def _counted(self, ran: Sequence[int], length: int) -> ModelMemory:
+        """Return the memory of passes through the blocks with these numbers, with a GPU's loss and with a CPU's."""
+        bodies, heads, heads_of_cpu = [], [], []
+        for rows, tokens in ((_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)):
+            bodies.append(self._body([self._modules[number] for number in ran], rows, tokens))
+            heads.append(self._head(rows * tokens, gpu=True))
+            heads_of_cpu.append(self._head(rows * tokens, gpu=False))
+            self._operations.resume()
+        head, head_of_cpu = (_Pass(traces, length=length).whole() for traces in (heads, heads_of_cpu))
+        hidden = Growth(token=self._hidden * self._model.dtype.itemsize)
+        blocks, chain = _kinds_of_calls(self._kinds, [ran[place] for place in bodies[0].called], ran)
+        found = _Pass(bodies, length=length).in_parts(chain, blocks=blocks, hidden=hidden, head=head)
+        all_trained = all(parameter.requires_grad for parameter in self._model.parameters())
+        if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
+            raise ValueError("what blocks keep does not grow as the lengths that were run say")
+        order = self._units.order(bodies[-1], heads[-1], ran=ran)
+        return ModelMemory(found, replace(found, head=head_of_cpu), order)
+
+    def _body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
+        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+        positions = [torch.zeros_like(ids)] if self._packed else []
+        with ExitStack() as stack, self._watched(blocks, ids, *positions) as held:
+            for module in self._tiles:
+                stack.enter_context(patch.object(module, "forward", TileStub(module, held)))
+            output = self._loss.run(ids, *positions)
+            states = output.logits if self._loss.whole else output.last_hidden_state
+            self._kind, self._width = type(output), states.shape[-1]
+            if not self._loss.whole:
+                self._hidden = self._width
+            loss = Gradient.apply(states)
+            del output, states
+            held.mark("body")
+            loss.backward()
+        return held
+
+    def _head(self, tokens: int, *, gpu: bool) -> AllocationTrace:
+        """Trace the head on `tokens` tokens, with a GPU's loss or a CPU's; `_body` must have run before."""
+        states = torch.empty(tokens, self._width, dtype=self._model.dtype, device="meta", requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
+        with self._watched([], states, targets) as held:
+            if self._loss.whole:
+                summed = cross_entropy(states, targets)
+            else:
+                summed = self._loss.summed(self._kind, states, targets, gpu=gpu)
+            held.mark("body")
+            summed.backward()
+        return held
+
+    @contextmanager
+    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
+        parameters = list(self._model.parameters())
+        there = iter([*parameters, *self._model.buffers(), *given])
+        held = AllocationTrace(there, self._operations, packed=self._packed, units=self._units.of_storage)
+        places = {id(block): place for place, block in enumerate(blocks)}
+        first: list[Any] = []  # the first block's input, which checkpointing keeps
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not first:
+                first.extend(tree_iter((args, kwargs)))
+                comes = next((v for v in first if isinstance(v, torch.Tensor) and v.requires_grad), None)
+                if comes is not None:
+                    comes.register_hook(lambda _: held.mark("gradient", -1))
+            held.mark("block", len(held.called))
+            held.called.append(places[id(module)])
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = next(value for value in tree_iter(output) if isinstance(value, torch.Tensor))
+            self._hidden = hidden.shape[-1]
+            number = sum(what == "after" for what, _, _ in held.marks)
+            held.mark("after", number)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: held.mark("gradient", number))
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if not in_backward():  # a piece runs again there
+                held.forward += self._units.of_module[module]
+
+        def hand_over(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+
+        with ExitStack() as hooks:
+            if gc.isenabled():
+                gc.disable()
+                hooks.callback(gc.enable)
+            handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
+            handles += [block.register_forward_hook(after) for block in blocks]
+            handles += [module.register_forward_pre_hook(begin) for module in self._units.of_module]
+            handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
+            for handle in handles:
+                hooks.callback(handle.remove)
+            with self.kernels, held:
+                yield held
+            first.clear()
 
 
-def _last(kinds: Sequence[int], count: int) -> list[int]:
-    """Return the indices of the last `count` blocks of each kind."""
-    return sorted(n for kind in set(kinds) for n in [n for n, other in enumerate(kinds) if other == kind][-count:])
+class _Pass:
+    """The memory over time of a pass, traced with rows of several numbers and lengths."""
+
+    def __init__(self, traces: Sequence[AllocationTrace], *, length: int) -> None:
+        self._held, self._marks = _levels(traces, length)
+        self._at = {(what, number): event for what, number, event in self._marks}
+        self._end = len(self._held) - 1
+
+    def whole(self) -> Part:
+        """Return the whole pass as one part."""
+        body = self._at["body", 0]
+        return Part(self._held[body], self._moments(0, body), self._moments(body, self._end))
+
+    def in_parts(self, chain: Sequence[int], *, blocks: Sequence[int], hidden: Growth, head: Part) -> Activations:
+        """Cut the pass where blocks begin and gradients arrive; `chain` is the kind of each block that ran, in order.
+
+        The second to last block of a kind counts for all, since it has neighbours on both sides.
+        """
+        held, at, count = self._held, self._at, len(chain)
+        typical = {kind: [number for number, other in enumerate(chain) if other == kind][-2:][0] for kind in chain}
+
+        def start(number: int) -> Growth:
+            """Return the memory in use where a block begins; after the last block, extrapolate to one more block."""
+            if number < count:
+                return held[at["block", number]]
+            like = typical[chain[-1]]
+            if like == number - 1:
+                return held[at["after", like]]
+            return start(number - 1) + start(like + 1) - start(like)
+
+        def part(number: int) -> Part:
+            forward = self._moments(at["block", number], at["after", number], beyond=start(number))
+            backward = self._backward(at.get(("gradient", number)), beyond=start(number))
+            return Part(start(number + 1) - start(number), forward, backward)
+
+        body, end = at["body", 0], start(count)
+        norm_forward = self._moments(at["after", count - 1], body, beyond=end)
+        return Activations(
+            before=start(0),
+            kinds=tuple(part(typical[kind]) for kind in range(max(chain) + 1)),
+            blocks=tuple(blocks),
+            hidden=hidden,
+            norm=Part(held[body] - end, norm_forward, self._backward(body, beyond=end)),
+            head=head,
+            embedding=self._moments(at.get(("gradient", -1), len(held)), self._end),
+        )
+
+    def _backward(self, start: int | None, *, beyond: Growth) -> tuple[Growth, ...]:
+        """Return the memory from event `start` to the next gradient of hidden states."""
+        if start is None:  # no gradient arrives there, since nothing before it is trained
+            return ()
+        later = (at for what, _, at in self._marks if what == "gradient" and at > start)
+        return self._moments(start, min(later, default=self._end), beyond=beyond)
+
+    def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
+        base = beyond or Growth()
+        return pruned([held - base for held in self._held[start : end + 1]])
 
 
-def _counted(
-    run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
-) -> ModelMemory:
-    """Return the memory with a GPU's loss and with a CPU's."""
-    sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies, heads, heads_of_cpu = [], [], []
-    for rows, tokens in sizes:
-        bodies.append(run.body(modules, rows, tokens))
-        heads.append(run.head(rows * tokens, gpu=True))
-        heads_of_cpu.append(run.head(rows * tokens, gpu=False))
-        run.operations.resume()
-    kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
-    head, head_of_cpu = (_Cut(each, [], length=length).whole() for each in (heads, heads_of_cpu))
-    hidden = Growth(token=run.hidden * run.model.dtype.itemsize)
-    found = _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
-    all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
-    if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
-        raise ValueError("what blocks keep does not grow as the lengths that were run say")
-    return ModelMemory(found, replace(found, head=head_of_cpu), run.units.order(bodies[-1], heads[-1], ran=ran))
-
-
-def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the kind of each block of the model that text passes through, and of each call, renumbered from 0.
-
-    The blocks of a vision tower are never called. If some blocks are called more than once, every call is a separate
-    kind.
-    """
-    alive = {kinds[number] for number in order}
+def _kinds_of_calls(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the kind of each block of the model that text passes through, and of each call, renumbered from 0."""
+    alive = {kinds[number] for number in order}  # the blocks of a vision tower are never called
     if sorted(order) == [number for number in ran if kinds[number] in alive]:
         renumbered = {kind: place for place, kind in enumerate(sorted(alive))}
         return [renumbered[kind] for kind in kinds if kind in alive], [renumbered[kinds[number]] for number in order]
     if len(ran) < len(kinds):
         raise ValueError("blocks are called more than once")
-    return list(range(len(order))), list(range(len(order)))
+    return list(range(len(order))), list(range(len(order)))  # every call is a kind
 
 
 def _signature(block: nn.Module) -> Any:
@@ -335,62 +300,48 @@ def _signature(block: nn.Module) -> Any:
 
 @contextmanager
 def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int]) -> Iterator[None]:
-    """Reduce the module lists to the blocks with these indices inside the context.
-
-    Raises ValueError if the blocks are not in lists that contain only blocks.
-    """
-    if len(numbers) == len(blocks):
-        yield
-        return
+    """Reduce lists of blocks to those with these indices, or raise ValueError where a list has other modules, too."""
     wanted = {blocks[number] for number in numbers}
-    whole: list[tuple[nn.ModuleList, dict[str, Any], list[Any]]] = []
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
-        module = model.get_submodule(parent)
-        inside = [name for name in blocks if name.rpartition(".")[0] == parent]
-        if isinstance(module, nn.ModuleList) and len(module) == len(inside):
+    with ExitStack() as stack:
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+            module = model.get_submodule(parent)
+            inside = [name for name in blocks if name.rpartition(".")[0] == parent]
+            if wanted.issuperset(inside):
+                continue
+            if not isinstance(module, nn.ModuleList) or len(module) != len(inside):
+                raise ValueError("blocks are not in lists of their own")
             kept = [block for key, block in module._modules.items() if f"{parent}.{key}" in wanted]
-            whole.append((module, dict(module._modules), kept))
-        elif not wanted.issuperset(inside):
-            raise ValueError("blocks are not in lists of their own")
-    try:
-        for module, _, kept in whole:
-            module._modules = {str(place): block for place, block in enumerate(kept)}
+            few = {str(place): block for place, block in enumerate(kept)}
+            stack.enter_context(patch.object(module, "_modules", few))
         yield
-    finally:
-        for module, held, _ in whole:
-            module._modules = held
 
 
 # -- how memory grows with rows and tokens ---------------------------------------------------------------------------
 
 
-def _levels(passes: Sequence[AllocationTrace], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
+def _levels(traces: Sequence[AllocationTrace], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
     """Return the memory after each allocation or release, and the marks.
 
-    `passes` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length
+    `traces` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length
     (a chunked recurrence), only memory at marks and the maxima between them are returned.
     """
-    first = passes[0]
-    if len({tuple(mark[:2] for mark in one.marks) for one in passes}) > 1:
+    marks = traces[0].marks
+    if len({tuple(mark[:2] for mark in one.marks) for one in traces}) > 1:
         raise ValueError("blocks run in another order for other rows")
-    if len({len(one.events) for one in passes}) == 1:
-        sizes = zip(*(one.events for one in passes), strict=True)
+    if len({len(one.events) for one in traces}) == 1:
+        sizes = zip(*(one.events for one in traces), strict=True)
         held = list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth()))
-        marks = first.marks
     else:
-        held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in passes), strict=True)]
-        marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
+        held = [_fitted(*size, length=length) for size in zip(*(one.at_marks() for one in traces), strict=True)]
+        marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(marks)]
     for (what, _, start), (_, _, end) in pairwise(marks):
         for place in range(start + 1, end + 1) if what == PIECE else ():
-            held[place] = held[start] + _of_piece(held[place] - held[start])
+            # The traced piece is as long as the micro-batch: its memory per token is that of any piece.
+            moment = held[place] - held[start]
+            if replace(moment, fixed=0.0, token=0.0) != Growth():
+                raise ValueError("what a piece holds does not grow with its tokens")
+            held[place] = held[start] + Growth(fixed=moment.fixed, piece=moment.token)
     return held, marks
-
-
-def _of_piece(moment: Growth) -> Growth:
-    """Convert memory per token of a piece as long as the micro-batch to memory per token of any piece."""
-    if replace(moment, fixed=0.0, token=0.0) != Growth():
-        raise ValueError("what a piece holds does not grow with its tokens")
-    return Growth(fixed=moment.fixed, piece=moment.token)
 
 
 def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
@@ -401,8 +352,6 @@ def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
     if not each and rows != base:  # it grows with rows, but not in proportion
         return _fitted(base, rows, longer, length=length)
     size = base / (_ROWS if each else 1)
-    if longer == base:
-        return Growth(row=size) if each else Growth(fixed=size)
     if longer == 4 * base:
         return Growth(pair=size / length**2) if each else Growth(square=size / length**2)
     slope = (longer - base) / (_ROWS if each else 1) / length

@@ -169,10 +169,7 @@ class DividedAttention:
 
 
 def share_rows(model: PreTrainedModel, send: Send, *, count: int, name: str = "sequence") -> None:
-    """Make `model` compute on pieces of rows that `count` ranks share, with an attention function of this name.
-
-    Raises ValueError if the model does not use transformers' attention interface.
-    """
+    """Make `model` compute on pieces of rows that `count` ranks share, or raise ValueError if its attention cannot."""
     AttentionInterface.register(name, DividedAttention(send, count=count))
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:

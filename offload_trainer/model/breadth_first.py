@@ -21,21 +21,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, local
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.loss import CausalLoss
 
 Saving = Callable[[], AbstractContextManager[Any]]
+_HERE = local()  # has the attribute `micro_batch` in a thread of one
 
 
 class BreadthFirst:
@@ -47,19 +47,12 @@ class BreadthFirst:
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
         """
         self._loss, self._saving = loss, saving
-        self._running: _MicroBatch | None = None  # the micro-batch whose thread runs
         self._active: list[_MicroBatch] = []
         self._blocks: int | None = None  # blocks that a micro-batch passes through, once one has
         for module in loss.model.modules():
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
             if checkpoint is not None:
-                setattr(module, "_gradient_checkpointing_func", partial(self._block, module, checkpoint))  # noqa: B010
-
-    def _block(self, module: nn.Module, checkpoint: Callable[..., Any], *args: Any, **words: Any) -> Any:
-        if self._running is None:
-            return checkpoint(*args, **words)
-        # transformers collects router logits through context variables, so the block needs its thread's context.
-        return self._running.ask(module, partial(copy_context().run, checkpoint, *args, **words))
+                setattr(module, "_gradient_checkpointing_func", partial(_block, module, checkpoint))  # noqa: B010
 
     @contextmanager
     def step(self, batches: Sequence[tuple[Any, ...]]) -> Iterator[None]:
@@ -80,15 +73,13 @@ class BreadthFirst:
                 torch.manual_seed(seed)
             return self._loss.run(inputs, positions)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
     def forward(self) -> None:
         """Run all micro-batches through all blocks."""
         number = 0
         while self._blocks is None or number < self._blocks:
             modules = set()
             for one in reversed(self._active):
-                if not self._resume(one):
+                if not one.advance():
                     break
                 modules.add(one.module)
             if not modules:  # the first micro-batch of the first step has ended: it has passed through all blocks
@@ -101,29 +92,14 @@ class BreadthFirst:
                 )
             number += 1
 
-    def _resume(self, one: _MicroBatch) -> bool:
-        """Run a micro-batch through its next block; return False if its body ended instead."""
-        self._running = one
-        try:
-            with one.random():
-                call = one.resume()
-                self._running = None
-                if call is not None:
-                    one.answer = one.cut(call(), block=len(one.cuts))
-        finally:
-            self._running = None
-        return call is not None
-
-    # -- backward -----------------------------------------------------------------------------------------------------
-
     def loss(self, number: int) -> torch.Tensor:
         """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
-        if not one.ended and self._resume(one):
+        if not one.ended and one.advance():
             raise TrainerError("a micro-batch passes through more blocks than the one before it")
         _, targets, _, count, _ = one.batch
         with one.random():
-            return self._loss.of(one.cut_inside(), targets, count)
+            return self._loss.of(one.output(), targets, count)
 
     def backward(self, turn: Callable[[int], None]) -> None:
         """Run the backward of all blocks and of what precedes them, after that of all losses.
@@ -139,56 +115,55 @@ class BreadthFirst:
                     torch.autograd.backward([cut.edge for cut in known], [cut.gradient for cut in known])
 
 
-@dataclass
-class _Cut:
-    """A place where the graph of a micro-batch is cut: the edge to what precedes it, and the gradient for that edge."""
+def _block(module: nn.Module, checkpoint: Callable[..., Any], *args: Any, **words: Any) -> Any:
+    """Run a checkpointed block; in a micro-batch's thread, let the calling thread do that."""
+    one: _MicroBatch | None = getattr(_HERE, "micro_batch", None)
+    if one is None:
+        return checkpoint(*args, **words)
+    # transformers collects router logits through context variables, so the block needs its thread's context.
+    return one.ask(module, partial(copy_context().run, checkpoint, *args, **words))
 
-    edge: GradientEdge
-    block: int  # number of the block that precedes it
-    gradient: torch.Tensor | None = None
 
-
-class _CutFunction(torch.autograd.Function):
-    """The identity, whose backward keeps the gradient in a `_Cut` and goes no further."""
+class _Cut(torch.autograd.Function):
+    """The identity, whose node ends a backward: it keeps the gradient for the edge to the graph that precedes it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor, cut: _Cut) -> torch.Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor, edge: Any, block: int) -> torch.Tensor:
+        ctx.edge, ctx.block, ctx.gradient = edge, block, None  # `block` is the number of the one that precedes it
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
-        cut: _Cut = ctx.cut
-        cut.gradient = gradients[0] if cut.gradient is None else cut.gradient + gradients[0]
-        return None, None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
+        ctx.gradient = gradients[0] if ctx.gradient is None else ctx.gradient + gradients[0]
+        return None, None, None, None
 
 
 class _Abandoned(BaseException):
     """Raised in a paused thread to end it."""
 
 
-@dataclass(eq=False)
 class _MicroBatch:
     """The forward of one micro-batch, in a thread that pauses inside each block, and the cuts of its graph."""
 
-    body: Callable[[], Any]
-    batch: tuple[Any, ...]
-    cuts: list[list[_Cut]] = field(default_factory=list)  # the cuts after each block, by its number
-    module: nn.Module | None = None  # the block that it has passed through last
-    answer: Any = None  # output of `module`, which the thread waits for
-    ended: bool = False
-    _output: Any = None  # what the body has returned
-    _error: BaseException | None = None  # what it has raised
-    _thread: Thread | None = None
-    _asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    _answered: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    _generators: Any = None
+    def __init__(self, body: Callable[[], Any], batch: tuple[Any, ...]) -> None:
+        self.batch = batch
+        self.cuts: list[list[Any]] = []  # nodes of the cuts after each block, by its number
+        self.module: nn.Module | None = None  # the block that it has passed through last
+        self.ended = False
+        self._body = body
+        self._answer: Any = None  # output of `module`, which the thread waits for
+        self._output: Any = None  # what the body has returned
+        self._error: BaseException | None = None  # what it has raised
+        self._thread: Thread | None = None
+        self._asked, self._answered = SimpleQueue[Any](), SimpleQueue[Any]()
+        self._generators: Any = None
 
     # -- in its thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _HERE.micro_batch = self
         try:
-            self._output = self.body()
+            self._output = self._body()
         except _Abandoned:
             return
         except BaseException as error:
@@ -207,21 +182,26 @@ class _MicroBatch:
 
     # -- in the calling thread ----------------------------------------------------------------------------------------
 
-    def resume(self) -> Callable[[], Any] | None:
-        """Run the thread until it reaches a block; return that block's call, or None if the body has ended."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="micro-batch", daemon=True)
-            self._thread.start()
-        else:
-            answer, self.answer = self.answer, None
-            self._answered.put(answer)
-            del answer
-        call: Callable[[], Any] | None = self._asked.get()
-        self.ended = call is None
-        error, self._error = self._error, None  # its frames hold tensors
-        if error is not None:
-            raise error
-        return call
+    def advance(self) -> bool:
+        """Run the thread until it reaches a block, and run that; return False if the body ended instead."""
+        with self.random():
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="micro-batch", daemon=True)
+                self._thread.start()
+            else:
+                answer, self._answer = self._answer, None
+                self._answered.put(answer)
+                del answer
+            call = self._asked.get()
+            self.ended = call is None
+            error, self._error = self._error, None  # its frames hold tensors
+            if error is not None:
+                raise error
+            if call is not None:
+                output = call()
+                self.cuts.append([])
+                self._answer = tree_map_only(torch.Tensor, partial(self._cut, block=len(self.cuts) - 1), output)
+        return not self.ended
 
     @contextmanager
     def random(self) -> Iterator[None]:
@@ -234,13 +214,8 @@ class _MicroBatch:
         on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._generators = torch.get_rng_state(), on_gpu
 
-    def cut(self, output: Any, *, block: int) -> Any:
-        """Return a block's output, cut off its graph."""
-        self.cuts.append([])
-        return tree_map_only(torch.Tensor, partial(self._cut, block=block), output)
-
-    def cut_inside(self) -> Any:
-        """Return the body's output, with tensors from inside the blocks (router logits) cut off their graph."""
+    def output(self) -> Any:
+        """Return the body's output once, with tensors from inside the blocks (router logits) cut off their graph."""
         output, self._output = self._output, None
 
         def each(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,10 +227,9 @@ class _MicroBatch:
     def _cut(self, tensor: torch.Tensor, *, block: int) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        made = _Cut(get_gradient_edge(tensor), block)
-        self.cuts[block].append(made)
         anchor = torch.empty(0, device=tensor.device, requires_grad=True)  # without it the result needs no gradient
-        result: torch.Tensor = _CutFunction.apply(anchor, tensor.detach(), made)
+        result: torch.Tensor = _Cut.apply(anchor, tensor.detach(), get_gradient_edge(tensor), block)
+        self.cuts[block].append(result.grad_fn)
         return result
 
     def close(self) -> None:
@@ -268,14 +242,13 @@ class _MicroBatch:
 
 def _last_cut(tensor: torch.Tensor) -> int:
     """Return the number of the last block that precedes a tensor in its graph, or -1."""
-    seen, left, found = set(), [tensor.grad_fn], -1
+    left: list[Any] = [tensor.grad_fn]
+    seen, found = set(), -1
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        cut = getattr(node, "cut", None)
-        if isinstance(cut, _Cut):
-            found = max(found, cut.block)
-        left += [before for before, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            if getattr(node, "_forward_cls", None) is _Cut:
+                found = max(found, node.block)
+            left += [before for before, _ in node.next_functions]
     return found

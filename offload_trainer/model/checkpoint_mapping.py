@@ -1,7 +1,7 @@
 """Map checkpoint keys and layouts to a model's parameters and back by transformers' conversion rules, group by group.
 
     keys of files       ──loading_groups──>  Group ...  ──convert──>  parameters under the model's names
-    model's parameters  ──saving_groups───>  Group ...  ──convert──>  tensors in the hub's layout
+    model's parameters  ──saved_groups────>  Group ...  ──convert──>  tensors in the hub's layout
 
 transformers has rules for each architecture that rename, merge or split tensors (experts are saved separately and fused
 in the model). It applies them to a whole model. This module converts one group at a time in bounded memory, and tries
@@ -55,10 +55,7 @@ class Group:
 
 
 def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Group], list[str]]:
-    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter.
-
-    `model` may be on the meta device.
-    """
+    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter."""
     renamings, converters = _kinds(get_model_conversion_mapping(model))
     wanted, prefix = dict(model.state_dict()), model.base_model_prefix
     members: dict[str, list[tuple[str, str | None]]] = {}
@@ -74,16 +71,28 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
                 unexpected.append(key)
             else:
                 members.setdefault(name, []).append((key, pattern))
-    groups = [_group(name, found, converters, model, rename=lambda name: name) for name, found in members.items()]
+    groups = [_group(name, found, converters, model) for name, found in members.items()]
     return groups, unexpected
 
 
-def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
-    """Return the groups that convert the model's parameters to what `save_pretrained` would write."""
+def as_they_are(names: Iterable[str]) -> list[Group]:
+    """Return groups that keep each tensor and its name."""
+    return [_group(name, [(name, None)]) for name in names]
+
+
+def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
+    """Return the groups that convert parameters to what `save_pretrained` of a directory's model would write."""
+    if "auto_map" in read_model_config(directory):
+        # transformers has no rules for a model with custom code, and an export must not run that code.
+        return as_they_are(names)
+    model = model_in(directory)
+    # Prefixes that loading removes inside an inner model, such as `vision_model` in LLaVA's CLIP, are those of
+    # checkpoints. Of others it is unknown whether the original weights had them, and transformers reads both forms.
     rules = [
         rule
         for rule in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(rule, PrefixChange) or _is_of_tower(rule)
+        if not isinstance(rule, PrefixChange)
+        or (getattr(rule, "scope_prefix", None) and rule.prefix_to_remove is not None)
     ]
     renamings, converters = _kinds([rule.reverse_transform() for rule in rules[::-1]])
     members: dict[str, list[tuple[str, str | None]]] = {}
@@ -95,32 +104,6 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
         return rename_source_key(name, renamings, [])[0]
 
     return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
-
-
-def _is_of_tower(rule: PrefixChange) -> bool:
-    """Return whether the rule removes a prefix inside an inner model, such as `vision_model` in LLaVA's CLIP.
-
-    Checkpoints have that prefix. Of others it is unknown whether the original weights had them, and transformers reads
-    both forms.
-    """
-    return bool(getattr(rule, "scope_prefix", None)) and rule.prefix_to_remove is not None
-
-
-def as_they_are(names: Iterable[str]) -> list[Group]:
-    """Return groups that keep each tensor and its name."""
-
-    def as_it_is(name: str) -> Group:
-        return Group((name,), lambda read: {name: read(name)})
-
-    return [as_it_is(name) for name in names]
-
-
-def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
-    """Return `saving_groups` for the model that a directory's config.json describes."""
-    if "auto_map" in read_model_config(directory):
-        # transformers has no rules for a model with custom code, and an export must not run that code.
-        return as_they_are(names)
-    return saving_groups(names, model_in(directory))
 
 
 def model_in(directory: Path) -> PreTrainedModel:
@@ -148,11 +131,7 @@ def config_in(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read a model directory's config.json, which may contain Infinity (Mamba's time steps).
-
-    Raises:
-        UserError: the file cannot be read, or names more layers than can be built.
-    """
+    """Read a config.json. Raises UserError if it cannot be read, or names more layers than can be built."""
     path, fix = directory / "config.json", "It is no model's configuration; save or download it again"
     values = read_back(path, dict[str, Any], links=True, fix=fix)
     refuse_endless(values, str(path))
@@ -175,23 +154,23 @@ def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConve
 def _group(
     first: str,
     members: Sequence[tuple[str, str | None]],
-    converters: Sequence[WeightConverter],
-    model: PreTrainedModel,
+    converters: Sequence[WeightConverter] = (),
+    model: PreTrainedModel | None = None,
     *,
-    rename: Callable[[str], str],
+    rename: Callable[[str], str] = str,
 ) -> Group:
     """Build a group; `members` are (source, converter pattern or None), `first` is the first resulting name."""
     sources = tuple(source for source, _ in members)
-    patterns = [pattern for _, pattern in members if pattern is not None]
-    if not patterns:
+    used = next((pattern for _, pattern in members if pattern is not None), None)
+    if used is None:
         return Group(sources, lambda read: {rename(first): read(sources[0])})
-    converter = next(c for c in reversed(converters) if patterns[0] in c.source_patterns)
+    converter = next(c for c in reversed(converters) if used in c.source_patterns)
 
     def convert(read: Read) -> dict[str, torch.Tensor]:
         rule = copy.deepcopy(converter)  # a converter accumulates state
         for source, pattern in members:
             rule.add_tensor(first, source, pattern, read(source))
-        made = rule.convert(first, model=model, config=model.config)
+        made = rule.convert(first, model=model, config=getattr(model, "config", None))
         return {rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     return Group(sources, convert)

@@ -32,11 +32,8 @@ _TOKENS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_q
 
 
 def class_names(config: Any) -> tuple[str | None, str | None]:
-    """Return the names of transformers' image-text class and causal language model for a configuration.
-
-    They are None if there is no such class, and for a model whose repository has Python code.
-    """
-    if not type(config).__module__.startswith("transformers."):
+    """Return the names of transformers' image-text class and causal language model for a configuration, or None."""
+    if not type(config).__module__.startswith("transformers."):  # code in the model's repository
         return None, None
     mappings = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     found = (mapping.get(type(config), None) for mapping in mappings)
@@ -46,10 +43,7 @@ def class_names(config: Any) -> tuple[str | None, str | None]:
 
 
 def auto_class(config: Any) -> Any:
-    """Return AutoModelForImageTextToText or AutoModelForCausalLM.
-
-    A configuration of both is an image-text model if its `architectures` name that class.
-    """
+    """Return AutoModelForImageTextToText or AutoModelForCausalLM; of both, the one that its `architectures` name."""
     image, text = class_names(config)
     named = getattr(config, "architectures", None) or ()
     return AutoModelForImageTextToText if image and (not text or image in named) else AutoModelForCausalLM
@@ -135,21 +129,17 @@ def _units(model: PreTrainedModel, weights: Sequence[Weight], order: Order | Non
     if order is not None:
         text = {*order.forward, *order.backward}
         return tuple(unit for unit in units if unit not in text)
-    every = {id(parameter) for parameter in model.parameters()}
-    decoder, encoder = (
-        {id(parameter) for parameter in part.parameters()}
-        for part in (model.get_decoder(), model.get_encoder(modality="image"))
-    )
+    parts = model, model.get_decoder(), model.get_encoder(modality="image")
+    every, decoder, encoder = (set(part.parameters()) for part in parts)
     ends = [model.get_output_embeddings()]
     with suppress(NotImplementedError):  # transformers does not find those inside some decoders (PP-FormulaNet)
         ends.append(model.get_input_embeddings())
-    text_alone = {id(parameter) for part in ends if part is not None for parameter in part.parameters()}
+    text_alone = {parameter for part in ends if part is not None for parameter in part.parameters()}
     inside = every - decoder - text_alone
     if model.config.is_encoder_decoder or not inside:
         inside = encoder - text_alone if encoder < every else set()
-    unit_of = {weight.name: weight.unit for weight in weights}
-    found = {unit_of[name] for name, parameter in model.named_parameters() if id(parameter) in inside}
-    return tuple(unit for unit in units if unit in found)
+    found = {name for name, parameter in model.named_parameters() if parameter in inside}
+    return tuple(dict.fromkeys(weight.unit for weight in weights if weight.name in found))
 
 
 def _eager_heads(block: nn.Module) -> int:

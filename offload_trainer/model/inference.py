@@ -1,7 +1,7 @@
 """Text generation with saved weights on the CPU.
 
-empty_model ── set_weight for each ─┐
-            └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
+empty_model ── all weights set ─┐
+            └─ read_as_called ──┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
 """
 
 from __future__ import annotations
@@ -80,30 +80,18 @@ def empty_model(directory: Path) -> Any:
     return model.eval()
 
 
-def set_weight(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set the value of a parameter."""
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+def read_as_called(model: nn.Module, names: Container[str], read: Callable[[str], torch.Tensor]) -> None:
+    """Read each module's weights before its call, a tied one by its name in `names`, and release them afterwards."""
+    name_of = {weight: name for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
 
+    def fetch(module: nn.Module, _: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            weight.data = read(name_of[weight]).float()
 
-def read_as_called(model: Any, names: Container[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Read each module's weights before it is called and release them afterwards.
+    def release(module: nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            weight.data = torch.full((), torch.nan).expand(weight.shape)
 
-    A tied weight that is not in `names` is read by the name that it is tied to.
-    """
-    ties = model.all_tied_weights_keys
-    for path, module in model.named_modules():
-        empty = {key: value for key, value in module._parameters.items() if value is not None}
-        held = {key: f"{path}.{key}".lstrip(".") for key in empty}
-        wanted = {key: name if name in names else ties.get(name, name) for key, name in held.items()}
-
-        def fetch(module: nn.Module, _: Any, wanted: dict[str, str] = wanted) -> None:
-            for key, name in wanted.items():
-                module._parameters[key] = nn.Parameter(read(name).float(), requires_grad=False)
-
-        def let_go(module: nn.Module, *_: Any, empty: dict[str, Any] = empty) -> None:
-            module._parameters |= empty
-
-        if wanted:
-            module.register_forward_pre_hook(fetch)
-            module.register_forward_hook(let_go, always_call=True)
+    for module in model.modules():
+        module.register_forward_pre_hook(fetch)
+        module.register_forward_hook(release, always_call=True)

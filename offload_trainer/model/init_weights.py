@@ -88,10 +88,7 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map every parameter name to the first name of the same parameter.
-
-    The first name may be the one that transformers lists as tied, if a head is registered before its body.
-    """
+    """Map every parameter name to the first registered name of the same parameter, which may be the tied one."""
     firsts = {parameter: name for name, parameter in model.named_parameters()}
     return {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -99,8 +96,7 @@ def first_names(model: PreTrainedModel) -> dict[str, str]:
 def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) -> Iterator[NamedTensor]:
     """Yield each parameter's name and initial value (fp32, on the CPU); tied parameters once.
 
-    Raises:
-        TrainerError: the architecture leaves weights to constructors, or initialises weights outside their block.
+    Raises TrainerError if the architecture leaves weights to constructors, or initialises weights outside their block.
     """
     state = torch.Generator().manual_seed(seed).get_state()
 
@@ -139,10 +135,7 @@ Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
 def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iterator[Unit]:
-    """Yield units in transformers' order of initialisation (children first); each has memory while it is yielded.
-
-    `skip` holds inner models that have been initialised already.
-    """
+    """Yield units but those in `skip` in transformers' order (children first); each has memory while it is yielded."""
     blocks = tuple(model._no_split_modules or ())
 
     def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[Unit]:
@@ -171,14 +164,11 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
 
 def _give_memory(module: nn.Module) -> None:
-    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers.
-
-    torch's norms start with the ones and zeros of their constructors, which some models do not overwrite.
-    """
+    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers."""
     module.to_empty(device="cpu", recurse=False)
     for parameter in module.parameters(recurse=False):
         parameter.detach().fill_(torch.nan)
-    if isinstance(module, _NORMS):
+    if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
         module.reset_parameters()
 
 

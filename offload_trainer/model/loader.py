@@ -39,12 +39,7 @@ from offload_trainer.model.init_weights import (
 )
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
-from offload_trainer.model.pretrained import (
-    OpenedWeights,
-    match_weights,
-    opened_weights,
-    persistent_buffers,
-)
+from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiled_mlp import tile
@@ -121,24 +116,14 @@ class ModelSource:
     ) -> CausalLoss:
         """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
 
-        Args:
-            dtype: dtype of the parameters.
-            context: surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`).
-            reentrant: use torch's reentrant variant of checkpointing.
-            offload: transformers moves checkpointed inputs to host memory, on the compute stream.
-            checkpointed: number of the first blocks that are checkpointed; None: as the model's section says.
-            mlp_chunk: number of tokens that pass through an MLP at a time; 0 for all.
-
-        Frozen parameters and activation checkpointing are configured, and weights are tied.
+        `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`). `reentrant`: torch's
+        reentrant checkpointing; `offload`: transformers moves its inputs to host memory, on the compute stream;
+        `checkpointed`: number of the first blocks that are checkpointed, None as the section says. `mlp_chunk`: tokens
+        that pass through an MLP at a time, 0 for all. Frozen parameters are set, and weights are tied.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
-        with context or nullcontext(), no_init_weights():
-            model = auto_class(self.config).from_config(
-                copy.deepcopy(self.config),
-                dtype=dtype,
-                trust_remote_code=self.section.trust_remote_code,
-            )
+        model = self._module(context or nullcontext(), dtype=dtype)
         model.tie_weights()
         if hasattr(model.config, "rescale_every"):
             # outside training RWKV would divide its weights in place, to avoid fp16 overflow
@@ -168,11 +153,15 @@ class ModelSource:
             tile(model.get_submodule(name), chunk=mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
+    def _module(self, context: AbstractContextManager[Any], **words: Any) -> Any:
+        config = copy.deepcopy(self.config)
+        with context, no_init_weights():
+            return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code, **words)
+
     def weights(self) -> Iterator[NamedTensor]:
         """Yield (name, CPU tensor) for every parameter, tied ones once; random weights are fp32."""
         if self.random:
-            trusted = self.section.trust_remote_code
-            yield from initial_weights(self.config, seed=self.seed, trust_remote_code=trusted)
+            yield from initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
             return
         with self.opened() as found:
             yield from found.weights()
@@ -183,13 +172,8 @@ class ModelSource:
         return opened_weights(self.directory, self.meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
-
-        Buffers that are saved with the weights are read from the files.
-        """
-        small = copy.deepcopy(self.config)
-        with no_init_weights(), parameters_without_memory():
-            model = auto_class(small).from_config(small, trust_remote_code=self.section.trust_remote_code)
+        """Return the buffers as transformers computes them, or as they are saved with the weights."""
+        model = self._module(parameters_without_memory())
         computed = dict(model.named_buffers())
         if not self.random and self.directory is not None and persistent_buffers(model):
             with self.opened() as found:
@@ -202,10 +186,8 @@ class ModelSource:
 
 
 def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool = False) -> None:
-    """Checkpoint each block, so that it keeps only its inputs.
-
-    transformers renamed the method after 5.17 and supports `offload` from 5.17 on.
-    """
+    """Checkpoint each block, so that it keeps only its inputs; transformers supports `offload` from 5.17 on."""
+    # The method was renamed after 5.17.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
@@ -265,7 +247,8 @@ def resolve_model(
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
-        notes = match_weights(directory, model).notes
+        with opened_weights(directory, model) as found:
+            notes = found.notes
     shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
     return ModelSource(
         config=config,
@@ -323,10 +306,7 @@ def _content(config: Any) -> dict[str, Any]:
 
 
 def _with_old_keys(values: dict[str, Any]) -> Any:
-    """Return an object of a config.json with the keys that transformers 4 and llama.cpp read.
-
-    Of layers with different rotary embeddings, these are the values of full attention, and the base of the others.
-    """
+    """Return an object of a config.json with the keys that transformers 4 and llama.cpp read, too."""
     if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
         return float(values["__float__"])
     values = {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
@@ -335,7 +315,7 @@ def _with_old_keys(values: dict[str, Any]) -> Any:
         values["torch_dtype"] = values["dtype"]
     if kind == "gpt2" and "n_positions" in values:
         values["n_ctx"] = values["n_positions"]
-    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
+    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope  # other layers have a base of their own
     if "rope_theta" not in full:
         return values
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}

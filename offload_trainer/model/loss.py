@@ -45,10 +45,7 @@ class _Given(nn.Module):
 
 
 def body_of(model: PreTrainedModel) -> str | None:
-    """Return the attribute that holds the model without its head, or None if there is no body or no head.
-
-    This is transformers' `base_model_prefix`, or the only inner model.
-    """
+    """Return the attribute that holds the model without its head (the only inner model, if not named), or None."""
     if model.get_output_embeddings() is None:
         return None
     if model.base_model_prefix in model._modules:
@@ -172,10 +169,7 @@ class CausalLoss(nn.Module):
             return self.model.forward(input_ids=ids, use_cache=False).logits[0]
 
     def _added(self, output: Any) -> torch.Tensor:
-        """Return what the model's forward adds to the cross-entropy: the routers' loss times its coefficient.
-
-        The forward gets labels and the body's output for a single token.
-        """
+        """Return what the model's forward adds, for one token, to the cross-entropy: the routers' loss, weighted."""
         one = output.last_hidden_state[:1, :1]
         ids = torch.zeros((1, 1), dtype=torch.int64, device=one.device)
         given = type(output)(last_hidden_state=one, router_logits=output.router_logits)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from offload_trainer.model.tiled_mlp import Tiled, zeros
 from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.plan.shape import Order, unit_of
 
-Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
 _MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
 PIECE = "piece"  # name of the mark where a piece begins; the next mark is where it ends
@@ -36,7 +35,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, workspace: bool) -> torch.Tensor:
         if mask is not None and mask.dtype is torch.bool:
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        output = _as_query(query, value.shape[-1])
+        # It has the query's memory order, like that of flash attention. If heads are the outer dimension in memory, as
+        # after a `cat`, the next operation copies the output, and both stay.
+        heads_inside, width = query.stride(1) < query.stride(2), value.shape[-1]
+        output = _heads_inside(query, width) if heads_inside else query.new_empty(*query.shape[:-1], width)
         ctx.workspace = workspace
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
@@ -51,15 +53,6 @@ class _Attention(torch.autograd.Function):
         found = [_heads_inside(x) if x.requires_grad else None for x in (query, key, value)]
         del work
         return *found, None, None
-
-
-def _as_query(query: torch.Tensor, width: int) -> torch.Tensor:
-    """Return an empty [rows, heads, tokens, width] in the query's memory order, like the output of flash attention.
-
-    If heads are the outer dimension in memory, as after a `cat`, the next operation copies the output, and both stay.
-    """
-    inside = query.stride(1) < query.stride(2)
-    return _heads_inside(query, width) if inside else query.new_empty(*query.shape[:-1], width)
 
 
 def _heads_inside(like: torch.Tensor, width: int | None = None) -> torch.Tensor:
@@ -84,10 +77,9 @@ class Gradient(torch.autograd.Function):
 class Kernels(TorchFunctionMode):
     """Replace operations whose kernels on the device hold other memory than torch's meta implementation."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, *, gpu: bool) -> None:
         super().__init__()
-        self._gpu = kind == "gpu"
-        self.differs = False  # becomes true if the other kind of device would hold different memory
+        self._gpu, self.differs = gpu, False  # becomes true if the other kind of device would hold different memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -52,25 +52,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2, chunk: int = _CHUNK) -> ModelShape:
-    """Return the shape of transformers' GPT2LMHeadModel with tied embeddings, parameters in its order.
-
-    `item_bytes` is the size of an activation in bytes; `chunk` is `model.loss_chunk`.
-    """
+    """Return the shape of transformers' tied GPT2LMHeadModel, with activations of `item_bytes` a number."""
     hidden, layers = config["n_embd"], config["n_layer"]
-    block: dict[str, tuple[int, ...]] = {
-        "ln_1.weight": (hidden,),
-        "ln_1.bias": (hidden,),
-        "attn.c_attn.weight": (hidden, 3 * hidden),
-        "attn.c_attn.bias": (3 * hidden,),
-        "attn.c_proj.weight": (hidden, hidden),
-        "attn.c_proj.bias": (hidden,),
-        "ln_2.weight": (hidden,),
-        "ln_2.bias": (hidden,),
-        "mlp.c_fc.weight": (hidden, 4 * hidden),
-        "mlp.c_fc.bias": (4 * hidden,),
-        "mlp.c_proj.weight": (4 * hidden, hidden),
-        "mlp.c_proj.bias": (hidden,),
+    modules: dict[str, tuple[int, ...]] = {
+        "ln_1": (hidden,),
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "ln_2": (hidden,),
+        "mlp.c_fc": (hidden, 4 * hidden),
+        "mlp.c_proj": (4 * hidden, hidden),
     }
+    block = {f"{name}.{leaf}": size for name, s in modules.items() for leaf, size in (("weight", s), ("bias", s[-1:]))}
     weights = [
         Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte", uses=2),
         Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe", products=0.0),

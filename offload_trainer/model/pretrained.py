@@ -23,7 +23,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import Group, loading_groups
 from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
 from offload_trainer.safe_files import FileName, is_there, lenient_record, read_back, shown
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, describe_invalid_values
+from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 5  # number of keys named in a note
@@ -65,37 +65,16 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _Match:
-    """The assignment of tensors in files to a model's parameters and buffers."""
-
-    places: dict[str, Path]  # the file of each key
-    groups: list[tuple[Group, list[str]]]  # each with the names of the parameters that it sets
-    names: dict[str, str]  # name that a group produces -> parameter that it sets; other results are not used
-    notes: list[str]  # sentences for the plan on what is not read
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
-    return {
-        f"{owner}.{leaf}" if owner else leaf: buffer
-        for owner, module in model.named_modules()
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
-    }
-
-
-@dataclass(frozen=True)
 class OpenedWeights:
-    """Open weight files of a model: parameters and saved buffers in their files' dtypes.
-
-    They can be read repeatedly and in any order.
-    """
+    """Open weight files: parameters and saved buffers in their files' dtypes, readable repeatedly and in any order."""
 
     directory: Path
     parameters: Set[str]  # names; tied parameters have one
     buffers: Set[str]  # names of buffers that are saved with the weights
-    match: _Match
-    files: Mapping[Path, TensorFileReader]
+    notes: list[str]  # sentences for the plan on what is not read
+    files: Mapping[str, TensorFileReader]  # the file of each key
+    # Each with the names of the parameters and buffers that it sets, by the names of its results; others are not used.
+    groups: Sequence[tuple[Group, Mapping[str, str]]]
 
     def weights(self) -> Iterator[NamedTensor]:
         """Yield every parameter. Raises UserError for a weight with a NaN or an infinity."""
@@ -106,112 +85,99 @@ class OpenedWeights:
 
     def order(self) -> list[str]:
         """Return the names in the order of `weights`."""
-        return [name for _, names in self.match.groups for name in names if name in self.parameters]
+        return [name for _, names in self.groups for name in names.values() if name in self.parameters]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
         """Yield the tensors in `wanted` in the order of the files' keys.
 
         A group of tensors that is merged or split is read once.
         """
-        for group, names in self.match.groups:
-            if not wanted.isdisjoint(names):
-                yield from ((name, tensor) for name, tensor in self._made(group) if name in wanted)
+        for group, names in self.groups:
+            if not wanted.isdisjoint(names.values()):
+                made = group.convert(lambda key: self.files[key].read(key))
+                yield from ((name, made.pop(given)) for given, name in names.items() if name in wanted)
+                made.clear()  # before the next group is read
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor by its name in the model."""
-        group = next(group for group, names in self.match.groups if name in names)
-        return next(tensor for made, tensor in self._made(group) if made == name)
-
-    def _made(self, group: Group) -> Iterator[NamedTensor]:
-        made = group.convert(lambda key: self.files[self.match.places[key]].read(key))
-        return ((self.match.names[given], tensor) for given, tensor in made.items() if given in self.match.names)
+        return next(tensor for _, tensor in self.each({name}))
 
 
 @contextmanager
 def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWeights]:
     """Open a directory's weights under the names of `model`, which may be on the meta device.
 
-    Raises UserError for weights that do not fit.
+    Raises UserError naming all weights that do not fit, before any data is read.
     """
-    match = match_weights(directory, model)
-    parameters = {name for name, _ in model.named_parameters()}
-    # A buffer of two modules is saved under one name.
-    buffers = {name for name, _ in model.named_buffers()} & persistent_buffers(model).keys()
+    paths = checkpoint_files(directory, getattr(model.config, "transformers_weights", None))
     with ExitStack() as stack:
-        files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
-        yield OpenedWeights(directory, parameters, buffers, match, files)
-
-
-def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
-    """Read the files' headers and match keys to parameters. Raises UserError naming all that does not fit."""
-    entries: dict[str, TensorEntry] = {}
-    places: dict[str, Path] = {}
-    files = checkpoint_files(directory, getattr(model.config, "transformers_weights", None))
-    for path in files:
-        with TensorFileReader(path) as file:
-            entries |= file.entries
-            places |= dict.fromkeys(file.entries, path)
-    shapes = {key: entry.shape for key, entry in entries.items()}
-    groups, unexpected = loading_groups(list(shapes), model)
-    buffers = persistent_buffers(model)
-    kept = dict(model.named_parameters()) | buffers
-    expected = {name: tuple(tensor.shape) for name, tensor in kept.items()}
-    made = [group.shapes(shapes) for group in groups]
-    given = {name: shape for each in made for name, shape in each.items()}
-    names = {name: name for name in given if name in expected}
-    names |= {
-        other: name
-        for other, name in first_names(model).items()
-        if other in given and name in expected and name not in given
-    }
-    misshapen = [
-        f"{name} is {given[other]}, the model wants {expected[name]}"
-        for other, name in names.items()
-        if given[other] != expected[name]
-    ]
-    unused = _reported(unexpected, model)
-    read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
-    quantised = [key for key in read if not entries[key].dtype.is_floating_point]
-    if getattr(model.config, "quantization_config", None):
-        quantised += unused
-    problems = {
-        "missing": [name for name in expected if name not in names.values()],
-        "misshapen": misshapen,
-        "quantised, which is not read here": quantised,
-    }
-    if any(problems.values()):
-        problems["unexpected"] = unused
-        lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
-        raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
-    _refuse_other_heads(directory, model, given=set(given), places=places)
-    sets = [[names[name] for name in each if name in names] for each in made]
-    notes = []
-    if files == [directory / SINGLE] and is_there(directory / INDEX):
-        notes.append(f"weights: from {SINGLE}, as in transformers; the shards of {INDEX} are not read")
-    if unused:
-        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
-        listing = ", ".join(shown(key) for key in unused[:_NAMED])
-        notes.append(
-            f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are not read, as in "
-            f"transformers, nor exported: {listing}{more}"
-        )
-    return _Match(places, [(group, each) for group, each in zip(groups, sets, strict=True) if each], names, notes)
-
-
-def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[str], places: dict[str, Path]) -> None:
-    """Raise UserError if a tied weight is present under both names with different values.
-
-    transformers would not tie the two.
-    """
-    for other, name in model.all_tied_weights_keys.items():
-        if not {other, name} <= given or not {other, name} <= places.keys():
-            continue
-        with TensorFileReader(places[other]) as one, TensorFileReader(places[name]) as two:
-            if not one.same(other, two, name):
+        files: dict[str, TensorFileReader] = {}
+        for path in paths:
+            file = stack.enter_context(TensorFileReader(path))
+            files |= dict.fromkeys(file.entries, file)
+        groups, unexpected = loading_groups(list(files), model)
+        shapes = {key: file.entries[key].shape for key, file in files.items()}
+        made = [group.shapes(shapes) for group in groups]
+        given = {name: shape for each in made for name, shape in each.items()}
+        parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
+        expected = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
+        names = {name: name for name in given if name in expected}
+        names |= {
+            other: name
+            for other, name in first_names(model).items()
+            if other in given and name in expected and name not in given
+        }
+        misshapen = [
+            f"{name} is {given[other]}, the model wants {expected[name]}"
+            for other, name in names.items()
+            if given[other] != expected[name]
+        ]
+        unused = _reported(unexpected, model)
+        read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
+        quantised = [key for key in read if not files[key].entries[key].dtype.is_floating_point]
+        if getattr(model.config, "quantization_config", None):
+            quantised += unused
+        problems = {
+            "missing": [name for name in expected if name not in names.values()],
+            "misshapen": misshapen,
+            "quantised, which is not read here": quantised,
+        }
+        if any(problems.values()):
+            problems["unexpected"] = unused
+            lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
+            raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
+        for other, name in model.all_tied_weights_keys.items():  # transformers would not tie two of different values
+            both = {other, name} <= given.keys() & files.keys()
+            if both and not files[other].same(other, files[name], name):
                 raise UserError(
                     f"{directory}: {other} and {name} hold different values, and config.json ties them; set "
                     "tie_word_embeddings to false there to train both"
                 )
+        notes = []
+        if paths == [directory / SINGLE] and is_there(directory / INDEX):
+            notes.append(f"weights: from {SINGLE}, as in transformers; the shards of {INDEX} are not read")
+        if unused:
+            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+            listing = ", ".join(shown(key) for key in unused[:_NAMED])
+            notes.append(
+                f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are not read, as in "
+                f"transformers, nor exported: {listing}{more}"
+            )
+        # A buffer of two modules is saved under one name.
+        saved = {name for name, _ in model.named_buffers()} & buffers.keys()
+        sets = [{one: names[one] for one in each if one in names} for each in made]
+        wanted = [(group, each) for group, each in zip(groups, sets, strict=True) if each]
+        yield OpenedWeights(directory, parameters.keys(), saved, notes, files, wanted)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
+    return {
+        f"{owner}.{leaf}" if owner else leaf: buffer
+        for owner, module in model.named_modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }
 
 
 def _reported(keys: Sequence[str], model: PreTrainedModel) -> list[str]:

@@ -184,10 +184,7 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
 
 
 def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters of more than one dimension that get no weight decay.
-
-    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
-    """
+    """Return the biases, parts of norms and decays of Mamba that are no vectors, which get no weight decay."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
     names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
@@ -234,10 +231,7 @@ def products_of(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.Parameter, *, active: int) -> float:
-    """Return the share of a module's weight that one token is multiplied with.
-
-    It is below 1 for experts, whether they are in one tensor or in separate modules.
-    """
+    """Return the share of a module's weight that one token is multiplied with, below 1 for experts."""
     if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
         # Experts whose forward does not receive the router's choice compute every expert for every token.
         gets_choice = len(inspect.signature(type(module).forward).parameters) > 2

@@ -16,8 +16,7 @@ finds the modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiled: Tiled, kept: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.tiled, ctx.kept, ctx.weights = tiled, kept, weights
-        ctx.chance = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        ctx.on_cpu, ctx.on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         return tiled.outputs(x)
 
     @staticmethod
@@ -111,14 +110,14 @@ class _Pieces(torch.autograd.Function):
         (x,), needed, weights = ctx.kept.saved_tensors, ctx.needs_input_grad[2], ctx.weights
         ctx.kept = None  # otherwise the input would stay in memory as long as the graph
         back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-        with _drawn_again(ctx.chance, x):
+        with torch.random.fork_rng(devices=[x.device] if ctx.on_gpu is not None else []):
+            torch.set_rng_state(ctx.on_cpu)  # draw as the forward did
+            if ctx.on_gpu is not None:
+                torch.cuda.set_rng_state(ctx.on_gpu, x.device)
             sums = ctx.tiled.gradients(x, gradients[0], back, weights)
-        return None, None, back, *_rounded(sums, weights)
-
-
-def _rounded(sums: list[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the sums in their weights' dtypes, and empty the list to free each one early."""
-    return [None if (one := sums.pop(0)) is None else one.to(weight.dtype) for weight in weights]
+        # Each sum is freed when it has been rounded.
+        rounded = [None if (one := sums.pop(0)) is None else one.to(weight.dtype) for weight in weights]
+        return None, None, back, *rounded
 
 
 def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
@@ -134,14 +133,3 @@ def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> N
 def zeros(like: torch.Tensor) -> torch.Tensor:
     """Return a zero sum for gradients like this one, of at least fp32."""
     return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-
-
-@contextmanager
-def _drawn_again(chance: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> Iterator[None]:
-    """Restore the forward's RNG states of CPU and GPU inside the context, and the current ones after it."""
-    on_cpu, on_gpu = chance
-    with torch.random.fork_rng(devices=[x.device] if on_gpu is not None else []):
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, x.device)
-        yield

@@ -36,12 +36,24 @@ class Small:
 
 
 def save(
-    output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, growing: Sequence[Path] = ()
+    output: Path,
+    step: int,
+    *,
+    engine: Any = None,
+    keep: int = 2,
+    say: Callable[[str], None] = print,
+    growing: Sequence[Path] = (),
 ) -> Path:
-    """Save a checkpoint of no engine in run directory `output`; return the checkpoint's directory."""
-    (output / "model").mkdir(exist_ok=True, parents=True)
-    (output / "model" / "config.json").write_text("{}")
-    return _saved(Small(), output, step, run={"config": {}}, keep=keep, say=say, growing=growing)
+    """Save a checkpoint of `engine`, or of none, in the run directory `output`; return the checkpoint's directory."""
+    if engine is None:
+        engine = Small()
+        (output / "model").mkdir(exist_ok=True, parents=True)
+        (output / "model" / "config.json").write_text("{}")
+    record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
+    root = output / "checkpoints"
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
+        checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))
+    return root / f"step-{step:08d}"
 
 
 def checkpoint_of(engine: Any, model: Path, output: Path, *, step: int = 0) -> Path:
@@ -50,7 +62,7 @@ def checkpoint_of(engine: Any, model: Path, output: Path, *, step: int = 0) -> P
     source = resolve_model(ModelSection(name=str(model), attention="eager", random_init=scratch), seed=0)
     (output / "model").mkdir(parents=True, exist_ok=True)
     save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
-    _saved(engine, output, step)
+    save(output, step, engine=engine)
     return output
 
 
@@ -70,20 +82,3 @@ def exported(given: Path, place: Path, *, dtype: str) -> Path:
     )
     write_model(whole.with_buffers(), place / dtype, dtype=dtype)
     return place / dtype
-
-
-def _saved(
-    engine: Any,
-    output: Path,
-    step: int,
-    *,
-    run: dict[str, Any] | None = None,
-    keep: int = 2,
-    say: Callable[[str], None] = print,
-    growing: Sequence[Path] = (),
-) -> Path:
-    record = RunRecord(identity={}, layout={}, run=run or {"config": {}}, model=output / "model")
-    root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
-        checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))
-    return root / f"step-{step:08d}"

@@ -12,7 +12,6 @@ import torch
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
     Gemma3TextConfig,
@@ -28,6 +27,7 @@ from offload_trainer.data.rows import IGNORED, Batch, RowReader
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import DividedAttention
+from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes import rows
@@ -181,16 +181,9 @@ UNDIVIDED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
-def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    config = copy.deepcopy(config)
-    config._attn_implementation = None
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 @pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
 def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_meta(kind(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=16))
+    model = meta_model(kind(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=16))
     refuse_pieces(model)
     monkeypatch.setattr(DividedAttention, "_seen", lambda *_: None)
     with pytest.raises(UserError, match="in 2 pieces"):
@@ -199,19 +192,19 @@ def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkey
 
 @pytest.mark.parametrize("name", CUT)
 def test_models_that_mix_tokens_only_in_attention_can_be_divided(name: str) -> None:
-    refuse_pieces(on_meta(ARCHITECTURES[name]))
+    refuse_pieces(meta_model(ARCHITECTURES[name]))
 
 
 @pytest.mark.parametrize("name", UNDIVIDED)
 def test_other_models_are_refused_by_name(name: str) -> None:
     config, told = UNDIVIDED[name]
-    model = on_meta(config)
+    model = meta_model(config)
     with pytest.raises(UserError, match=f"parallel.sequence: .*{type(model).__name__}.*{told}"):
         refuse_pieces(model)
 
 
 def test_the_routers_loss_is_refused() -> None:
-    model = on_meta(ARCHITECTURES["mixtral, experts"])
+    model = meta_model(ARCHITECTURES["mixtral, experts"])
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="set it to false"):
         refuse_pieces(model)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import late_engine
+from engine_bench import batches, engine, model_directory, train
 from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from offload_trainer.config import ModelSection
-from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.probes.blocks import tileable, with_tiles
+from offload_trainer.model.probes.blocks import tileable
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.offloading.device import CpuDevice
@@ -186,43 +182,7 @@ def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
         assert bool(tileable(model)[0]) != asked
 
 
-# -- in the engines ---------------------------------------------------------------------------------------------------
-
-
-BUFFERS = "tiered.weight_buffers=2"
-HOMES = {
-    "in RAM": ["--params", "cpu", "model.activation_checkpointing=off"],
-    "in RAM, one block recomputed": ["--params", "cpu", "model.activation_checkpointing=1"],
-    "drive": ["--params", "nvme", "placement.gradients=nvme", "model.activation_checkpointing=on"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_no_placement_changes_a_bit_and_losses_are_those_of_whole_rows(name: str, tmp_path: Path) -> None:
-    """Two micro-batches a step, with and without checkpointing, and late transfers out of order."""
-    model = model_directory(tmp_path / name, name)
-    words = ["--accumulate", "2", "model.dtype=fp32"]
-    with engine(model, *words, *REFERENCE) as whole:
-        expected = train(whole, batches(4), accumulate=2)
-        weights = masters(whole)
-    words += ["model.mlp_chunk=7"]
-    with engine(model, *words, *REFERENCE) as plain:
-        assert len(plain._module.model.model.layers[0].mlp.forward.pieces(torch.zeros(2, 24, 4))) == 7
-        tiled = train(plain, batches(4), accumulate=2)
-        bits = masters(plain)
-    assert torch.allclose(torch.tensor(tiled), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-    assert all(float((bits[one] - weights[one]).abs().mean()) < 1e-4 for one in weights)
-    # Activations of grouped experts are not counted in fp32, so all blocks or none are checkpointed.
-    homes = {home: more for home, more in HOMES.items() if name != "mixtral" or "one block" not in home}
-    for home, more in homes.items():
-        (tmp_path / home).mkdir()
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            late_engine(patch, model, *words, *more, BUFFERS, drives=[tmp_path / home]) as ours,
-        ):
-            assert train(ours, batches(4), accumulate=2) == tiled, home
-            assert_same(masters(ours), bits)
+# -- in the engine; tests/offload/test_pairs.py compares its bits in all placements ------------------------------------
 
 
 class Fetching(CpuDevice):
@@ -237,28 +197,11 @@ class Fetching(CpuDevice):
 
 def test_a_piece_fetches_no_weights_again(tmp_path: Path) -> None:
     model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
+    always = ["model.activation_checkpointing=on", "--params", "cpu", "tiered.weight_buffers=2"]
     for chunk in ("off", "5"):
         device = Fetching()
-        words = [f"model.mlp_chunk={chunk}", "model.activation_checkpointing=on", "--params", "cpu"]
-        with engine(model, *words, BUFFERS, device=device) as ours:
+        with engine(model, f"model.mlp_chunk={chunk}", *always, device=device) as ours:
+            assert ("forward" in vars(ours._module.model.model.layers[0].mlp)) == (chunk != "off")
             train(ours, batches(3))
         counts[chunk] = device.fetched
     assert counts["off"] == counts["5"] > 3 * 5
-
-
-@pytest.mark.slow
-def test_a_source_names_its_tiles_and_counts_their_memory(tmp_path: Path) -> None:
-    given = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
-    given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    opt = resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
-    assert with_tiles(opt) is opt  # its two matrices are not in a separate module
-    source = resolve_model(ModelSection(), seed=0)
-    shape = with_tiles(source).shape
-    assert (source.shape.tiles, shape.tiles[:1], len(shape.tiles)) == ((), ("transformer.h.0.mlp",), 6)
-    assert shape.on_gpu == source.shape.on_gpu
-    whole, tiled = shape.on_gpu.kinds[0], shape.tiled_on_gpu.kinds[0]
-    # The MLP's intermediate tensors, four times as wide, exist for one piece at a time and are not kept.
-    assert whole.kept.token - tiled.kept.token > 4 * 4 * 256
-    assert max(moment.piece for moment in tiled.backward) > 4 * 4 * 256
-    assert all(moment.piece == 0 for moment in whole.backward)

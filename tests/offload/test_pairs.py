@@ -67,6 +67,7 @@ BLOCKS = {
     "inputs on drives": [ON, "model.offload_activations=nvme"],
     "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
     "breadth-first": [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"],
+    "MLPs in pieces": ["model.activation_checkpointing=1", "model.mlp_chunk=7"],
 }
 COLUMNS = {
     "home": [*HOMES],
@@ -79,6 +80,9 @@ IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
     {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
     {"inputs in memory", "gpt2, some frozen"},
+    {"MLPs in pieces", "mixtral, some experts unused"},  # its routers' logits are a loss
+    {"MLPs in pieces", "opt, layers are dropped"},  # its MLP is no module
+    {"MLPs in pieces", "gpt2, some frozen"},
     *({"backward, with shadow memory", home} for home in HOMES if home in ("nothing in RAM", "all on the device")),
 ]
 
@@ -124,6 +128,7 @@ def test_placement_and_schedule_change_no_bit(
     model = model_directory(folder / f"{setting}, {layers}", name, **{"n_layer": layers} | changes)
     stored = "moments" in setting  # they are rounded, with noise for each unit
     same = [BY_MODULE] if BY_MODULE in blocks and stored else []
+    same += [word for word in blocks if "mlp_chunk" in word]
     same += [word for word in blocks if ON_GPU and word.startswith("model.activation_checkpointing")]  # changes bits
     schedule, _, shadows = row["schedule"].partition(", ")
     always = [*words, "--accumulate", str(accumulate)]

@@ -16,11 +16,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ from offload_trainer.model.probes.tiny_model import (
     try_on_tiny_model,
 )
 from offload_trainer.model.shape import block_names
-from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.offloading.autograd import in_backward, keep_weights
 from offload_trainer.plan.shape import Needs
 from offload_trainer.plan.tiered.layout import divided
@@ -119,13 +120,25 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, bool]:
     def runs(kinds: Sequence[Kind]) -> dict[Kind, bool]:
         """Return the kinds, and whether each runs a third time, or {} if the results are not those of whole rows."""
         parts = {module: kind for kind, _, module in inside if kind in kinds}
-        again = dict[Kind, bool]()
+        again, calls, tokens = dict[Kind, bool](), Counter[nn.Module](), Counter[nn.Module]()
         for ids, chunk, whole in trials:
-            try:
-                with _in_pieces(list(parts), chunk) as (calls, tokens):
+            calls.clear()  # in the forward
+            tokens.clear()  # of all pieces
+
+            def note(module: nn.Module, _: Any, output: torch.Tensor, chunk: int = chunk) -> None:
+                if (count := output.shape[:-1].numel()) <= chunk:
+                    tokens[module] += count
+                elif not in_backward():
+                    calls[module] += 1
+
+            with ExitStack() as stack:
+                for module in parts:
+                    stack.callback(module.register_forward_hook(note).remove)
+                    stack.enter_context(patch.object(module, "forward", Tiled(module, chunk)))
+                try:
                     same = _same(whole, _gradients(tiny, ids))
-            except Exception:  # the module has several inputs, or requires a certain row length
-                return {}
+                except Exception:  # the module has several inputs, or requires a certain row length
+                    return {}
             if not same or max(calls.values(), default=0) != 1:
                 return {}
             again = {parts[module]: False for module in calls}
@@ -140,34 +153,11 @@ def _positionwise(tiny: PreTrainedModel) -> dict[Kind, bool]:
     return runs(passed)
 
 
-@contextmanager
-def _in_pieces(modules: Sequence[nn.Module], chunk: int) -> Iterator[tuple[Counter[nn.Module], Counter[nn.Module]]]:
-    """Run the modules on pieces inside the context; count the forward's calls of each, and the tokens of all pieces."""
-    calls, tokens = Counter[nn.Module](), Counter[nn.Module]()
-
-    def note(module: nn.Module, _: Any, output: torch.Tensor) -> None:
-        if (count := output.shape[:-1].numel()) <= chunk:
-            tokens[module] += count
-        elif not in_backward():
-            calls[module] += 1
-
-    hooks = [module.register_forward_hook(note) for module in modules]
-    for module in modules:
-        tile(module, chunk=chunk)
-    try:
-        yield calls, tokens
-    finally:
-        for module, hook in zip(modules, hooks, strict=True):
-            del module.forward
-            hook.remove()
-
-
 def _gradients(tiny: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return the loss and its gradients; zeros for weights that it does not depend on."""
     weights = [weight for weight in tiny.parameters() if weight.requires_grad]
     loss = tiny(input_ids=ids, labels=ids, use_cache=False).loss
-    found = torch.autograd.grad(loss, weights, allow_unused=True)
-    return [loss.detach(), *(torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))]
+    return [loss.detach(), *torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)]
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -181,33 +171,26 @@ def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 
 def with_divided_blocks(source: ModelSource) -> ModelSource:
-    """Return the model with its blocks divided into submodules, or unchanged if no block can be divided."""
-    names, needs = divisible_modules(source.meta())
-    return replace(source, shape=divided(replace(source.shape, divisible=tuple(names), needs=tuple(needs))))
+    """Return the model with its blocks divided into submodules, or unchanged if no block can be divided.
 
-
-def divisible_modules(model: PreTrainedModel) -> tuple[list[str], list[Needs]]:
-    """Return the names of blocks and of modules inside them whose children can be fetched separately, and their order.
-
-    The result is empty if a tiny model of the same kind does not run.
+    A tiny model of its kind shows which can. If that does not run, none can.
     """
+    model = source.meta()
     try:
         proven, orders = try_on_tiny_model(model, _divided)
     except TrialFailed:
-        return [], []
+        proven, orders = set(), {}
     needs = []
     for block in block_names(model):
         shown = orders.get(_block_kind(model, block))
         if shown is not None:  # the order is empty for a tower that text does not pass through
             needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
-    return [name for kind, name, _ in _with_children(model) if kind in proven], needs
+    names = tuple(name for kind, name, _ in _with_children(model) if kind in proven)
+    return replace(source, shape=divided(replace(source.shape, divisible=names, needs=tuple(needs))))
 
 
 def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
-    """Return the kinds of modules whose children can be present one at a time, and each kind of block's order of use.
-
-    The backward includes the recomputation of blocks that are checkpointed. The plan counts fetches by this order.
-    """
+    """Return the modules whose children can be present one at a time, and the order in which a block uses weights."""
     tiny.train()
     trace = _Trace(tiny)
     if tiny.supports_gradient_checkpointing:
@@ -258,14 +241,11 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
-        self.events += [weight for value in given if (weight := self._weight(value)) is not None]
+        self.events += [saved[0] for value in given if (saved := self.reference_of(value))]
         return func(*args, **(kwargs or {}))
 
-    def _weight(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        return self._weights.get(tensor.untyped_storage().data_ptr())
-
     def reference_of(self, tensor: torch.Tensor) -> _Saved | None:
-        weight = self._weight(tensor)
+        weight = self._weights.get(tensor.untyped_storage().data_ptr())
         return None if weight is None else (weight, tensor.detach())
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
@@ -279,9 +259,9 @@ class _Trace(TorchDispatchMode):
         return values
 
 
-def _with_children(model: PreTrainedModel) -> list[tuple[Kind, str, nn.Module]]:
-    """Return (kind, name, module) of blocks and of modules inside blocks that have children with weights."""
-    return [found for found in modules_in_blocks(model) if _children(found[2])]
+def _with_children(model: PreTrainedModel) -> Iterator[tuple[Kind, str, nn.Module]]:
+    """Yield (kind, name, module) of blocks and of modules inside blocks that have children with weights."""
+    return (found for found in modules_in_blocks(model) if _children(found[2]))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -290,11 +270,13 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 def _separable(tiny: PreTrainedModel, events: Sequence[_Event]) -> set[Kind]:
     """Return the kinds of modules whose children can be present one at a time, alone and together, in this forward."""
-    every, proven = _with_children(tiny), set[Kind]()
-    for kind in dict.fromkeys(kind for kind, _, _ in every):
-        if _one_at_a_time(events, [child for its, _, module in every if its == kind for child in _children(module)]):
-            proven.add(kind)
-    divisible = {module for kind, _, module in every if kind in proven}
+    every = [(kind, module) for kind, _, module in _with_children(tiny)]
+    proven = {
+        kind
+        for kind in {kind for kind, _ in every}
+        if _one_at_a_time(events, [child for its, module in every if its == kind for child in _children(module)])
+    }
+    divisible = {module for kind, module in every if kind in proven}
 
     def finest(module: nn.Module) -> list[nn.Module]:
         if module not in divisible:
@@ -347,22 +329,22 @@ def _equal_both_ways(tiny: PreTrainedModel) -> bool:
     """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block."""
     checkpoint_blocks(tiny, reentrant=False)
     loss = CausalLoss(tiny.train(), chunk=_CHUNK)
-    batches = []
-    for number in range(_MICRO):
-        ids = random_ids(tiny, 1, _ROW + 1)
-        batches.append((ids[:, :-1], ids[:, 1:], number, _ROW, None))
+    rows = [random_ids(tiny, 1, _ROW + 1) for _ in range(_MICRO)]
+    batches = [(ids[:, :-1], ids[:, 1:], number, _ROW, None) for number, ids in enumerate(rows)]
     uses = Counter(id(parameter) for _, parameter in tiny.named_parameters(remove_duplicate=False))
-    arrived, sums, now = list[tuple[str, int]](), dict[tuple[str, int], torch.Tensor](), 0
+    sums, now, once = dict[tuple[str, int], torch.Tensor](), 0, True
 
     def turn(number: int) -> None:
         nonlocal now
         now = number
 
     def take(name: str, parameter: Any) -> None:
+        nonlocal once
         gradient, parameter.grad = parameter.grad, None
-        if uses[id(parameter)] == 1:  # a tied weight gets gradients of a micro-batch at several times
-            arrived.append((name, now))
-        sums[name, now] = sums[name, now] + gradient if (name, now) in sums else gradient
+        if (name, now) in sums:
+            once &= uses[id(parameter)] > 1  # a tied weight gets gradients of a micro-batch at several times
+            gradient = sums[name, now] + gradient
+        sums[name, now] = gradient
 
     for name, parameter in tiny.named_parameters():
         if parameter.requires_grad:
@@ -372,8 +354,7 @@ def _equal_both_ways(tiny: PreTrainedModel) -> bool:
         loss(*batch).backward()
     if not sums:
         raise UserError("no gradient arrived")
-    expected, sums = sums, {}
-    arrived.clear()
+    expected, sums, once = sums, {}, True
     model = BreadthFirst(loss)
     with model.step(batches):
         model.forward()
@@ -381,7 +362,6 @@ def _equal_both_ways(tiny: PreTrainedModel) -> bool:
             turn(number)
             model.loss(number).backward()
         model.backward(turn)
-    # A stable sort by weight shows the order of each weight's micro-batches, of which each must come once.
-    by_weight = sorted(arrived, key=itemgetter(0))
-    in_order = by_weight == sorted(set(arrived))
+    # A stable sort by weight shows the order in which each weight's micro-batches came.
+    in_order = once and sorted(sums, key=itemgetter(0)) == sorted(sums)
     return in_order and sums.keys() == expected.keys() and all(torch.equal(sums[key], expected[key]) for key in sums)

@@ -13,6 +13,7 @@ only. That run shows that the probe would notice a difference.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ def refuse_pieces(model: PreTrainedModel) -> None:
         raise UserError(f"{key}: {name} runs with {text._attn_implementation} attention, and it needs sdpa")
     if adds_router_loss(model):
         raise UserError(f"{key}: the routers' loss (output_router_logits) is of all tokens of a row: set it to false")
-    if kinds := _rotary_kinds(vars(text)) & _OF_LENGTH:
+    rotary = re.findall(r'"(?:rope_)?type": "(\w+)"', text.to_json_string(use_diff=False))
+    if kinds := _OF_LENGTH.intersection(rotary):
         raise UserError(
             f"{key}: {name}'s rotary positions ({', '.join(sorted(kinds))}) depend on the length of the row, and each "
             "rank sees a piece of it"
@@ -121,11 +123,3 @@ def _logits(tiny: PreTrainedModel, ids: torch.Tensor, **more: Any) -> torch.Tens
 def _difference(one: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest expected logit."""
     return float((one - expected).abs().max()) / float(expected.abs().max())
-
-
-def _rotary_kinds(held: Any) -> set[str]:
-    """Return the rotary embedding types that a configuration names at any depth."""
-    if not isinstance(held, dict):
-        return set()
-    named = {held[key] for key in ("rope_type", "type") if isinstance(held.get(key), str)}
-    return named.union(*map(_rotary_kinds, held.values()))

@@ -19,7 +19,7 @@ from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import opened, opened_model
 from offload_trainer.machine.probe import available_ram_bytes
-from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called, set_weight
+from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.units import format_bytes
 
@@ -44,8 +44,7 @@ def inference_model(
         if size <= most:
             for name, tensor in source.weights():
                 if name in shapes:
-                    set_weight(model, name, tensor.float())
-            model.tie_weights()
+                    model.get_parameter(name).data = tensor.float()
         else:
             say(
                 f"the weights take {format_bytes(size)}, more than the {format_bytes(most)} that may be used: they are "

@@ -420,40 +420,56 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
-    with DriveLease(Path(drive.directory), say=say) as lease:
-        size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
-        with closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file:
-            return _timed_file(file, budget)
-
-
-def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
-    """Fill the file, and time transfers from and to it."""
+    """Fill a file on the drive, and time transfers from and to it."""
+    size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
-    places = list(range(0, file.size, _PIECE))
 
-    def timed(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+    def move(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+        """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time.
+
+        The ways divide the buffers. A buffer's next transfer waits for its previous one. Each place is used at most
+        once.
+        """
         with closing(Transfers()) as mover:
             ways = [mover.read] * read + [mover.write] * write
-            return _move(file, places, seconds, ways, buffers)
-
-    written, write_seconds = timed(budget.drive_seconds, read=False, write=True)
-    # Parts that were never written are left out: they read as zeros without access to the drive.
-    places = places[: max(2, written[0] // _PIECE)]
-    read, read_seconds = timed(budget.drive_seconds, read=True, write=False)
-    mixed, mixed_seconds = timed(budget.drive_seconds, read=True, write=True)
-    lost = _computation_lost(
-        lambda: timed(budget.contention_seconds, read=True, write=True), seconds=budget.contention_seconds
-    )
+            moved, each = [0 for _ in ways], len(buffers) // len(ways)
+            futures = [done() for _ in buffers]
+            start = time.perf_counter()
+            for number, place in enumerate(places):
+                if time.perf_counter() - start > seconds:
+                    break
+                for way, transfer in enumerate(ways):
+                    slot = way * each + number % each
+                    futures[slot].wait()
+                    # The second direction starts half a file away, so that no piece is read that was just written.
+                    at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
+                    futures[slot] = transfer(file, at, buffers[slot])
+                    moved[way] += _PIECE
+            for future in futures:
+                future.wait()
+            return moved, time.perf_counter() - start
 
     def rate(moved: int, taken: float, what: str) -> Rate:
         return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}")
 
+    with (
+        DriveLease(Path(drive.directory), say=say) as lease,
+        closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
+    ):
+        places = list(range(0, file.size, _PIECE))
+        (written,), write_seconds = move(budget.drive_seconds, read=False, write=True)
+        # Parts that were never written are left out: they read as zeros without access to the drive.
+        places = places[: max(2, written // _PIECE)]
+        (read,), read_seconds = move(budget.drive_seconds, read=True, write=False)
+        mixed, mixed_seconds = move(budget.drive_seconds, read=True, write=True)
+        seconds = budget.contention_seconds
+        lost = _computation_lost(lambda: move(seconds, read=True, write=True), seconds=seconds)
     return DriveRates(
-        read=rate(read[0], read_seconds, "reading alone"),
-        write=rate(written[0], write_seconds, "writing alone"),
+        read=rate(read, read_seconds, "reading alone"),
+        write=rate(written, write_seconds, "writing alone"),
         mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
         mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
         computation_lost=lost,
@@ -483,36 +499,6 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
     lost = max(taken - count * median(alone), 0.001 * taken)
     how = f"{format_bytes(sum(moved))} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
     return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
-
-
-def _move(
-    file: DriveFile,
-    places: Sequence[int],
-    seconds: float,
-    ways: Sequence[Callable[[DriveFile, int, torch.Tensor], Future]],
-    buffers: Sequence[torch.Tensor],
-) -> tuple[list[int], float]:
-    """Move pieces in the given directions, alternating, for about `seconds`; the directions divide the buffers.
-
-    Returns the bytes moved each way and the time. A buffer's next transfer waits for its previous one. Each place is
-    used at most once.
-    """
-    moved, each = [0 for _ in ways], len(buffers) // len(ways)
-    futures = [done() for _ in buffers]
-    start = time.perf_counter()
-    for number, place in enumerate(places):
-        if time.perf_counter() - start > seconds:
-            break
-        for way, move in enumerate(ways):
-            slot = way * each + number % each
-            futures[slot].wait()
-            # The second direction starts half a file away, so that no piece is read that was just written.
-            at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
-            futures[slot] = move(file, at, buffers[slot])
-            moved[way] += _PIECE
-    for future in futures:
-        future.wait()
-    return moved, time.perf_counter() - start
 
 
 # -- links between ranks -----------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
+from offload_trainer.storage.transfer import DriveFile, Transfers, done
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine

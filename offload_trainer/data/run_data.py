@@ -60,8 +60,8 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
 
-# Increase it when the same text and tokenizer give other ids than before.
-FORMAT = 3
+# Increase it when the same text or conversations and tokenizer give other ids than before.
+FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
@@ -126,7 +126,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     suffixes = [source.suffix.lower() for source in sources]
-    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, *encoder.key]
+    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
     target = cache / f"{name}-{_digest(content)}.bin"
     found = cached(target)
     if found is not None:

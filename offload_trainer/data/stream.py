@@ -45,7 +45,7 @@ POINTS = "stream.jsonl"
 _place = attrgetter("tokens")  # the order of points; of two at the beginning, the one with a checksum is the later
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
-_FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
+_FORMAT = 3  # increase it when the same documents and tokenizer give other ids than before
 
 
 @exact_record
@@ -85,8 +85,8 @@ class StreamedTokens:
         form = self._form(section.format, section.text_field)
         self._encoder = spec.encoder(form)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, self.name, spec.fingerprint, spec.tokenizer.eos_token_id, *self._encoder.key]
         self.identity = self.name + self._encoder.identity
+        content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.

@@ -296,18 +296,40 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
     backward separately. On a CPU with 16-bit units they take longer than the products.
     """
-    tokens, width = layer.tokens, layer.width
-    place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
+    tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
-    operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_()
+
+    # Causal attention, as models call it without padding. Its operations are counted for the full square of a row, as
+    # in the planner. A backward takes twice as many.
+    query, key, value = heads = [drawn(1, max(1, width // _HEAD), tokens, _HEAD) for _ in range(3)]
+    operations = 4.0 * tokens * tokens * width
+    # A GPT-2 layer without its products: two norms, two sums and its activation function of eight operations. Llama's
+    # norms, rotations and gate take about as many.
+    narrow, wide, scale, shift = drawn(tokens, width), drawn(tokens, 4 * width), drawn(width), drawn(width)
+    logits, targets = drawn(_OF_LOSS, _VOCABULARY), torch.arange(_OF_LOSS, device=device)
+    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=gpu)
+
+    def attention() -> Sequence[torch.Tensor]:
+        return [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
+
+    def values() -> Sequence[torch.Tensor]:
+        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
+        return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
+
+    def loss() -> Sequence[torch.Tensor]:
+        return [cross_entropy(logits, targets, pieces=pieces)]
+
     parts = {
-        "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
-        "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),
-        "loss": (_loss(*place), (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
+        "attention": (heads, attention, (operations, 2 * operations), of_layer),
+        "values": ([narrow, wide, scale, shift], values, (VALUES * tokens * width,) * 2, of_layer),
+        "loss": ([logits], loss, (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
     }
     rates = {}
-    for part, (work, counts, what) in parts.items():
-        taken = _timed(work, seconds=seconds)
+    for part, (inputs, forward, counts, what) in parts.items():
+        taken = _timed((inputs, forward), seconds=seconds)
         for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
             rates[layer_key(dtype, part, phase)] = _rate(count, times, what)
     return rates
@@ -340,31 +362,6 @@ def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds
 _Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
 
 
-def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """Return causal attention, as models call it without padding.
-
-    Its operations are counted for the full square of a row, as in the planner.
-    """
-    shape = (1, max(1, width // _HEAD), tokens, _HEAD)
-    query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
-
-
-def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """Return a GPT-2 layer without its products: two norms, two sums and its activation function of eight operations.
-
-    Llama's norms, rotations and gate take about as many operations.
-    """
-    narrow, wide = (torch.randn(tokens, n * width, device=device).to(dtype).requires_grad_() for n in (1, 4))
-    scale, shift = (torch.ones(width, device=device).to(dtype).requires_grad_() for _ in range(2))
-
-    def forward() -> Sequence[torch.Tensor]:
-        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
-        return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
-
-    return [narrow, wide, scale, shift], forward
-
-
 def _activated(wide: torch.Tensor) -> torch.Tensor:
     """Return GPT-2's activation function, in the eight operations of transformers."""
     return 0.5 * wide * (1.0 + torch.tanh(0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))))
@@ -390,13 +387,6 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
         return [hidden]
 
     return [given, *(weight for block in blocks for weight in block)], forward
-
-
-def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
-    logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
-    targets = torch.arange(_OF_LOSS, device=device)
-    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=device.type != "cpu")
-    return [logits], lambda: [cross_entropy(logits, targets, pieces=pieces)]
 
 
 def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:

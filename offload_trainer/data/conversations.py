@@ -144,8 +144,14 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
             messages = _alpaca(record)
         elif form != "pairs":
             messages = _messages(record, _KEYS[form][0])
-        elif pair := _pair(record):
-            messages = ()
+        elif not (isinstance(record["prompt"], list) and isinstance(record["completion"], list)):
+            messages, unused = (), [key for key in (*_SYSTEM, "tools") if record.get(key)]
+            if unused:
+                raise UserError(
+                    f"{unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
+                    "prompt, or give 'messages'"
+                )
+            pair = string_in(record, "prompt"), string_in(record, "completion")
         else:
             messages = _messages(record, "prompt")
             first = len(messages)
@@ -205,19 +211,6 @@ def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
     if len(there) > 1:
         raise UserError(f"{' and '.join(map(repr, there))} both match; leave one of them out")
     return there[0] if there else None
-
-
-def _pair(record: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a prompt and its completion if they are plain strings, None if they are lists of messages."""
-    if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
-        return None
-    unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
-    if unused:
-        raise UserError(
-            f"{unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
-            "prompt, or give 'messages'"
-        )
-    return string_in(record, "prompt"), string_in(record, "completion")
 
 
 def _messages(record: dict[str, Any], field: str) -> tuple[Message, ...]:

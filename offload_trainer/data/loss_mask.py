@@ -196,7 +196,10 @@ class AnswerEncoder:
             self.unsaid.empty += not message.get("tool_calls") or "tool_calls" in omitted
         if self._everything:
             return text, [(0, len(text))]
-        turn = self._turn_of(example)
+        turn = self._turns[example.tools is not None]
+        if not turn.around:  # The template refuses other questions than the example's own.
+            roles = [message["role"] for message in (*messages, {"role": "assistant"})]
+            turn = self._turn_behind(example, messages[: roles.index("assistant")])
         if not _MARKED.search(self.templates[example.tools is not None]):
             return text, [self._searched(example, text, number, turn) for number in answers]
         is_simple = answers == everyone and len(marked) == len(everyone)
@@ -311,12 +314,6 @@ class AnswerEncoder:
     def _turns(self) -> list[_Turn]:
         """What the templates of conversations without and with tools write around an answer to a question."""
         return [self._turn_behind(probe, *_QUESTIONS) for probe in (Example(""), Example("", tools=(_TOOL,)))]
-
-    def _turn_of(self, example: Example) -> _Turn:
-        """Return the turn of the example's template. If that refuses all questions, those of the example are tried."""
-        turn = self._turns[example.tools is not None]
-        roles = [message["role"] for message in (*example.messages, {"role": "assistant"})]
-        return turn if turn.around else self._turn_behind(example, example.messages[: roles.index("assistant")])
 
     def _turn_behind(self, example: Example, *questions: Sequence[Message]) -> _Turn:
         """Find what the template writes around an answer to the first of `questions` that it does not refuse."""

@@ -72,7 +72,14 @@ def find_sources(
         if entry.startswith("hub:"):
             named += hub_files(entry)
         elif entry.startswith(STREAM):
-            named += _streamed(entry)
+            name = entry.removeprefix(STREAM)
+            if Path(name).expanduser().exists():
+                named.append(Path(name).expanduser())
+            elif name.startswith(("/", ".", "~")) or name.count("/") > 2:
+                fix = "correct the path, or name stream:OWNER/NAME of the hub"
+                raise UserError(f"{entry}: no such file or directory; {fix}")
+            else:
+                hub_name(entry)
         else:
             named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
     sources: list[Path] = []
@@ -107,18 +114,6 @@ def refuse_missing_files(paths: Sequence[str]) -> None:
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
             fix += f"; for a dataset of the hub use --data hub:{name}"
         raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
-
-
-def _streamed(entry: str) -> list[Path]:
-    """Return the path that a stream reads, none for a data set of the hub. Raises UserError for a malformed name."""
-    name = entry.removeprefix(STREAM)
-    path = Path(name).expanduser()
-    if path.exists():
-        return [path]
-    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
-        raise UserError(f"{entry}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    hub_name(entry)
-    return []
 
 
 @cache

@@ -34,13 +34,14 @@ from offload_trainer.telemetry.meters import (
     peak_rss_bytes,
     read_io,
 )
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, bits_per_byte, mfu, perplexity
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry
 from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
 _LATEST = 5  # steps, of which the longest counts
 _MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
+_LARGEST_EXPONENT = 709  # a float holds e to the power of this
 
 
 class TimeToSave:
@@ -267,7 +268,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             loss_scale=result.loss_scale,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
-            mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
+            mfu=job.flops_per_step / seconds / job.peak_flops if job.peak_flops else None,
             phases=phases,
             nvme_read_bytes=drive.read_bytes,
             nvme_written_bytes=drive.written_bytes,
@@ -401,12 +402,12 @@ def _evaluate(job: Job, step: int) -> None:
     predicted = torch.cat(targets) if targets else torch.empty(0)
     if not predicted.numel() or not job.telemetry:
         return
-    loss = total / predicted.numel()
+    loss, text_bytes = total / predicted.numel(), job.text_bytes(predicted)
     job.telemetry.evaluation(
         EvalRecord(
             step=step,
             validation_loss=loss,
-            perplexity=perplexity(loss),
-            bits_per_byte=bits_per_byte(loss, tokens=predicted.numel(), text_bytes=job.text_bytes(predicted)),
+            perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
+            bits_per_byte=loss * predicted.numel() / math.log(2) / text_bytes if text_bytes else None,
         )
     )

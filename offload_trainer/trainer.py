@@ -24,16 +24,7 @@ from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
 from offload_trainer.signals import StopRequest
-from offload_trainer.telemetry.meters import (
-    IoCount,
-    PhaseClock,
-    allocation_retries,
-    device_peak_bytes,
-    forget_peak_rss,
-    memory_now,
-    peak_rss_bytes,
-    read_io,
-)
+from offload_trainer.telemetry.meters import IoCount, PhaseClock, forget_peak_rss, memory_of_step, read_io
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry
 from offload_trainer.units import format_seconds
@@ -272,12 +263,9 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             phases=phases,
             nvme_read_bytes=drive.read_bytes,
             nvme_written_bytes=drive.written_bytes,
-            memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
-            host_rss_bytes=peak_rss_bytes(),
-            device_peak_bytes=device_peak_bytes(),
             skipped=result.skipped,
-            allocation_retries=allocation_retries(),
             hidden=result.hidden,
+            **memory_of_step(job.swaps),
         )
         job.telemetry.step(record)
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
@@ -375,7 +363,9 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
         rate = learning_rate(number, job.optim, steps=train.steps)
         _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
-        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes(), "retries": allocation_retries()}
+        memory = memory_of_step(())
+        kinds = {"peak_rss": "host_rss_bytes", "device_peak": "device_peak_bytes", "retries": "allocation_retries"}
+        peaks = {name: memory[kind] for name, kind in kinds.items()}
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
 
 

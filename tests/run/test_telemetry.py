@@ -139,14 +139,15 @@ def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
 
 def test_memory_of_a_device_is_torchs_once_cuda_runs(monkeypatch, tmp_path):
     (tmp_path / "page").write_bytes(b"x" * 8192)
-    for initialized, peak in ((False, 0), (True, 12345)):
+    for initialized, peak, retries in ((False, 0, 0), (True, 12345, 2)):
         facts = {"is_initialized": lambda i=initialized: i, "max_memory_allocated": lambda: 12345}
-        monkeypatch.setitem(
-            sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**facts, memory_allocated=lambda: 678))
-        )
-        assert meters.device_peak_bytes() == peak
-        held = meters.memory_now([tmp_path])
+        facts |= {"memory_allocated": lambda: 678, "memory_stats": lambda: {"num_alloc_retries": 2}}
+        monkeypatch.setattr(meters, "torch", SimpleNamespace(cuda=SimpleNamespace(**facts)))
+        found = meters.memory_of_step([tmp_path])
+        assert (found["device_peak_bytes"], found["allocation_retries"]) == (peak, retries)
+        held = found["memory"]
         assert held["ram"] == pytest.approx(meters.current_rss_bytes(), rel=0.2)
+        assert held["ram"] <= 1.01 * found["host_rss_bytes"]
         assert held.get("gpu") == (678 if initialized else None)
         assert held["drives"] == (tmp_path / "page").stat().st_blocks * 512
 

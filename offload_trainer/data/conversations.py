@@ -224,23 +224,21 @@ def _messages(record: dict[str, Any], field: str) -> tuple[Message, ...]:
 
 
 def _message(message: Any, number: int) -> Message:
-    its: Message = message if isinstance(message, dict) else {}
+    its: Message = dict(message) if isinstance(message, dict) else {}
     role = its.get("role", its.get("from"))
     if not isinstance(role, str):
         raise UserError(f"message {number} is no object with a 'role' or a 'from'")
-    if "role" in its:
-        role = _ROLES.get(role.lower(), role)
-    elif role.lower() == _CALL:
-        called = _called(its.get("value"), number)
-        its = {key: its[key] for key in ("weight", "train") if key in its}
-        role, its = "assistant", {"role": role, "content": None, "tool_calls": called, **its}
-    elif role.lower() in _ROLES:
-        content = its.get("value")
-        its = {key: value for key, value in its.items() if key not in ("from", "value")}
-        role, its = _ROLES[role.lower()], its | {"role": role, "content": content}
-    else:
-        known = ", ".join((*_ROLES, _CALL))
-        raise UserError(f"message {number} is from {role[:60]!r}; known are {known}")
+    known = _ROLES.get(role.lower())
+    if "role" not in its:
+        value = its.pop("value", None)
+        del its["from"]
+        if role.lower() == _CALL:
+            its = {key: its[key] for key in ("weight", "train") if key in its}
+            known, its["tool_calls"], value = "assistant", _called(value, number), None
+        elif known is None:
+            raise UserError(f"message {number} is from {role[:60]!r}; known are {', '.join((*_ROLES, _CALL))}")
+        its["content"] = value
+    role = known or role
     calls, content = its.get("tool_calls"), its.get("content")
     if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise UserError(f"'tool_calls' of message {number} is no list of objects")

@@ -3,8 +3,7 @@
 Of a directory with the splits of a data set, as a download from the hub leaves it, the files of the train split are
 read. The data set's card says which these are (`configs` in README.md), else the names of files and folders do.
 
-A path may also name a data set of the Hugging Face hub, which `datasets` downloads and whose Arrow
-files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
+hub:OWNER/NAME, with /CONFIGURATION and :SPLIT, is a data set of the hub, whose downloaded Arrow files are read.
 """
 
 from __future__ import annotations
@@ -50,14 +49,11 @@ def find_sources(
 ) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory stands for its files of TEXT_SUFFIXES, also
-    compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split, or with
-    `validation` of the validation or else the test split. Hidden files, linked directories, licences and cards of data
-    sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. ``hub:NAME`` stands for
-    the files that are downloaded, and ``stream:NAME``, the only path, for its files of records: for none if it is a
-    data set of the hub. `say` is told of files that are left, and of numbered ones that are missing. A file that is
-    named itself may have any suffix except that of another format. Either all are text, or all are ``.bin`` token
-    files. A path that is named twice is read twice.
+    ``builtin`` is the text that ships with the package. A directory stands for its files of text and tables, at any
+    depth; if it has the splits of a data set, for those of the train split, or with `validation` of the validation or
+    else the test split. ``hub:NAME`` stands for the files that are downloaded, and ``stream:NAME``, the only path, for
+    its files of records: for none if it is a data set of the hub. `say` is told of files that are left, and of numbered
+    ones that are missing. A file that is named itself may have any suffix except that of another format.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.

@@ -236,19 +236,6 @@ def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     outputs.close()
 
 
-def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    (tmp_path / "metrics.jsonl").write_text("".join(full_step(step).to_json() + "\n" for step in range(1, 3601)))
-    outputs, _ = telemetry(tmp_path, total=100_000, done=3590)
-    clock.now += 1
-    outputs.step(full_step(3591))
-    page = (tmp_path / "report.html").read_text()
-    outputs.close()
-    points = page.partition(' points="')[2].partition('"')[0].split()
-    assert 500 < len(points) <= 800
-    assert facts_of(page)["steps"] == "3591 of 100000"
-
-
 def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
     """The page of 20,000 steps is made of a bounded number of them and of the last one: of each stretch of equal
     length one, which may be a long or a short step where these alternate.

@@ -24,23 +24,15 @@ from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
 from offload_trainer.signals import StopRequest
-from offload_trainer.telemetry.meters import (
-    IoCount,
-    PhaseClock,
-    allocation_retries,
-    device_peak_bytes,
-    forget_peak_rss,
-    memory_now,
-    peak_rss_bytes,
-    read_io,
-)
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, bits_per_byte, mfu, perplexity
+from offload_trainer.telemetry.meters import IoCount, PhaseClock, forget_peak_rss, memory_of_step, read_io
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry
 from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
 _LATEST = 5  # steps, of which the longest counts
 _MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
+_LARGEST_EXPONENT = 709  # a float holds e to the power of this
 
 
 class TimeToSave:
@@ -267,16 +259,13 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             loss_scale=result.loss_scale,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
-            mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
+            mfu=job.flops_per_step / seconds / job.peak_flops if job.peak_flops else None,
             phases=phases,
             nvme_read_bytes=drive.read_bytes,
             nvme_written_bytes=drive.written_bytes,
-            memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
-            host_rss_bytes=peak_rss_bytes(),
-            device_peak_bytes=device_peak_bytes(),
             skipped=result.skipped,
-            allocation_retries=allocation_retries(),
             hidden=result.hidden,
+            **memory_of_step(job.swaps),
         )
         job.telemetry.step(record)
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
@@ -374,7 +363,9 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
         rate = learning_rate(number, job.optim, steps=train.steps)
         _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
-        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes(), "retries": allocation_retries()}
+        memory = memory_of_step(())
+        kinds = {"peak_rss": "host_rss_bytes", "device_peak": "device_peak_bytes", "retries": "allocation_retries"}
+        peaks = {name: memory[kind] for name, kind in kinds.items()}
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
 
 
@@ -401,12 +392,12 @@ def _evaluate(job: Job, step: int) -> None:
     predicted = torch.cat(targets) if targets else torch.empty(0)
     if not predicted.numel() or not job.telemetry:
         return
-    loss = total / predicted.numel()
+    loss, text_bytes = total / predicted.numel(), job.text_bytes(predicted)
     job.telemetry.evaluation(
         EvalRecord(
             step=step,
             validation_loss=loss,
-            perplexity=perplexity(loss),
-            bits_per_byte=bits_per_byte(loss, tokens=predicted.numel(), text_bytes=job.text_bytes(predicted)),
+            perplexity=math.inf if loss > _LARGEST_EXPONENT else math.exp(loss),
+            bits_per_byte=loss * predicted.numel() / math.log(2) / text_bytes if text_bytes else None,
         )
     )

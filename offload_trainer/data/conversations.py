@@ -144,8 +144,14 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
             messages = _alpaca(record)
         elif form != "pairs":
             messages = _messages(record, _KEYS[form][0])
-        elif pair := _pair(record):
-            messages = ()
+        elif not (isinstance(record["prompt"], list) and isinstance(record["completion"], list)):
+            messages, unused = (), [key for key in (*_SYSTEM, "tools") if record.get(key)]
+            if unused:
+                raise UserError(
+                    f"{unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
+                    "prompt, or give 'messages'"
+                )
+            pair = string_in(record, "prompt"), string_in(record, "completion")
         else:
             messages = _messages(record, "prompt")
             first = len(messages)
@@ -207,19 +213,6 @@ def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
     return there[0] if there else None
 
 
-def _pair(record: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a prompt and its completion if they are plain strings, None if they are lists of messages."""
-    if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
-        return None
-    unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
-    if unused:
-        raise UserError(
-            f"{unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
-            "prompt, or give 'messages'"
-        )
-    return string_in(record, "prompt"), string_in(record, "completion")
-
-
 def _messages(record: dict[str, Any], field: str) -> tuple[Message, ...]:
     """Return the messages of a field, each with `role` and `content`; ShareGPT's key names are accepted too."""
     value = record[field]
@@ -231,23 +224,21 @@ def _messages(record: dict[str, Any], field: str) -> tuple[Message, ...]:
 
 
 def _message(message: Any, number: int) -> Message:
-    its: Message = message if isinstance(message, dict) else {}
+    its: Message = dict(message) if isinstance(message, dict) else {}
     role = its.get("role", its.get("from"))
     if not isinstance(role, str):
         raise UserError(f"message {number} is no object with a 'role' or a 'from'")
-    if "role" in its:
-        role = _ROLES.get(role.lower(), role)
-    elif role.lower() == _CALL:
-        called = _called(its.get("value"), number)
-        its = {key: its[key] for key in ("weight", "train") if key in its}
-        role, its = "assistant", {"role": role, "content": None, "tool_calls": called, **its}
-    elif role.lower() in _ROLES:
-        content = its.get("value")
-        its = {key: value for key, value in its.items() if key not in ("from", "value")}
-        role, its = _ROLES[role.lower()], its | {"role": role, "content": content}
-    else:
-        known = ", ".join((*_ROLES, _CALL))
-        raise UserError(f"message {number} is from {role[:60]!r}; known are {known}")
+    known = _ROLES.get(role.lower())
+    if "role" not in its:
+        value = its.pop("value", None)
+        del its["from"]
+        if role.lower() == _CALL:
+            its = {key: its[key] for key in ("weight", "train") if key in its}
+            known, its["tool_calls"], value = "assistant", _called(value, number), None
+        elif known is None:
+            raise UserError(f"message {number} is from {role[:60]!r}; known are {', '.join((*_ROLES, _CALL))}")
+        its["content"] = value
+    role = known or role
     calls, content = its.get("tool_calls"), its.get("content")
     if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise UserError(f"'tool_calls' of message {number} is no list of objects")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -155,10 +156,14 @@ class AnswerEncoder:
             return_attention_mask=False,
             verbose=False,
         )
-        for example, (_, spans), ids, offsets in zip(
+        for example, (text, spans), ids, offsets in zip(
             examples, rendered, found["input_ids"], found["offset_mapping"], strict=True
         ):
-            counted = _inside(offsets, spans)
+            learned = np.zeros(len(text) + 1, dtype=np.int64)  # characters, each counted behind it
+            for start, stop in spans:
+                learned[start + 1 : stop + 1] = 1
+            upto = learned.cumsum()[np.array(offsets, dtype=np.int64).reshape(-1, 2)]
+            counted = (upto[:, 1] > upto[:, 0]).tolist()
             begin, end = self._document_marks if example.pair is not None else ([], [])
             if ids[: len(begin)] != begin:
                 ids, counted = begin + ids, [False] * len(begin) + counted
@@ -196,7 +201,10 @@ class AnswerEncoder:
             self.unsaid.empty += not message.get("tool_calls") or "tool_calls" in omitted
         if self._everything:
             return text, [(0, len(text))]
-        turn = self._turn_of(example)
+        turn = self._turns[example.tools is not None]
+        if not turn.around:  # The template refuses other questions than the example's own.
+            roles = [message["role"] for message in (*messages, {"role": "assistant"})]
+            turn = self._turn_behind(example, messages[: roles.index("assistant")])
         if not _MARKED.search(self.templates[example.tools is not None]):
             return text, [self._searched(example, text, number, turn) for number in answers]
         is_simple = answers == everyone and len(marked) == len(everyone)
@@ -312,12 +320,6 @@ class AnswerEncoder:
         """What the templates of conversations without and with tools write around an answer to a question."""
         return [self._turn_behind(probe, *_QUESTIONS) for probe in (Example(""), Example("", tools=(_TOOL,)))]
 
-    def _turn_of(self, example: Example) -> _Turn:
-        """Return the turn of the example's template. If that refuses all questions, those of the example are tried."""
-        turn = self._turns[example.tools is not None]
-        roles = [message["role"] for message in (*example.messages, {"role": "assistant"})]
-        return turn if turn.around else self._turn_behind(example, example.messages[: roles.index("assistant")])
-
     def _turn_behind(self, example: Example, *questions: Sequence[Message]) -> _Turn:
         """Find what the template writes around an answer to the first of `questions` that it does not refuse."""
         eos = self._tokenizer.eos_token
@@ -406,17 +408,20 @@ class AnswerEncoder:
 
         They are rendered with another name, which can only be in the text if the template prints it.
         """
+
+        def renamed(message: Message) -> Message:
+            return _with_functions(message, lambda its: its | {"name": _NAME})
+
         omitted = set()
-        of_tools, calls = Message(tool_calls=example.tools), [one for one in example.messages if one.get("tool_calls")]
-        for name, owners in (("tools", [of_tools] if example.tools else []), ("tool_calls", calls)):
-            if not owners:
-                continue
-            renamed = {id(one): _with_functions(one, lambda its: its | {"name": _NAME}) for one in owners}
-            tools = renamed.get(id(of_tools), of_tools)["tool_calls"]
-            messages = [renamed.get(id(one), one) for one in example.messages]
-            text, _ = self._tried(replace(example, tools=tools), messages)
-            if text and text.count(_NAME) < sum(len(one["tool_calls"]) for one in owners):
-                omitted.add(name)
+        if example.tools:
+            tools = renamed({"tool_calls": example.tools})["tool_calls"]
+            text, _ = self._tried(replace(example, tools=tools), example.messages)
+            if text and text.count(_NAME) < len(tools):
+                omitted.add("tools")
+        if calls := sum(len(message.get("tool_calls") or ()) for message in example.messages):
+            text, _ = self._tried(example, [renamed(message) for message in example.messages])
+            if text and text.count(_NAME) < calls:
+                omitted.add("tool_calls")
         return omitted
 
 
@@ -459,13 +464,3 @@ def _contains(text: str, content: str) -> bool:
         for piece in pieces
         if piece
     )
-
-
-def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of `spans`, which are in order and disjoint, and may be empty."""
-    counted, remaining = [], [span for span in spans if span[0] < span[1]]
-    for start, end in offsets:
-        while remaining and remaining[0][1] <= start:
-            remaining.pop(0)
-        counted.append(bool(remaining) and end > start and end > remaining[0][0])
-    return counted

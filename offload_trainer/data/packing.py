@@ -60,14 +60,14 @@ class Piece(NamedTuple):
 class DocumentEncoder:
     """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
-    `RowEncoder` has the same methods for conversations.
+    `RowEncoder` has the same methods for conversations. Ids depend on `identity`, `row_length`,
+    the records and the tokenizer.
     """
 
     row_length, packed, open_rows, summary = None, False, (), None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
-        self.key: list[Any] = [text_field]
-        self.identity = "" if text_field == "text" else f", field {text_field}"  # behind a stream's name
+        self.identity = "" if text_field == "text" else f", field {text_field}"
         self._tokenizer, self._field = tokenizer, text_field
         self._inexact = 0  # cuts for which no exact place was found
 
@@ -189,8 +189,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 # -- conversations in rows ---------------------------------------------------------------------------------------------
 
-# Increase it when the same conversations and template give other rows than before.
-_VERSION = 4
 _BATCH = 256  # conversations per tokenizer call
 _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
@@ -242,8 +240,6 @@ class RowEncoder:
         if "strftime_now" in templates:
             template += f" on {day}"
             say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
-        # All that the rows depend on except the records and the tokenizer's ids
-        self.key: list[Any] = [_VERSION, form, everything, spec.seq_len, self.packed, template]
         self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
@@ -300,9 +296,23 @@ class RowEncoder:
 
         Returns a row that is complete, if any: of packed rows a full one, or the fullest one if too many are open.
         """
-        ids = self._cut(encoded)
-        if ids is None:
+        count, used = len(encoded.ids), min(len(encoded.ids), self.row_length)
+        learned = np.asarray(encoded.counted[:used], dtype=bool)
+        learned[:1] = False  # the first token has no context to be predicted from
+        if not learned.any():
+            if any(encoded.counted):
+                self.counts.left_out += 1
+            else:
+                self.counts.unanswered += 1
             return None
+        self.counts.conversations += 1
+        self.counts.tokens += count
+        self.counts.longest = max(self.counts.longest, count)
+        self.counts.learned += int(learned.sum())
+        self.counts.cut += count > used
+        self.counts.cut_off += count - used
+        ids = np.array(encoded.ids[:used], dtype=np.uint32)
+        ids[~learned] |= np.uint32(NOT_LEARNED)
         if not self.packed:
             return self._padded(ids)
         ids[:1] |= np.uint32(BEGINS)
@@ -321,27 +331,6 @@ class RowEncoder:
         """Return the rows that are still open, in the order in which they were started, and forget them."""
         rows, self.open_rows = self.open_rows, []
         return [self._padded(row) for row in rows]
-
-    def _cut(self, encoded: Encoded) -> np.ndarray | None:
-        """Return a conversation's marked ids that fit into a row, or nothing if none of them is learned."""
-        count, used = len(encoded.ids), min(len(encoded.ids), self.row_length)
-        learned = np.asarray(encoded.counted[:used], dtype=bool)
-        learned[:1] = False  # the first token has no context to be predicted from
-        if not learned.any():
-            if any(encoded.counted):
-                self.counts.left_out += 1
-            else:
-                self.counts.unanswered += 1
-            return None
-        self.counts.conversations += 1
-        self.counts.tokens += count
-        self.counts.longest = max(self.counts.longest, count)
-        self.counts.learned += int(learned.sum())
-        self.counts.cut += count > used
-        self.counts.cut_off += count - used
-        ids = np.array(encoded.ids[:used], dtype=np.uint32)
-        ids[~learned] |= np.uint32(NOT_LEARNED)
-        return ids
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
         """Return a complete row, in which the padding is marked as a separate segment."""

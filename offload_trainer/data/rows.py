@@ -319,17 +319,6 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
     return found
 
 
-def positions_of(begins: np.ndarray) -> np.ndarray:
-    """Return each token's position in its document, int64 [rows, tokens].
-
-    `begins`, bool of the same shape, marks where documents begin. Tokens before the first mark count from the row's
-    start.
-    """
-    places = np.arange(begins.shape[1])
-    found: np.ndarray = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class RowReader:
     """Reads batches from the rows `rows` of a token file or a stream. The caller holds the position.
@@ -391,7 +380,10 @@ class RowReader:
         elif self.apart is not None and not is_marked:
             begins = np.zeros_like(targets, dtype=bool)
             begins[:, 1:] = ids[:, :-2] == self.apart
-        positions = None if begins is None else torch.from_numpy(positions_of(begins))
+        positions = None
+        if begins is not None:  # tokens before the first mark count from the row's start
+            places = np.arange(length)
+            positions = torch.from_numpy(places - np.maximum.accumulate(np.where(begins, places, 0), axis=1))
         inputs = torch.from_numpy(ids[:, :-1].copy())
         return Batch(inputs, torch.from_numpy(targets), data_position, seed=seed, positions=positions, padding=padding)
 

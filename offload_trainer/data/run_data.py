@@ -60,8 +60,8 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import MODE, cache_directory, open_owned
 from offload_trainer.units import format_bytes, format_count, format_seconds, is_utf8
 
-# Increase it when the same text and tokenizer give other ids than before.
-FORMAT = 3
+# Increase it when the same text or conversations and tokenizer give other ids than before.
+FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
@@ -126,7 +126,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     suffixes = [source.suffix.lower() for source in sources]
-    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, *encoder.key]
+    content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
     target = cache / f"{name}-{_digest(content)}.bin"
     found = cached(target)
     if found is not None:
@@ -310,8 +310,16 @@ def prepare_data(
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
     _refuse_unknown(section, source)
-    tokenizer = _tokenizer(section, source, say=say)
-    whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), source.shape.vocabulary, seq_len, say)
+    name, vocabulary = section.tokenizer, source.shape.vocabulary
+    if name == "auto":
+        name = "builtin" if source.directory is None else str(source.directory)
+    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
+    if section.chat_template != "auto":
+        tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
+    if not vocabulary / 2 <= len(tokenizer) <= vocabulary:
+        say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {vocabulary}")
+    whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)
+    kept = 0.0 if section.validation_path or section.streamed else section.validation  # share of rows held out
 
     def text(*paths: str, validation: bool = False) -> Any:
         spec = replace(whole, section=section.model_copy(update={"path": paths}))
@@ -330,7 +338,6 @@ def prepare_data(
         if not section.mixture:
             return text(*section.path)
         files = [text(path) for path in section.path]
-        kept = 0.0 if section.validation_path else section.validation
         return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
     tokens = held_out = rank_zero_first(texts)
@@ -344,7 +351,20 @@ def prepare_data(
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     talks = tokens.row_length is not None and bool(tokenizer.chat_template)
     ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
-    data = RunData(whole, tokens, held_out, _rows(section, tokens, held_out, seq_len=seq_len), tuple(ends))
+    if section.mixture:
+        train = range(sum(tokens.shares.rows))
+        split = Split(train, range(len(train), (len(tokens) - 1) // seq_len))
+    else:
+        split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
+    if section.validation_path:  # all of it is used
+        rows = (len(held_out) - 1) // seq_len
+        if not rows:
+            raise UserError(
+                f"--validation-data has {len(held_out)} tokens, and one row of {seq_len} needs {seq_len + 1}: give "
+                "more text or a smaller --seq-len"
+            )
+        split = split._replace(validation=range(rows))
+    data = RunData(whole, tokens, held_out, split, tuple(ends))
     for line in _describe(data):
         say(line)
     return data
@@ -410,18 +430,6 @@ def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     )
 
 
-def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None]) -> Any:
-    name = section.tokenizer
-    if name == "auto":
-        name = "builtin" if source.directory is None else str(source.directory)
-    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
-    if section.chat_template != "auto":
-        tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
-    if not source.shape.vocabulary / 2 <= len(tokenizer) <= source.shape.vocabulary:
-        say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {source.shape.vocabulary}")
-    return tokenizer
-
-
 def _refuse_unknown(section: DataSection, source: Any) -> None:
     """Raise UserError for ids of an unknown tokenizer.
 
@@ -434,19 +442,3 @@ def _refuse_unknown(section: DataSection, source: Any) -> None:
                 f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
                 "--tokenizer (a directory, a hub id, or builtin)"
             )
-
-
-def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
-    """Split rows into training and validation; separate validation data is used completely."""
-    separate, rows = held_out is not tokens, (len(held_out) - 1) // seq_len
-    if separate and not rows:
-        raise UserError(
-            f"--validation-data has {len(held_out)} tokens, and one row of {seq_len} needs {seq_len + 1}: give more "
-            "text or a smaller --seq-len"
-        )
-    if section.mixture:
-        train = range(sum(tokens.shares.rows))
-        return Split(train, range(0 if separate else len(train), rows))
-    kept = 0.0 if separate or section.streamed else section.validation
-    split = split_rows(len(tokens), seq_len=seq_len, validation=kept)
-    return split._replace(validation=range(rows)) if separate else split

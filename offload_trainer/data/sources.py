@@ -3,8 +3,7 @@
 Of a directory with the splits of a data set, as a download from the hub leaves it, the files of the train split are
 read. The data set's card says which these are (`configs` in README.md), else the names of files and folders do.
 
-A path may also name a data set of the Hugging Face hub, which `datasets` downloads and whose Arrow
-files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
+hub:OWNER/NAME, with /CONFIGURATION and :SPLIT, is a data set of the hub, whose downloaded Arrow files are read.
 """
 
 from __future__ import annotations
@@ -50,14 +49,11 @@ def find_sources(
 ) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory stands for its files of TEXT_SUFFIXES, also
-    compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split, or with
-    `validation` of the validation or else the test split. Hidden files, linked directories, licences and cards of data
-    sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. ``hub:NAME`` stands for
-    the files that are downloaded, and ``stream:NAME``, the only path, for its files of records: for none if it is a
-    data set of the hub. `say` is told of files that are left, and of numbered ones that are missing. A file that is
-    named itself may have any suffix except that of another format. Either all are text, or all are ``.bin`` token
-    files. A path that is named twice is read twice.
+    ``builtin`` is the text that ships with the package. A directory stands for its files of text and tables, at any
+    depth; if it has the splits of a data set, for those of the train split, or with `validation` of the validation or
+    else the test split. ``hub:NAME`` stands for the files that are downloaded, and ``stream:NAME``, the only path, for
+    its files of records: for none if it is a data set of the hub. `say` is told of files that are left, and of numbered
+    ones that are missing. A file that is named itself may have any suffix except that of another format.
 
     Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
     among its splits, .bin files mixed with text, and a file that is not text.
@@ -72,7 +68,14 @@ def find_sources(
         if entry.startswith("hub:"):
             named += hub_files(entry)
         elif entry.startswith(STREAM):
-            named += _streamed(entry)
+            name = entry.removeprefix(STREAM)
+            if Path(name).expanduser().exists():
+                named.append(Path(name).expanduser())
+            elif name.startswith(("/", ".", "~")) or name.count("/") > 2:
+                fix = "correct the path, or name stream:OWNER/NAME of the hub"
+                raise UserError(f"{entry}: no such file or directory; {fix}")
+            else:
+                hub_name(entry)
         else:
             named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
     sources: list[Path] = []
@@ -107,18 +110,6 @@ def refuse_missing_files(paths: Sequence[str]) -> None:
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
             fix += f"; for a dataset of the hub use --data hub:{name}"
         raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
-
-
-def _streamed(entry: str) -> list[Path]:
-    """Return the path that a stream reads, none for a data set of the hub. Raises UserError for a malformed name."""
-    name = entry.removeprefix(STREAM)
-    path = Path(name).expanduser()
-    if path.exists():
-        return [path]
-    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
-        raise UserError(f"{entry}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    hub_name(entry)
-    return []
 
 
 @cache

@@ -1,7 +1,7 @@
 """Streamed data sets: records are tokenized in the data set's order while the run reads them, without a token file.
 
     stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
-    stream:PATH ── LocalRecords ────────┘
+    stream:PATH ── files of records ────┘
 
 The records of a path are those of the same path prepared, and the ids are those of the token file that would be
 written; behind the last record the data set begins again. A row is found by its number, as in a token file, so the
@@ -22,7 +22,7 @@ import json
 import sys
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, islice
@@ -45,7 +45,7 @@ POINTS = "stream.jsonl"
 _place = attrgetter("tokens")  # the order of points; of two at the beginning, the one with a checksum is the later
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
-_FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
+_FORMAT = 3  # increase it when the same documents and tokenizer give other ids than before
 
 
 @exact_record
@@ -77,7 +77,8 @@ class StreamedTokens:
         self.block = section.shuffled_block  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
-        self._dataset: Any
+        self._dataset: Any  # of the hub
+        self._place: dict[str, int]  # in the files, behind the last record
         self._records: Iterator[Any]
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
@@ -85,8 +86,8 @@ class StreamedTokens:
         form = self._form(section.format, section.text_field)
         self._encoder = spec.encoder(form)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, self.name, spec.fingerprint, spec.tokenizer.eos_token_id, *self._encoder.key]
         self.identity = self.name + self._encoder.identity
+        content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
@@ -191,12 +192,21 @@ class StreamedTokens:
         """Begin to read the data set at one of its states."""
         with self._reading():
             if self._files:
-                self._dataset = LocalRecords(self._files, lambda file: self._encoder.read(file))
+                self._records = self._local_records(**(state or {"file": 0, "records": 0}))
             else:
                 self._dataset = load_from_hub(self.name, streaming=True)
-            if state is not None:
-                self._dataset.load_state_dict(state)
-        self._records, self._state = iter(self._dataset), state
+                if state is not None:
+                    self._dataset.load_state_dict(state)
+                self._records = iter(self._dataset)
+        self._state = state
+
+    def _local_records(self, file: int, records: int) -> Iterator[Any]:
+        """Yield the documents or conversations of the files, from behind the first `records` of file number `file`."""
+        for number, path in enumerate(self._files[file:], file):
+            for count, record in enumerate(islice(self._encoder.read(path), records, None), records + 1):
+                self._place = {"file": number, "records": count}
+                yield record
+            records = 0
 
     def _next_ids(self) -> np.ndarray:
         """Tokenize the next records, until there is an id or the data set ends."""
@@ -252,7 +262,7 @@ class StreamedTokens:
                     record = self._encoder.parsed(record, where=f"{self.name}, a record behind token {self._end}")
                 found.append(record)
                 size += _characters(record)
-            self._state = self._dataset.state_dict()
+            self._state = self._place if self._files else self._dataset.state_dict()
         return found
 
     @contextmanager
@@ -272,23 +282,3 @@ class StreamedTokens:
 
 def _characters(record: list[str] | Example) -> int:
     return sum(map(len, record)) if isinstance(record, list) else sum(len(text) for _, text in record.texts)
-
-
-class LocalRecords:
-    """The documents or conversations of files. Has the methods of an IterableDataset that a stream uses."""
-
-    def __init__(self, files: Sequence[Path], read: Callable[[Path], Iterator[Any]]) -> None:
-        self._files, self._read, self._file, self._count = files, read, 0, 0  # _count: records of _file so far
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"file": self._file, "records": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._file, self._count = state["file"], state["records"]
-
-    def __iter__(self) -> Iterator[Any]:
-        while self._file < len(self._files):
-            for record in islice(self._read(self._files[self._file]), self._count, None):
-                self._count += 1
-                yield record
-            self._file, self._count = self._file + 1, 0

@@ -48,23 +48,21 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
             directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"]))
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        # From a directory with only a model's config.json, transformers makes a tokenizer without a vocabulary.
+        if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError
     except Exception as error:  # tokenizer files fail in many ways, all of them for the user to fix
-        raise UserError(_why_not(name, is_directory=is_directory, error=error)) from error
-    # From a directory with only a model's config.json, transformers makes a tokenizer without a vocabulary.
-    if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(_why_not(name, is_directory=is_directory, error=None))
+        told = str(error).strip()
+        if "trust_remote_code" in told:
+            raise UserError(
+                f"the tokenizer of {name} has its own Python code: model.trust_remote_code=true allows it to run"
+            ) from error
+        reason = f" ({told.splitlines()[0]})" if told else ""
+        wrong, fix = "is no directory here, nor available from the hub", "check the name and the network"
+        if is_directory:
+            wrong, fix = "holds no tokenizer that can be loaded", "put its tokenizer.json there"
+        raise UserError(f"{name} {wrong}{reason}; {fix}, or set data.tokenizer=builtin or a directory") from error
     return tokenizer
-
-
-def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
-    reason = f" ({str(error).strip().splitlines()[0]})" if error and str(error).strip() else ""
-    if "trust_remote_code" in str(error):
-        return f"the tokenizer of {name} has its own Python code: model.trust_remote_code=true allows it to run"
-    wrong = (
-        "holds no tokenizer that can be loaded" if is_directory else "is no directory here, nor available from the hub"
-    )
-    fix = "put its tokenizer.json there" if is_directory else "check the name and the network"
-    return f"{name} {wrong}{reason}; {fix}, or set data.tokenizer=builtin or a directory"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -58,7 +58,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
+from offload_trainer.storage.transfer import DriveFile, Transfers, done
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
@@ -296,18 +296,40 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
     backward separately. On a CPU with 16-bit units they take longer than the products.
     """
-    tokens, width = layer.tokens, layer.width
-    place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
+    tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
     of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
-    operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_()
+
+    # Causal attention, as models call it without padding. Its operations are counted for the full square of a row, as
+    # in the planner. A backward takes twice as many.
+    query, key, value = heads = [drawn(1, max(1, width // _HEAD), tokens, _HEAD) for _ in range(3)]
+    operations = 4.0 * tokens * tokens * width
+    # A GPT-2 layer without its products: two norms, two sums and its activation function of eight operations. Llama's
+    # norms, rotations and gate take about as many.
+    narrow, wide, scale, shift = drawn(tokens, width), drawn(tokens, 4 * width), drawn(width), drawn(width)
+    logits, targets = drawn(_OF_LOSS, _VOCABULARY), torch.arange(_OF_LOSS, device=device)
+    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=gpu)
+
+    def attention() -> Sequence[torch.Tensor]:
+        return [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
+
+    def values() -> Sequence[torch.Tensor]:
+        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
+        return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
+
+    def loss() -> Sequence[torch.Tensor]:
+        return [cross_entropy(logits, targets, pieces=pieces)]
+
     parts = {
-        "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
-        "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),
-        "loss": (_loss(*place), (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
+        "attention": (heads, attention, (operations, 2 * operations), of_layer),
+        "values": ([narrow, wide, scale, shift], values, (VALUES * tokens * width,) * 2, of_layer),
+        "loss": ([logits], loss, (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
     }
     rates = {}
-    for part, (work, counts, what) in parts.items():
-        taken = _timed(work, seconds=seconds)
+    for part, (inputs, forward, counts, what) in parts.items():
+        taken = _timed((inputs, forward), seconds=seconds)
         for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
             rates[layer_key(dtype, part, phase)] = _rate(count, times, what)
     return rates
@@ -340,31 +362,6 @@ def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds
 _Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
 
 
-def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """Return causal attention, as models call it without padding.
-
-    Its operations are counted for the full square of a row, as in the planner.
-    """
-    shape = (1, max(1, width // _HEAD), tokens, _HEAD)
-    query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
-
-
-def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """Return a GPT-2 layer without its products: two norms, two sums and its activation function of eight operations.
-
-    Llama's norms, rotations and gate take about as many operations.
-    """
-    narrow, wide = (torch.randn(tokens, n * width, device=device).to(dtype).requires_grad_() for n in (1, 4))
-    scale, shift = (torch.ones(width, device=device).to(dtype).requires_grad_() for _ in range(2))
-
-    def forward() -> Sequence[torch.Tensor]:
-        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
-        return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
-
-    return [narrow, wide, scale, shift], forward
-
-
 def _activated(wide: torch.Tensor) -> torch.Tensor:
     """Return GPT-2's activation function, in the eight operations of transformers."""
     return 0.5 * wide * (1.0 + torch.tanh(0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))))
@@ -392,13 +389,6 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
     return [given, *(weight for block in blocks for weight in block)], forward
 
 
-def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
-    logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
-    targets = torch.arange(_OF_LOSS, device=device)
-    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=device.type != "cpu")
-    return [logits], lambda: [cross_entropy(logits, targets, pieces=pieces)]
-
-
 def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
     """Return the seconds of each forward and of each backward, without the first of each."""
     inputs, forward = work
@@ -420,40 +410,56 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
-    with DriveLease(Path(drive.directory), say=say) as lease:
-        size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
-        with closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file:
-            return _timed_file(file, budget)
-
-
-def _timed_file(file: DriveFile, budget: Budget) -> DriveRates:
-    """Fill the file, and time transfers from and to it."""
+    """Fill a file on the drive, and time transfers from and to it."""
+    size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
-    places = list(range(0, file.size, _PIECE))
 
-    def timed(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+    def move(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+        """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time.
+
+        The ways divide the buffers. A buffer's next transfer waits for its previous one. Each place is used at most
+        once.
+        """
         with closing(Transfers()) as mover:
             ways = [mover.read] * read + [mover.write] * write
-            return _move(file, places, seconds, ways, buffers)
-
-    written, write_seconds = timed(budget.drive_seconds, read=False, write=True)
-    # Parts that were never written are left out: they read as zeros without access to the drive.
-    places = places[: max(2, written[0] // _PIECE)]
-    read, read_seconds = timed(budget.drive_seconds, read=True, write=False)
-    mixed, mixed_seconds = timed(budget.drive_seconds, read=True, write=True)
-    lost = _computation_lost(
-        lambda: timed(budget.contention_seconds, read=True, write=True), seconds=budget.contention_seconds
-    )
+            moved, each = [0 for _ in ways], len(buffers) // len(ways)
+            futures = [done() for _ in buffers]
+            start = time.perf_counter()
+            for number, place in enumerate(places):
+                if time.perf_counter() - start > seconds:
+                    break
+                for way, transfer in enumerate(ways):
+                    slot = way * each + number % each
+                    futures[slot].wait()
+                    # The second direction starts half a file away, so that no piece is read that was just written.
+                    at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
+                    futures[slot] = transfer(file, at, buffers[slot])
+                    moved[way] += _PIECE
+            for future in futures:
+                future.wait()
+            return moved, time.perf_counter() - start
 
     def rate(moved: int, taken: float, what: str) -> Rate:
         return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}")
 
+    with (
+        DriveLease(Path(drive.directory), say=say) as lease,
+        closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
+    ):
+        places = list(range(0, file.size, _PIECE))
+        (written,), write_seconds = move(budget.drive_seconds, read=False, write=True)
+        # Parts that were never written are left out: they read as zeros without access to the drive.
+        places = places[: max(2, written // _PIECE)]
+        (read,), read_seconds = move(budget.drive_seconds, read=True, write=False)
+        mixed, mixed_seconds = move(budget.drive_seconds, read=True, write=True)
+        seconds = budget.contention_seconds
+        lost = _computation_lost(lambda: move(seconds, read=True, write=True), seconds=seconds)
     return DriveRates(
-        read=rate(read[0], read_seconds, "reading alone"),
-        write=rate(written[0], write_seconds, "writing alone"),
+        read=rate(read, read_seconds, "reading alone"),
+        write=rate(written, write_seconds, "writing alone"),
         mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
         mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
         computation_lost=lost,
@@ -483,36 +489,6 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
     lost = max(taken - count * median(alone), 0.001 * taken)
     how = f"{format_bytes(sum(moved))} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
     return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
-
-
-def _move(
-    file: DriveFile,
-    places: Sequence[int],
-    seconds: float,
-    ways: Sequence[Callable[[DriveFile, int, torch.Tensor], Future]],
-    buffers: Sequence[torch.Tensor],
-) -> tuple[list[int], float]:
-    """Move pieces in the given directions, alternating, for about `seconds`; the directions divide the buffers.
-
-    Returns the bytes moved each way and the time. A buffer's next transfer waits for its previous one. Each place is
-    used at most once.
-    """
-    moved, each = [0 for _ in ways], len(buffers) // len(ways)
-    futures = [done() for _ in buffers]
-    start = time.perf_counter()
-    for number, place in enumerate(places):
-        if time.perf_counter() - start > seconds:
-            break
-        for way, move in enumerate(ways):
-            slot = way * each + number % each
-            futures[slot].wait()
-            # The second direction starts half a file away, so that no piece is read that was just written.
-            at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
-            futures[slot] = move(file, at, buffers[slot])
-            moved[way] += _PIECE
-    for future in futures:
-        future.wait()
-    return moved, time.perf_counter() - start
 
 
 # -- links between ranks -----------------------------------------------------------------------------------------------

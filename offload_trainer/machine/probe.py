@@ -78,11 +78,6 @@ def available_ram_bytes() -> int:
     return min([psutil.virtual_memory().available, *_cgroup_room()])
 
 
-def total_ram_bytes() -> int:
-    """Return the machine's total RAM, regardless of limits on this process."""
-    return int(psutil.virtual_memory().total)
-
-
 def _cgroup_room() -> list[int]:
     """Return the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
     rooms = []

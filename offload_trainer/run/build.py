@@ -43,7 +43,7 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
-from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
+from offload_trainer.telemetry.sinks import Screen, Telemetry, Trackers
 from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -284,5 +284,5 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     if names := save.trackers:
         sections = setup.record.run["config"].items()
         settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        trackers = Trackers(names, Tracked(setup.output, settings, done=done), say=setup.log.say)
+        trackers = Trackers(names, setup.output, settings, done=done, say=setup.log.say)
     return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)

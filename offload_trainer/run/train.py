@@ -68,7 +68,6 @@ from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
-from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -327,8 +326,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         if job.telemetry:
-            page = partial(_run_page, setup, swaps=job.swaps)
-            job.telemetry.report = LiveReport(output / "report.html", page, say=job.say)
+            job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
             state = trainer.train(job, asked, resume=resume_from)
         except GpuFull as full:
@@ -338,8 +336,8 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
                 ) from full
             raise
         except Exception:
-            if job.telemetry and job.telemetry.report:
-                job.telemetry.report.end(failed=True)
+            if job.telemetry:
+                job.telemetry.end(failed=True)
             raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):
@@ -352,8 +350,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
                 for _ in weights:  # this rank takes part in gathering them
                     pass
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
-            assert job.telemetry.report
-            job.telemetry.report.end()
+            job.telemetry.end()
             _tell_ratios(setup, rows)
         if asked.stop:
             wait_for_all()  # a rank that ended while others still write would end them too

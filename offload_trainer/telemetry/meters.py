@@ -5,13 +5,14 @@ All of them are counted by a clock, the kernel or CUDA; none is derived from the
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from offload_trainer.plan.step_time import PHASES as OF_STEP
 from offload_trainer.storage.atomic_io import bytes_below
@@ -39,8 +40,6 @@ class PhaseClock:
         if not self._stream:
             self._synchronize()
             return time.perf_counter()
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -123,38 +122,25 @@ def current_rss_bytes() -> int:
     return _status_bytes("VmRSS")
 
 
-def _cuda() -> Any:
-    """Return torch.cuda if this process uses it, else None.
+def memory_of_step(swaps: Sequence[Path]) -> dict[str, Any]:
+    """Return the fields of a `StepRecord` on memory, of this process and its CUDA device if it uses one.
 
-    It never imports torch or initialises CUDA, since that would itself use memory.
+    `memory` is what each tier has now: "ram", "gpu" if CUDA is in use, and "drives" if `swaps` (directories of page
+    files) is not empty. The others are peaks so far, and how often torch has freed its cached blocks because the device
+    was out of memory. CUDA is not initialised, since that would itself use memory.
     """
-    torch = sys.modules.get("torch")
-    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
-
-
-def device_peak_bytes() -> int:
-    """Return the peak of torch's allocations on this process's CUDA device in bytes, or 0 without one."""
-    cuda = _cuda()
-    return int(cuda.max_memory_allocated()) if cuda else 0
-
-
-def allocation_retries() -> int:
-    """Return how often torch has freed its cached blocks because the device was out of memory; 0 without one."""
-    cuda = _cuda()
-    return int(cuda.memory_stats().get("num_alloc_retries", 0)) if cuda else 0
-
-
-def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
-    """Return the bytes of each tier that this process uses now.
-
-    Keys are "ram", "gpu" if CUDA is in use, and "drives" if `swaps` (directories of page files) is not empty.
-    """
-    held = {"ram": current_rss_bytes()}
-    if cuda := _cuda():
-        held["gpu"] = int(cuda.memory_allocated())
+    cuda = torch.cuda if torch.cuda.is_initialized() else None
+    held = {"ram": current_rss_bytes()}  # read before the peak, so that the peak is at least as high
+    if cuda:
+        held["gpu"] = cuda.memory_allocated()
     if swaps:
         held["drives"] = sum(map(bytes_below, swaps))
-    return held
+    return {
+        "memory": held,
+        "host_rss_bytes": peak_rss_bytes(),
+        "device_peak_bytes": cuda.max_memory_allocated() if cuda else 0,
+        "allocation_retries": cuda.memory_stats().get("num_alloc_retries", 0) if cuda else 0,
+    }
 
 
 def _status_bytes(field: str) -> int:

@@ -1,4 +1,4 @@
-"""Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl): the formulas, and how to read them."""
+"""Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl), and how to read them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class StepRecord:
     loss_scale: Number  # 1.0 when unused
     seconds: Number  # the whole optimizer step
     tokens_per_second: Number
-    mfu: Number | None  # None where the device's peak is not known
+    # model FLOPs utilisation (PaLM, arXiv:2204.02311): FLOP/s of forward and backward without recomputation, over the
+    # peak of all devices; None where that is not known
+    mfu: Number | None
     # seconds; "wait" is time blocked on an overlapped update, excluded from the phase that waited
     phases: dict[str, Number]
     # Bytes of this step as counted by the kernel, or None where it does not count. An overlapped update's traffic
@@ -62,7 +64,8 @@ class EvalRecord:
     step: Steps  # steps done before the validation
     validation_loss: Number | None  # mean over the validation tokens, in nats
     perplexity: Number | None
-    bits_per_byte: Number | None  # None if the number of bytes of the tokens is unknown
+    # bits to code one byte of the text, comparable between tokenizers; None if the bytes of the tokens are unknown
+    bits_per_byte: Number | None
 
     to_json = _to_json
 
@@ -122,32 +125,3 @@ def median_phases(rows: Sequence[StepRecord]) -> dict[str, float]:
     counted = steady(rows)
     names = dict.fromkeys(name for row in counted for name in row.phases)
     return {name: median(row.phases.get(name, 0.0) for row in counted) for name in names}
-
-
-# -- formulas -------------------------------------------------------------------------------------------------------
-
-
-def perplexity(loss: float) -> float:
-    """Return ``e ** loss`` for a mean loss in nats per token, or infinity if it exceeds a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float | None:
-    """Return the bits needed to code one byte of the text; unlike perplexity, comparable between tokenizers.
-
-    `loss` is the mean in nats over `tokens` predicted tokens, special ones included, that stand for `text_bytes` bytes
-    of UTF-8. Returns None if `text_bytes` is unknown or 0.
-    """
-    return loss * tokens / math.log(2) / text_bytes if text_bytes else None
-
-
-def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | None:
-    """Return the model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): achieved over peak FLOP/s.
-
-    `flops` counts forward and backward without recomputation; `peak_flops` is per second, of all devices. Returns None
-    if the peak is unknown.
-    """
-    return flops / seconds / peak_flops if peak_flops else None

@@ -1,7 +1,7 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
     StepRecord, EvalRecord ─┐
-    what was predicted ─────┴─ report_page, write_comparison ── report.html (the template)
+    what was predicted ─────┴─ report_page, comparison_page ── report.html (the template)
 
 Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest number
 fits next to the chart in both cases, in the page style's font sizes.
@@ -22,18 +22,14 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import is_there, open_file
-from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_phases, median_speed, steady
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
-_PEAKS: dict[str, Callable[[StepRecord], int] | None] = {  # tiers in StepRecord.memory; drives have no peak
-    "ram": lambda row: row.host_rss_bytes,
-    "gpu": lambda row: row.device_peak_bytes,
-    "drives": None,
-}
+# fields of StepRecord, by tier of its memory
+_PEAKS = {"ram": "host_rss_bytes", "gpu": "device_peak_bytes", "drives": ""}
 _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
 _HEAD = 4096  # bytes in which a page's generator tag is searched
 _MOST_POINTS = 800  # about one per pixel
@@ -100,13 +96,13 @@ def predicted_row(
     return [(name, *shown, ratio)] if {*shown[1:], ratio} != {"-"} else []
 
 
-def write_comparison(path: Path, *, title: str, losses: Sequence[Series], table: Rows) -> None:
-    """Write a page that compares runs: their losses in one chart, and a table of the rest."""
+def comparison_page(losses: Sequence[Series], table: Rows) -> str:
+    """Return a page that compares runs: their losses in one chart, and a table of the rest."""
     sections = [
         ("Loss", lines(losses, label="loss over steps")),
         ("Side by side", f'<div class="names">{_table(table)}</div>'),
     ]
-    write_text(path, _page(title=title, facts={}, sections=sections))
+    return _page(title="Runs side by side", facts={}, sections=sections)
 
 
 def refuse_foreign(path: Path) -> None:
@@ -188,7 +184,8 @@ def _memory(rows: Sequence[StepRecord]) -> str:
         ends = [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]
         if ends:
             series = [Series(f"{name} now", ends)]
-            series += [Series(f"{name} peak", [(float(row.step), float(peak(row))) for row in rows])] if peak else []
+            if peak:
+                series.append(Series(f"{name} peak", [(float(row.step), float(getattr(row, peak))) for row in rows]))
             charts.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
     return "\n".join(charts)
 

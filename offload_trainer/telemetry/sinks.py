@@ -1,8 +1,8 @@
-"""Outputs of a run's step and evaluation records: JSON lines files, the terminal, and trackers if set.
+"""Outputs of a run's step and evaluation records: JSON lines files, the terminal, the report, and trackers if set.
 
     record ── Telemetry ─┬─ JsonLines: metrics.jsonl, evaluations.jsonl
                          ├─ Screen: a live line, or plain lines without a terminal
-                         ├─ LiveReport: report.html while the run goes on
+                         ├─ report.html while the run goes on
                          └─ Trackers ─┬─ tensorboard: tensorboard/ in the run directory
                                       ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
                                       └─ trackio: its local directory (TRACKIO_DIR)
@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
+
+
+@lenient_record
+class _Stepped:
+    """The field shared by the lines of both files."""
+
+    step: Steps
 
 
 class JsonLines:
@@ -77,23 +84,22 @@ class JsonLines:
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
 
     def close(self) -> None:
-        """Close the file; every line is already written."""
         os.close(self._fd)
 
 
-@lenient_record
-class _Stepped:
-    """The field shared by the lines of both files."""
-
-    step: Steps
-
-
 class Telemetry:
-    """The outputs of one run directory. Records logged there for steps after the first `done` are removed."""
+    """The outputs of one run directory. Records logged there for steps after the first `done` are removed.
+
+    `page(left)` returns the HTML of report.html. `left`: the seconds to the end of the run, or None once it has ended.
+    It is written after the first step, then at most once in ten seconds, and less often if one hundredth of the time
+    does not suffice. It is not synced while the run goes on, so a busy disk does not delay the step. A page that cannot
+    be written is reported once and does not end the run.
+    """
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
-        self._trackers, self._screen = trackers, screen
-        self.report: LiveReport | None = None  # set by the run, which knows the plan
+        self._trackers, self._screen, self._report = trackers, screen, directory / "report.html"
+        self.page: Callable[[float | None], str] | None = None  # set by the run, which knows the plan
+        self._page_due, self._page_failed = -math.inf, False
         self._metrics = JsonLines(directory / "metrics.jsonl", done=done)
         self._evaluations = JsonLines(directory / "evaluations.jsonl", done=done)
 
@@ -101,21 +107,29 @@ class Telemetry:
         """Send a finished step to every output. The file is written first, since the others are only for viewing."""
         self._metrics.write(record.to_json())
         self._screen.step(record)
-        if self.report is not None:
-            self.report.step(left=self._screen.seconds_left(record.step))
+        start = time.monotonic()
+        if start >= self._page_due:
+            self._write_page(self._screen.seconds_left(record.step))
+            end = time.monotonic()
+            self._page_due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
         if self._trackers is not None:
             self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Send a finished validation to every output."""
         self._evaluations.write(record.to_json())
-        bits = "" if record.bits_per_byte is None else f"  {four_digits(record.bits_per_byte)} bits/byte"
+        bits = "" if record.bits_per_byte is None else f"  {_four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
-            f"validation after step {record.step}: loss {four_digits(record.validation_loss)}"
-            f"  perplexity {four_digits(record.perplexity)}{bits}"
+            f"validation after step {record.step}: loss {_four_digits(record.validation_loss)}"
+            f"  perplexity {_four_digits(record.perplexity)}{bits}"
         )
         if self._trackers is not None:
             self._trackers.put("validation", record)
+
+    def end(self, *, failed: bool = False) -> None:
+        """Write the page of a run that has ended, unless it has `failed` before this process finished a step."""
+        if not failed or self._page_due > -math.inf:
+            self._write_page(None)
 
     def close(self) -> None:
         """Close every output."""
@@ -125,46 +139,15 @@ class Telemetry:
         if self._trackers is not None:
             self._trackers.close()
 
-
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
-class LiveReport:
-    """report.html of a run that goes on: written after its first step, then at most once in ten seconds.
-
-    `page(left)` returns the HTML. `left`: the seconds to the end of the run, or None once it has ended. Where pages
-    take longer, fewer are written: one hundredth of the time goes into them. A page is not synced while the run goes
-    on, so a busy disk does not delay the step. One that cannot be written is reported once and does not end the run.
-    """
-
-    def __init__(self, path: Path, page: Callable[[float | None], str], *, say: Callable[[str], None]) -> None:
-        self._path, self._page, self._say = path, page, say
-        self._due, self._failed = -math.inf, False
-
-    def step(self, *, left: float) -> None:
-        """Write the page after a step, if it is due. `left`: the seconds to the end of the run."""
-        start = time.monotonic()
-        if start >= self._due:
-            self._write(left)
-            end = time.monotonic()
-            self._due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
-
-    def end(self, *, failed: bool = False) -> None:
-        """Write the page of a run that has ended, which no longer reloads itself.
-
-        Nothing is written if the run has `failed` before this process finished a step.
-        """
-        if not failed or self._due > -math.inf:
-            self._write(None)
-
-    def _write(self, left: float | None) -> None:
+    def _write_page(self, left: float | None) -> None:
         try:
-            write_text(self._path, self._page(left), sync=left is None)
+            if self.page is not None:
+                write_text(self._report, self.page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
-            if not self._failed:
+            if not self._page_failed:
                 why = reason(error) if isinstance(error, OSError) else error
-                self._say(f"note: {self._path} cannot be written, and the run does not need it: {why}")
-            self._failed = True
+                self._screen.say(f"note: {self._report} cannot be written, and the run does not need it: {why}")
+            self._page_failed = True
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
@@ -175,8 +158,8 @@ class Screen:
 
     `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
     each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
-    logs and checkpoints and is not shown. `live` None means `is_live()`. `say` receives the plain lines, at every
-    twentieth of the run. What it prints belongs into `above`, or behind `clear` if it comes from a signal handler.
+    logs and checkpoints and is not shown. `say` receives the plain lines, at every twentieth of the run. What it prints
+    belongs into `above`, or behind `clear` if it comes from a signal handler.
     """
 
     def __init__(
@@ -187,14 +170,13 @@ class Screen:
         say: Callable[[str], None],
         bounds: Mapping[str, str] | None = None,
         drives: bool = True,
-        live: bool | None = None,
     ) -> None:
         self._total, self._initial, self.say, self._bounds = total, initial, say, bounds or {}
         self._drives = drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
         self._bar: tqdm | None = None
-        if is_live() if live is None else live:
+        if is_live():
             self._bar = tqdm(total=total, initial=initial, file=sys.stderr, ncols=_columns(), bar_format=_LINE)
         self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
 
@@ -203,18 +185,14 @@ class Screen:
         if self._started is None:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)
-        due = record.step % max(1, self._total // 20) == 0 or record.step == self._total
-        if self._bar is None and not due:
-            return
-        numbers = self._numbers(record, left=format_seconds(self.seconds_left(record.step)))
-        if self._bar is None:
-            self.say(f"step {record.step}/{self._total}  {numbers}")
-            return
-        self._bar.ncols = _columns()
-        self._bar.set_description_str(numbers, refresh=False)
-        self._bar.update(record.step - self._bar.n)
-        if record.step == self._total:
-            self.close()
+        if self._bar is not None:
+            self._bar.ncols = _columns()
+            self._bar.set_description_str(self._numbers(record), refresh=False)
+            self._bar.update(record.step - self._bar.n)
+            if record.step == self._total:
+                self.close()
+        elif record.step % max(1, self._total // 20) == 0 or record.step == self._total:
+            self.say(f"step {record.step}/{self._total}  {self._numbers(record)}")
 
     def seconds_left(self, step: int) -> float:
         """Return the seconds from `step`, which `step()` has shown, to the end of the run at the pace so far."""
@@ -231,17 +209,27 @@ class Screen:
             self._bar.close()
             self._bar = None
 
-    def _numbers(self, record: StepRecord, *, left: str) -> str:
+    def _numbers(self, record: StepRecord) -> str:
         """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
-        norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
-        phase = longest_phase(self._recent, self._bounds)
-        fields = [f"loss {four_digits(record.loss)}", f"{format_count(speed)} tokens/s", phase]
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
-        if self._drives and moved >= _LEAST_MOVED:
-            fields.append(f"drive {format_bytes(moved)}/s")
-        fields += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
+        took: dict[str, float] = {}
+        for row in self._recent:
+            for name, spent in row.phases.items():
+                took[name] = took.get(name, 0.0) + spent
+        phase = max(took, key=took.__getitem__, default="")
+        bound = f" ({self._bounds[phase]})" if phase in self._bounds else ""
+        fields = [
+            f"loss {_four_digits(record.loss)}",
+            f"{format_count(speed)} tokens/s",
+            f"{phase} {took[phase] / seconds:.0%}{bound}" if took.get(phase) else "",
+            f"drive {format_bytes(moved)}/s" if self._drives and moved >= _LEAST_MOVED else "",
+            f"{format_seconds(self.seconds_left(record.step))} left",
+            "norm -" if record.grad_norm is None else f"norm {record.grad_norm:.3g}",
+            f"rate {record.lr:.3g}",
+            "skipped" if record.skipped else "",
+        ]
         return "  ".join(filter(None, fields))
 
 
@@ -258,72 +246,48 @@ def is_live() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> str:
-    """Return the phase that takes the largest share of these steps, its share, and the resource that it waits for.
-
-    The resource is left out if the plan does not name one.
-    """
-    took: dict[str, float] = {}
-    for record in records:
-        for name, seconds in record.phases.items():
-            took[name] = took.get(name, 0.0) + seconds
-    name = max(took, key=took.__getitem__, default="")
-    if not name or not took[name]:
-        return ""
-    share = took[name] / sum(record.seconds for record in records)
-    return f"{name} {share:.0%}" + (f" ({bounds[name]})" if name in bounds else "")
-
-
-def four_digits(value: float | None) -> str:
-    """Format a number with four decimal places, None as a dash."""
+def _four_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
-
 Numbers = dict[str, float]
+# A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
+Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
+# Starts a tracker of a run directory: its configuration as section.key: value, the steps done before, the known id.
+Begin = Callable[[Path, Mapping[str, Any], int, str | None], Started]
 
 _PROJECT = "offload-trainer"
 _LAST = 60.0  # seconds to wait at the end of a run for records that a tracker has queued
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """The facts about a run that trackers need."""
-
-    directory: Path  # the run directory
-    config: Mapping[str, Any]  # section.key: value
-    done: int  # steps done before this start, if the run is resumed
-
-    @property
-    def name(self) -> str:
-        return self.directory.absolute().name
-
-
-# A tracker that has started: its id of the run, with which it resumes, what logs the numbers of a step, what ends it.
-Started = tuple[str, Callable[[Numbers, int], object], Callable[[], object]]
-
-
 class Trackers:
-    """Sends each record to all trackers in `names`, whose libraries queue it and return.
+    """Sends each record to all trackers in `names`, whose libraries queue it and return."""
 
-    Raises UserError if one of them is not installed or cannot start.
-    """
+    def __init__(
+        self,
+        names: Sequence[str],
+        directory: Path,
+        config: Mapping[str, Any],
+        *,
+        done: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Start the trackers, which `refuse_missing` has accepted. Raises UserError if one cannot start.
 
-    def __init__(self, names: Sequence[str], run: Tracked, *, say: Callable[[str], None]) -> None:
-        refuse_missing(names)
-        self._say = say
+        `config`: section.key: value. `done`: steps done before this start, if the run is resumed.
+        """
+        self._say, self._trackers = say, dict[str, Started]()
         known: dict[str, str] = {}
-        memory = run.directory / "trackers.json"
-        if run.done and memory.exists():
+        memory = directory / "trackers.json"
+        if done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
-        self._trackers: dict[str, Started] = {}
         for name in dict.fromkeys(names):
             _, begin, fix = _KINDS[name]
             try:
-                self._trackers[name] = begin(run, known.get(name))
+                self._trackers[name] = begin(directory, config, done, known.get(name))
             except Exception as error:  # errors of a library, a network or an account
                 raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {fix}") from error
         identities = {name: identity for name, (identity, _, _) in self._trackers.items()}
@@ -372,14 +336,11 @@ def refuse_missing(names: Sequence[str]) -> None:
             ) from error
 
 
-# -- the trackers ----------------------------------------------------------------------------------------------------
-
-
-def _tensorboard(run: Tracked, _: str | None) -> Started:
+def _tensorboard(directory: Path, _: Mapping[str, Any], done: int, __: str | None) -> Started:
     """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.done + 1, max_queue=100_000)
+    writer = SummaryWriter(str(directory / "tensorboard"), purge_step=done + 1, max_queue=100_000)
 
     def log(numbers: Numbers, step: int) -> None:
         for name, number in numbers.items():
@@ -388,7 +349,7 @@ def _tensorboard(run: Tracked, _: str | None) -> Started:
     return "tensorboard", log, writer.close
 
 
-def _wandb(run: Tracked, identity: str | None) -> Started:
+def _wandb(directory: Path, config: Mapping[str, Any], _: int, identity: str | None) -> Started:
     """Start wandb. A missing API key is an error, since wandb would prompt for one on the terminal and block."""
     import wandb
 
@@ -397,11 +358,11 @@ def _wandb(run: Tracked, identity: str | None) -> Started:
     identity = identity or secrets.token_hex(4)
     began = wandb.init(
         project=os.environ.get("WANDB_PROJECT", _PROJECT),
-        name=run.name,
+        name=directory.absolute().name,
         id=identity,
         resume="allow",
-        dir=str(run.directory),
-        config=dict(run.config),
+        dir=str(directory),
+        config=dict(config),
         settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True),
     )
     began.define_metric("step")
@@ -410,18 +371,17 @@ def _wandb(run: Tracked, identity: str | None) -> Started:
     return identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish
 
 
-def _trackio(run: Tracked, identity: str | None) -> Started:
+def _trackio(directory: Path, config: Mapping[str, Any], _: int, identity: str | None) -> Started:
     """Start trackio. A new run gets a unique name, since trackio would mix it with an earlier run of the same name."""
     import trackio
 
-    identity = identity or f"{run.name}-{secrets.token_hex(2)}"
-    began = trackio.init(project=_PROJECT, name=identity, config=dict(run.config), resume="allow")
+    identity = identity or f"{directory.absolute().name}-{secrets.token_hex(2)}"
+    began = trackio.init(project=_PROJECT, name=identity, config=dict(config), resume="allow")
     return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-# A module and a name in it, to import; what starts the tracker, with its id of this run if it has one; advice for the
-# user if it cannot start.
-_KINDS: dict[str, tuple[tuple[str, str], Callable[[Tracked, str | None], Started], str]] = {
+# A module and a name in it, to import; what starts the tracker; advice for the user if it cannot start.
+_KINDS: dict[str, tuple[tuple[str, str], Begin, str]] = {
     "tensorboard": (
         ("torch.utils.tensorboard", "SummaryWriter"),
         _tensorboard,

@@ -566,12 +566,6 @@ def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
         form_of_files([words], form="chat", text_field="text")
 
 
-def test_a_template_that_refuses_names_the_line(tmp_path: Path) -> None:
-    strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match=r"here, line 1: the chat template refuses this conversation: roles must"):
-        encoded({"messages": TALK}, form="chat", template=strict)
-
-
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TALK[:3]}) + "\n")

@@ -181,6 +181,9 @@ def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
     rows = SimpleNamespace(validation_batches=lambda **_: iter(made))
     record = validated(rows, micro_batch=1, eval_rows=3, loss=lambda batch: float(batch.counted))
     assert record.validation_loss == (25 + 1 + 9) / 9
+    assert (record.perplexity, record.bits_per_byte) == (math.exp(35 / 9), None)
+    rows = SimpleNamespace(validation_batches=lambda **_: iter(made[:1]))
+    assert validated(rows, micro_batch=1, eval_rows=1, loss=lambda _: 1e3).perplexity == math.inf
 
 
 @pytest.mark.parametrize(("text", "rows"), [(SHIPPED, 26), (SHIPPED, 7), (MIXED, 10)], ids=["all", "some", "mixed"])

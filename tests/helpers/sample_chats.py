@@ -103,32 +103,24 @@ def chats() -> Dataset:
 
 
 def preferences() -> Dataset:
-    return Dataset.from_list(
-        [
-            {
-                "prompt": turns(asked),
-                "chosen": [message("assistant", told)],
-                "rejected": [message("assistant", told[::-1])],
-            }
-            for asked, told in CHATS
-        ]
-    )
+    pairs = [(turns(asked), _answer(told), _answer(told[::-1])) for asked, told in CHATS]
+    return Dataset.from_list([{"prompt": asked, "chosen": good, "rejected": bad} for asked, good, bad in pairs])
 
 
 def labelled() -> Dataset:
     """Return answers with a label each, good ones and bad ones."""
+    answers = [(turns(asked), told, good) for asked, told in CHATS for good in (True, False)]
     return Dataset.from_list(
         [
-            {
-                "prompt": turns(asked),
-                "completion": [message("assistant", told if good else told[::-1])],
-                "label": good,
-            }
-            for asked, told in CHATS
-            for good in (True, False)
+            {"prompt": asked, "completion": _answer(told if good else told[::-1]), "label": good}
+            for asked, told, good in answers
         ]
     )
 
 
 def prompts() -> Dataset:
     return Dataset.from_list([{"prompt": turns(asked)} for asked, _ in CHATS])
+
+
+def _answer(text: str) -> list[dict[str, Any]]:
+    return [message("assistant", text)]

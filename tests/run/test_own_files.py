@@ -25,7 +25,7 @@ from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, 
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
-from offload_trainer.telemetry.report import refuse_foreign, write_comparison
+from offload_trainer.telemetry.report import comparison_page, refuse_foreign
 from offload_trainer.telemetry.sinks import JsonLines
 
 # -- the user's own ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for _ in range(2):
         refuse_foreign(page)
-        write_comparison(page, title="Runs", losses=[], table=[("a",), ("b",)])
+        page.write_text(comparison_page([], [("a",), ("b",)]))
     page.write_text("<!doctype html><title>mine</title>")
     with pytest.raises(UserError, match=r"page\.html: already exists, but is not a report of this program"):
         refuse_foreign(page)

@@ -30,11 +30,11 @@ from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, read_metri
 from offload_trainer.telemetry.report import (
     RELOAD,
     Series,
+    comparison_page,
     predicted_row,
     report_page,
-    write_comparison,
 )
-from offload_trainer.telemetry.sinks import LiveReport, Screen, Telemetry
+from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.units import format_bytes, format_seconds
 
 # Units of a chart's text on a desktop and on a phone, and the widest character's share of them.
@@ -185,7 +185,7 @@ def test_wear_is_the_counted_bytes() -> None:
 
 
 class Clock:
-    """A clock for LiveReport and Screen that moves only when told."""
+    """A clock for Telemetry and Screen that moves only when told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -195,12 +195,12 @@ class Clock:
 def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, list[str]]:
     """Return the outputs of a run in `folder`, with its page, and the lines that they print."""
     said: list[str] = []
-    outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append, live=False))
+    outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append))
 
     def page(left: float | None) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
 
-    outputs.report = LiveReport(folder / "report.html", page, say=said.append)
+    outputs.page = page
     return outputs, said
 
 
@@ -229,25 +229,11 @@ def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert RELOAD in shown[-1]
     assert faults(shown[-1]) == []
     assert sorted(os.listdir(tmp_path)) == ["evaluations.jsonl", "metrics.jsonl", "report.html"]
-    assert outputs.report
-    outputs.report.end()
+    outputs.end()
     ended = (tmp_path / "report.html").read_text()
     assert "refresh" not in ended
     assert "time left" not in facts_of(ended)
     outputs.close()
-
-
-def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    (tmp_path / "metrics.jsonl").write_text("".join(full_step(step).to_json() + "\n" for step in range(1, 3601)))
-    outputs, _ = telemetry(tmp_path, total=100_000, done=3590)
-    clock.now += 1
-    outputs.step(full_step(3591))
-    page = (tmp_path / "report.html").read_text()
-    outputs.close()
-    points = page.partition(' points="')[2].partition('"')[0].split()
-    assert 500 < len(points) <= 800
-    assert facts_of(page)["steps"] == "3591 of 100000"
 
 
 def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
@@ -269,19 +255,21 @@ def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
 
 def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most a hundredth of the time goes into pages, however long one takes."""
-    clock, written = Clock(monkeypatch), []
+    clock, (outputs, said), written = Clock(monkeypatch), telemetry(tmp_path, total=1000), []
 
     def page(*_: object) -> str:
         clock.now += 2.0
         written.append(clock.now)
         return ""
 
-    report = LiveReport(tmp_path / "report.html", page, say=pytest.fail)
-    report.end(failed=True)
+    outputs.page = page
+    outputs.end(failed=True)
     assert not written  # no step was finished
-    for _ in range(1000):
+    for step in range(1, 1001):
         clock.now += 1.0
-        report.step(left=1.0)
+        outputs.step(full_step(step))
+    outputs.close()
+    assert not [line for line in said if "report.html" in line]
     assert [after - before for before, after in pairwise(written)] == [202.0] * 4
 
 
@@ -292,8 +280,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, monk
     for step in range(1, 4):
         clock.now += 60
         outputs.step(replace(full_step(step), loss=math.nan))
-    assert outputs.report
-    outputs.report.end()
+    outputs.end()
     told = [line for line in said if "report.html" in line]
     assert told == [f"note: {tmp_path}/report.html cannot be written, and the run does not need it: Is a directory"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
@@ -309,11 +296,10 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("runs", [2, 20])
-def test_runs_have_different_lines_and_their_names_below(runs: int, tmp_path: Path) -> None:
+def test_runs_have_different_lines_and_their_names_below(runs: int) -> None:
     names = [f"run-{number}-{'x' * number}" for number in range(runs)]
     losses = [Series(name, [(1.0, 4.0), (100.0, 2.0 + number % 3 / 1000)]) for number, name in enumerate(names)]
-    write_comparison(tmp_path / "page.html", title="Runs", losses=losses, table=[("", *names)])
-    page = (tmp_path / "page.html").read_text()
+    page = comparison_page(losses, [("", *names)])
     assert faults(page) == []
     chart = page.partition('aria-label="loss over steps"')[2].partition("</svg>")[0]
     drawn = re.findall(r'<polyline class="line" style="([^"]*)" [^>]*><title>(.*?)</title>', chart)

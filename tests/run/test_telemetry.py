@@ -22,11 +22,8 @@ from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
 from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
-    bits_per_byte,
     median_phases,
     median_speed,
-    mfu,
-    perplexity,
     read_evaluations,
     read_metrics,
 )
@@ -142,14 +139,15 @@ def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
 
 def test_memory_of_a_device_is_torchs_once_cuda_runs(monkeypatch, tmp_path):
     (tmp_path / "page").write_bytes(b"x" * 8192)
-    for initialized, peak in ((False, 0), (True, 12345)):
+    for initialized, peak, retries in ((False, 0, 0), (True, 12345, 2)):
         facts = {"is_initialized": lambda i=initialized: i, "max_memory_allocated": lambda: 12345}
-        monkeypatch.setitem(
-            sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**facts, memory_allocated=lambda: 678))
-        )
-        assert meters.device_peak_bytes() == peak
-        held = meters.memory_now([tmp_path])
+        facts |= {"memory_allocated": lambda: 678, "memory_stats": lambda: {"num_alloc_retries": 2}}
+        monkeypatch.setattr(meters, "torch", SimpleNamespace(cuda=SimpleNamespace(**facts)))
+        found = meters.memory_of_step([tmp_path])
+        assert (found["device_peak_bytes"], found["allocation_retries"]) == (peak, retries)
+        held = found["memory"]
         assert held["ram"] == pytest.approx(meters.current_rss_bytes(), rel=0.2)
+        assert held["ram"] <= 1.01 * found["host_rss_bytes"]
         assert held.get("gpu") == (678 if initialized else None)
         assert held["drives"] == (tmp_path / "page").stat().st_blocks * 512
 
@@ -175,19 +173,6 @@ def test_values_that_json_lacks_are_null(bad):
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
     assert parsed(a_step(loss=bad, grad_norm=bad).to_json(), StepRecord).loss is None
-
-
-def test_arithmetic_by_hand():
-    assert perplexity(0.0) == 1.0
-    assert perplexity(3.0) == pytest.approx(20.0855369)
-    assert perplexity(1000.0) == math.inf
-    # A loss of ln 256 nats for a token of one byte is 8 bits a byte; with two bytes a token it is half of that.
-    assert bits_per_byte(math.log(256), tokens=100, text_bytes=100) == pytest.approx(8.0)
-    assert bits_per_byte(math.log(256), tokens=100, text_bytes=200) == pytest.approx(4.0)
-    assert bits_per_byte(2.0794415, tokens=3, text_bytes=9) == pytest.approx(1.0)
-    assert bits_per_byte(1.0, tokens=3, text_bytes=0) is None
-    assert mfu(50e12, seconds=2.0, peak_flops=100e12) == pytest.approx(0.25)
-    assert mfu(50e12, seconds=2.0, peak_flops=None) is None
 
 
 # --- sinks ---
@@ -227,17 +212,17 @@ def test_tails(tmp_path, tail, kept):
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
     messages = []
-    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, live=False))
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append))
     for step in (1, 2, 3):
         first.step(a_step(step))
-    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
+    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=math.exp(2.0), bits_per_byte=None))
     first.close()
     assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, live=False))
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
-    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
+    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=math.exp(1.0), bits_per_byte=0.5))
     again.close()
     assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
     metrics = read_metrics(tmp_path / "metrics.jsonl")
@@ -252,7 +237,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     messages = []
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
-    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"}, live=False)
+    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"})
     for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
         shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
@@ -269,11 +254,13 @@ def test_lines_are_apart_from_the_live_one(columns, monkeypatch):
     """The live line leaves four columns, for ^C; a line of the log or of a signal handler begins a line of its own."""
     ours, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     with open(terminal, "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         monkeypatch.setattr(directory, "write_now", lambda line: print(line, file=stderr))
         log = directory.Log(loud=True)
-        shown = Screen(7, initial=5, say=log.say, live=True)
+        shown = Screen(7, initial=5, say=log.say)
         log.above, log.clear = shown.above, shown.clear
         shown.step(a_step(6, phases={"a phase with a long name": 0.4}))
         log.say("saved")
@@ -303,7 +290,7 @@ def test_speed_is_of_the_last_steps_together():
 
     The remaining variation is the number of long steps among the 20.
     """
-    shown = Screen(1000, initial=0, say=(said := []).append, live=False)
+    shown = Screen(1000, initial=0, say=(said := []).append)
     for step in range(1, 1001):
         shown.step(uneven(step, phases={"forward": 0.1, "wait": 6.9 if step % 7 == 0 else 0.0}))
     speeds = [float(line.split(" tokens/s")[0].split()[-1]) for line in said[1:]]
@@ -315,7 +302,7 @@ def test_speed_is_of_the_last_steps_together():
 def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
     """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     for drives, moved, shown in ((True, 10**9, True), (True, 4096, False), (True, None, False), (False, 10**9, False)):
-        screen = Screen(1, initial=0, say=(said := []).append, live=False, drives=drives)
+        screen = Screen(1, initial=0, say=(said := []).append, drives=drives)
         screen.step(a_step(nvme_read_bytes=moved, nvme_written_bytes=moved and moved // 2))
         assert ("  drive 3 GB/s  " in said[0]) == shown  # 1.5 GB in half a second
         assert shown or "drive" not in said[0]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import TINY, call
@@ -18,19 +19,18 @@ from test_telemetry import a_step
 from offload_trainer.errors import UserError
 from offload_trainer.telemetry import sinks
 from offload_trainer.telemetry.metrics import EvalRecord
-from offload_trainer.telemetry.sinks import Started, Tracked, Trackers
+from offload_trainer.telemetry.sinks import Started, Trackers, refuse_missing
 
 EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
 
 
-def tracked(directory: Path, *, done: int = 0) -> Tracked:
-    return Tracked(directory, {"train.steps": 4, "data.path": ["a", "b"]}, done)
+CONFIG = {"train.steps": 4, "data.path": ["a", "b"]}
 
 
 def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
     """Log steps and an evaluation to these trackers, and close them; return the messages."""
     messages: list[str] = []
-    sink = Trackers(names, tracked(directory, done=done), say=messages.append)
+    sink = Trackers(names, directory, CONFIG, done=done, say=messages.append)
     for step in steps:
         sink.put("train", a_step(step, grad_norm=None if step == 2 else 1.5))
     sink.put("validation", EVALUATION)
@@ -86,7 +86,7 @@ def test_wandb_without_an_account_never_asks(tmp_path: Path, monkeypatch: pytest
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"save.trackers=wandb cannot begin: there is no API key.*WANDB_MODE=offline"):
-        Trackers(["wandb"], tracked(tmp_path), say=print)
+        Trackers(["wandb"], tmp_path, CONFIG, done=0, say=print)
     assert os.listdir(tmp_path) == []
 
 
@@ -106,11 +106,10 @@ def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_tracker_names_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(UserError, match=rf"save.trackers={name}: .*pip install 'offload-trainer\[{name}\]'"):
-        Trackers([name], tracked(tmp_path), say=print)
-    assert os.listdir(tmp_path) == []
+        refuse_missing([name])
 
 
 # -- all of them, by one of this file's ------------------------------------------------------------------------------
@@ -120,8 +119,9 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
     """Register a tracker `name` that passes everything to `log`; return the list of trackers that ended."""
     ended: list[str] = []
 
-    def begin(run: Tracked, identity: str | None) -> Started:
-        (begun if begun is not None else []).append((run, identity))
+    def begin(*given: Any) -> Started:
+        *_, identity = given
+        (begun if begun is not None else []).append(identity)
         return identity or "a new one", log, close or (lambda: ended.append(name))
 
     monkeypatch.setitem(sinks._KINDS, name, (("json", "loads"), begin, "Mend it"))
@@ -155,19 +155,19 @@ def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: p
     put(monkeypatch, "one", lambda *_: None, begun=begun)
     for done in (0, 2, 0):
         run(tmp_path, "one", done=done)
-    assert [identity for _, identity in begun] == [None, "a new one", None]
+    assert begun == [None, "a new one", None]
     (tmp_path / "trackers.json").write_text('{"one": 7}')
     with pytest.raises(UserError, match=r"trackers.json cannot be read: .*Remove it"):
         run(tmp_path, "one", done=2)
 
 
 def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(run: Tracked, identity: str | None) -> Started:
+    def begin(*given: Any) -> Started:
         raise OSError("no route to host")
 
     monkeypatch.setitem(sinks._KINDS, "far", (("json", "loads"), begin, "Go nearer"))
     with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
-        Trackers(["far"], tracked(tmp_path), say=print)
+        Trackers(["far"], tmp_path, CONFIG, done=0, say=print)
 
 
 def test_a_run_reports_each_step(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine, total_ram_bytes
+from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.engines import engine_of
@@ -39,23 +41,23 @@ class Check:
 
 def examine(config: TrainConfig) -> list[Check]:
     """Run all checks for a run with this configuration."""
-    place, output, engine = config.placement, config.save.output, engine_of(config)
-    needed = [package for _, package in engine.packages()]
-    stock = isinstance(engine, DeepSpeed)
-    checks = [_torch(), *_packages(), _native_kernel()]
-    checks += _stock_tools(needed=stock, drive=bool(place.nvme))
+    place, engine = config.placement, engine_of(config)
+    stock, needed = isinstance(engine, DeepSpeed), [package for _, package in engine.packages()]
+    checks = [_torch(), *_packages(), _native_kernel(), *_stock_tools(needed=stock, drive=bool(place.nvme))]
     if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
     try:
-        machine = probe_machine(place, output=output)
+        machine = probe_machine(place, output=config.save.output)
     except UnusableGpu as error:
         return [*checks, Check("GPU", "failure", str(error), "repair or hide the GPU, then run this again")]
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that exist and are writable")]
-    checks += [_memory(), *_memlock(place, engine, machine), *_gpu(config.model, machine)]
-    for drive in machine.drives:
-        checks += _drive(drive)
-    return checks
+    free = available_ram_bytes()
+    found = f"{format_bytes(free)} of {format_bytes(psutil.virtual_memory().total)} available"
+    fix = "end other programs, raise the cgroup's limit, or use --params nvme" if free < _LITTLE_RAM else ""
+    checks.append(Check("memory", "warning" if fix else "ok", found, fix))
+    checks += [*_memlock(place, engine, machine), *_gpu(config.model, machine)]
+    return checks + [check for drive in machine.drives for check in _drive(drive)]
 
 
 def report(checks: list[Check]) -> str:
@@ -73,12 +75,9 @@ def report(checks: list[Check]) -> str:
 
 
 def _torch() -> Check:
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
-        return Check("torch", "failure", "not installed", "pip install torch")
     import torch
 
+    found = torch.__version__
     hip, cuda, driver = torch.version.hip, torch.version.cuda, _driver()
     build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "no build for a GPU"
     if torch.cuda.is_available():
@@ -153,14 +152,6 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _memory() -> Check:
-    total, free = total_ram_bytes(), available_ram_bytes()
-    found = f"{format_bytes(free)} of {format_bytes(total)} available"
-    if free < _LITTLE_RAM:
-        return Check("memory", "warning", found, "end other programs, raise the cgroup's limit, or use --params nvme")
-    return Check("memory", "ok", found)
-
-
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed, machine: MachineProfile) -> Iterator[Check]:
     """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
     limit = machine.memlock_bytes
@@ -183,22 +174,19 @@ def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:
-    name = f"drive {drive.directory}"
-    yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {drive.filesystem} ({drive.disk or 'no disk'})")
-    if drive.filesystem in ("tmpfs", "ramfs"):
-        yield Check(name, "failure", f"{drive.filesystem} is memory, not a drive", "name a directory on an SSD")
-    elif drive.network:
-        yield Check(name, "warning", f"{drive.filesystem} is a network filesystem", "use a local SSD")
-    if drive.rotational:
-        yield Check(
-            name,
+    name, kind = f"drive {drive.directory}", drive.filesystem
+    yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {kind} ({drive.disk or 'no disk'})")
+    virtual = "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`"
+    faults: list[tuple[object, State, str, str]] = [
+        (kind in ("tmpfs", "ramfs"), "failure", f"{kind} is memory, not a drive", "name a directory on an SSD"),
+        (drive.network, "warning", f"{kind} is a network filesystem", "use a local SSD"),
+        (drive.rotational, "warning", f"{drive.disk} reports that it is a rotating disk", virtual),
+        (not drive.direct, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs"),
+        (
+            drive.throttle,
             "warning",
-            f"{drive.disk} reports that it is a rotating disk",
-            "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`",
-        )
-    if not drive.direct:
-        yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
-    if drive.throttle:
-        yield Check(
-            name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not intended"
-        )
+            f"the cgroup limits it: {drive.throttle}",
+            "raise the limit, if that is not intended",
+        ),
+    ]
+    yield from (Check(name, state, found, fix) for is_so, state, found, fix in faults if is_so)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
+from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.locks import NoLocks
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, protected
-from offload_trainer.telemetry.metrics import StepRecord, read_evaluations, read_metrics
-from offload_trainer.telemetry.report import Series, in_words, refuse_foreign, results, write_comparison
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
+from offload_trainer.telemetry.report import Series, comparison_page, in_words, refuse_foreign, results
 
 _ALWAYS = ("model.name", "model.dtype", "optim.name", "optim.moment_dtype", "optim.lr")  # settings shown if equal too
 # settings that do not affect results, or with few templates
@@ -112,14 +112,13 @@ def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunSummary:
+class RunSummary(NamedTuple):
     """Settings and results of one run. `facts` maps labels to values, None if unknown or not used."""
 
     directory: Path
     name: str  # path relative to the runs' common parent directory
     facts: dict[str, Any]
-    rows: list[StepRecord]
+    losses: Series
 
     def to_json(self) -> dict[str, Any]:
         known = {label: value for label, value in self.facts.items() if value is not None}
@@ -135,11 +134,12 @@ def compared(directories: Sequence[Path]) -> list[RunSummary]:
     shared = Path(os.path.commonpath([directory.absolute().parent for directory in directories]))
     runs = []
     for directory, (config, plan) in zip(directories, read, strict=True):
-        rows = read_metrics(directory / "metrics.jsonl")
+        rows, name = read_metrics(directory / "metrics.jsonl"), str(directory.absolute().relative_to(shared))
         found = results(rows, read_evaluations(directory / "evaluations.jsonl"))
         skipped = {"steps skipped": sum(row.skipped for row in rows) or None}
         facts = {**{key: config.get(key) for key in keys}, **plan, **found, **skipped}
-        runs.append(RunSummary(directory, str(directory.absolute().relative_to(shared)), facts, rows))
+        losses = Series(name, [(float(row.step), row.loss) for row in rows if row.loss is not None])
+        runs.append(RunSummary(directory, name, facts, losses))
     return runs
 
 
@@ -176,7 +176,4 @@ def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
     Raises UserError if `path` exists and was not written by this program.
     """
     refuse_foreign(path)
-    losses = [
-        Series(run.name, [(float(row.step), row.loss) for row in run.rows if row.loss is not None]) for run in runs
-    ]
-    write_comparison(path, title="Runs side by side", losses=losses, table=comparison(runs))
+    write_text(path, comparison_page([run.losses for run in runs], comparison(runs)))

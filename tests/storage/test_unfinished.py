@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -13,8 +12,9 @@ from synthetic_checkpoints import save
 
 from offload_trainer import retention
 from offload_trainer.errors import TrainerError
+from offload_trainer.manifest import MANIFEST
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.atomic_io import put_in_place
+from offload_trainer.storage.atomic_io import bytes_below, put_in_place
 from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, hold, named_in, wait_for_ranks
 
@@ -83,17 +83,30 @@ def test_an_interrupted_replacement_leaves_what_was_there(
     assert list(final.iterdir()) == [final / "second"]
 
 
-def test_a_full_disk_keeps_no_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is pruned also where there is no room for the directory that marks it for removal."""
+def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
+    root, unlink, left = newest.parent, os.unlink, [newest, newest]
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def dying(*args: object, **words: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        unlink(*args, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(retention, "ScratchDirectory", full)
-    assert retention.prune(newest.parent, keep=1) == []
-    assert list(newest.parent.iterdir()) == [newest]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", dying)
+        with pytest.raises(KeyboardInterrupt):
+            retention.prune(root, keep=1)
+    (hidden,) = root.glob(".*")
+    assert retention.bytes_that_go(root) > bytes_below(newest)
+    (hidden / "mine").touch()
+    remove_leftovers(root)
+    assert {"mine", MANIFEST} < {path.name for path in hidden.iterdir()}
+    (hidden / "mine").unlink()
+    remove_leftovers(root)
+    assert list(root.iterdir()) == [newest]
 
 
 _KEEP_AND_DIE = """

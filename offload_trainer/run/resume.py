@@ -249,58 +249,46 @@ def take_over(
     places: list[ScratchDirectory] = []
 
     def search() -> PageFiles | None:
-        with ExitStack() as locks:
-            files = _found(setup, locks, places, begins=begins)
-            if files is None:
-                return None
-            stack.push(locks.pop_all())
+        saved = complete_checkpoints(setup.output / "checkpoints")
+        instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
+        try:
+            with ExitStack() as locks:
+                folders = _folders(setup, begins=begins)
+                if not folders:
+                    return None
+                for folder in folders:
+                    try:
+                        places.append(taken_over(folder, say=setup.log.say))
+                    except BlockingIOError:
+                        raise TrainerError(
+                            f"{folder} is in use: its run is still running, or it is being exported; wait for that to "
+                            "end"
+                        ) from None
+                    locks.callback(places[-1].leave)
+                manifest = read_description(folders[0], fix=_RESTORE)
+                for folder in folders:
+                    refuse_outside(folder, manifest)
+                newest = read_newest(manifest, fix=_RESTORE)
+                if newest is None or newest.train is None or newest.engine is None:
+                    return None  # the run was killed before it completed a step
+                train = as_kind(newest.train, TrainState)
+                if begins and train.step <= begins.step:
+                    return None
+                step = train.step
+                _refuse_otherwise(setup, folders, manifest)
+                for folder in folders:
+                    wait_for_ranks(folder, say=setup.log.say)
+                stack.push(locks.pop_all())
+        except (OSError, ValueError, TrainerError) as error:
+            raise _refused(reason(error), step=step, instead=instead) from error
         where = ", ".join(str(place.path) for place in places)
         than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
-        setup.log.say(f"resuming from the page files in {where}, step {files.train.step}; they are newer than {than}")
-        return files
+        setup.log.say(f"resuming from the page files in {where}, step {step}; they are newer than {than}")
+        return PageFiles(train, newest, len(manifest.pages), instead)
 
     if setup.config.save.resume != "auto":
         return None, ()
     return from_rank_zero(search, PageFiles | None), places
-
-
-def _found(
-    setup: Setup, locks: ExitStack, places: list[ScratchDirectory], *, begins: TrainState | None
-) -> PageFiles | None:
-    """Return the page files registered for this run; None if they are not newer than `begins`.
-
-    Their locked directories are added to `places`.
-    """
-    saved = complete_checkpoints(setup.output / "checkpoints")
-    instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
-    try:
-        folders = _folders(setup, begins=begins)
-        if not folders:
-            return None
-        for folder in folders:
-            try:
-                places.append(taken_over(folder, say=setup.log.say))
-            except BlockingIOError:
-                raise TrainerError(
-                    f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
-                ) from None
-            locks.callback(places[-1].leave)
-        manifest = read_description(folders[0], fix=_RESTORE)
-        for folder in folders:
-            refuse_outside(folder, manifest)
-        newest = read_newest(manifest, fix=_RESTORE)
-        if newest is None or newest.train is None or newest.engine is None:
-            return None  # the run was killed before it completed a step
-        train = as_kind(newest.train, TrainState)
-        if begins and train.step <= begins.step:
-            return None
-        step = train.step
-        _refuse_otherwise(setup, folders, manifest)
-        for folder in folders:
-            wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, len(manifest.pages), instead)
-    except (OSError, ValueError, TrainerError) as error:
-        raise _refused(reason(error), step=step, instead=instead) from error
 
 
 def _refused(why: str, *, step: int, instead: str) -> UserError:

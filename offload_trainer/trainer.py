@@ -355,11 +355,6 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     return section.lr * left + final * (1 - left)  # exactly the peak when left is 1
 
 
-def steps_between_saves(every: int | Literal["auto"], *, steps: int) -> int:
-    """Return the steps between checkpoints of a run of `steps` for its `save.every`; 0: only on request."""
-    return max(1, steps // 10) if every == "auto" else every
-
-
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     """Run `steps` steps without evaluation or saving; yield each step's timings, result, drive traffic and peak memory.
 

@@ -32,7 +32,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.ranks import Addressed
-from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
+from offload_trainer.storage.host_memory import PAGE, host_buffer, memory_file, pin
 from offload_trainer.storage.transfer import Workers
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Node:
         if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = mapped(descriptor, size, pinned=pinned)
+            memory = host_buffer(size, pinned=pinned, descriptor=descriptor)
             ranks.wait_for_all(group=self._inside)
         finally:
             os.close(descriptor)

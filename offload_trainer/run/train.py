@@ -91,7 +91,12 @@ def train_run(
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
-        _use_gpu(int(os.environ["LOCAL_RANK"]), count=torch.cuda.device_count())
+        number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if number > count:
+            raise PeerFailed("the rank before this one lacks a GPU too", code=2)
+        if number == count:
+            raise UserError(f"torch sees {count} GPU(s) here, and more ranks were started: --gpus {count}")
+        torch.cuda.set_device(number)
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
@@ -118,15 +123,6 @@ def train_run(
                 full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
             except UserError as error:  # something has been written
                 raise TrainerError(f"{full}, and with less on it {error}") from error
-
-
-def _use_gpu(number: int, *, count: int) -> None:
-    """Use the GPU of this rank's number on its node; raise UserError, on one rank, if there are only `count`."""
-    if number > count:
-        raise PeerFailed("the rank before this one lacks a GPU too", code=2)
-    if number == count:
-        raise UserError(f"torch sees {count} GPU(s) here, and more ranks were started: --gpus {count}")
-    torch.cuda.set_device(number)
 
 
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
@@ -235,8 +231,13 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     """
     everybody().first(lambda: check_start(planned, say=lambda _: None))
     checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
-    if machine_rates.is_due(planned):
-        planned = _planned_with_rates(config, planned, log=log)
+    if machine_rates.is_due(planned):  # measure the rates that the plan lacks, and plan again
+        before, found = planned, list[Planned]()
+        machine = machine_rates.rates_at_start(before, say=log.say)
+        everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
+        planned = shared_plan(found[0] if found else before)
+        log.say(planned.plan.describe(steps=config.train.known_steps))
+        everybody().first(lambda: refuse(planned))
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
@@ -253,16 +254,6 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
     config = planned.config
     eval_rows = config.train.eval_rows
     return prepare_data(config.data, planned.source, seq_len=planned.plan.seq_len, eval_rows=eval_rows, say=say)
-
-
-def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
-    """Measure the rates that the plan lacks, and plan again. Collective; all ranks return the plan of rank 0."""
-    machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
-    everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
-    planned = shared_plan(found[0] if found else before)
-    log.say(planned.plan.describe(steps=config.train.known_steps))
-    everybody().first(lambda: refuse(planned))
-    return planned
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:

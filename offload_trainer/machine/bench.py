@@ -56,7 +56,7 @@ from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.safe_files import one_line, parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
-from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.scratch_dir import leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
 from offload_trainer.units import format_bytes
@@ -420,9 +420,9 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
-    with DriveLease(Path(drive.directory), say=say) as lease:
+    with leased(Path(drive.directory), say=say) as folder:
         size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
-        with closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file:
+        with closing(DriveFile(folder / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file:
             return _timed_file(file, budget)
 
 

@@ -40,7 +40,7 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
-from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
+from offload_trainer.storage.scratch_dir import PAGES, empty_list, hold, leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry, Tracked, Trackers
@@ -203,8 +203,8 @@ def lease_drives(
                 empty_list(listed)
         places: Sequence[ScratchDirectory | None] = instead or [None] * len(drives)
         taken = zip(drives, places, strict=True) if rank == first else ()
-        leases = (DriveLease(drive, say=say, listed=listed, instead=place) for drive, place in taken)
-        return [stack.enter_context(lease).path for lease in leases]
+        leases = (leased(drive, say=say, listed=listed, instead=place) for drive, place in taken)
+        return [stack.enter_context(lease) for lease in leases]
 
     swaps: list[Path] = everybody().each(lease, list[Path])[first]
     if rank != first:

@@ -81,10 +81,7 @@ def prune(root: Path, *, keep: int) -> list[str]:
 
 
 def _why_kept(directory: Path, *, step: int) -> str:
-    """Return why the directory is not a checkpoint of `step` that this program may remove; "" if it is, or is empty.
-
-    It may have another user's files, or files that its manifest does not list, so that the user must have added them.
-    """
+    """Return why the directory is not a checkpoint of `step` with this program's files alone; "" if it is, or empty."""
     try:
         if not any(directory.iterdir()):
             return ""

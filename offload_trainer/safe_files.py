@@ -220,10 +220,7 @@ class LimitedYaml(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, loader: type[LimitedYaml] = LimitedYaml) -> Any:
-    """Return the value of a YAML file.
-
-    Raises ValueError if it cannot be read or parsed, and FileNotFoundError if it does not exist.
-    """
+    """Return the value of a YAML file. Raises ValueError if it cannot be read or parsed, and FileNotFoundError."""
     return parsed_yaml(file_bytes(path, most=_MOST_YAML, links=True), loader)
 
 

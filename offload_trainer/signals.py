@@ -43,10 +43,7 @@ class StopRequest:
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Within this context a signal raises Stopped. A second one kills the process.
-
-    SIGUSR1 is ignored, since there is no state to save yet.
-    """
+    """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
@@ -95,10 +92,7 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
 
 
 def _raise_until_caught(number: int, *, unsaved: str = "") -> None:
-    """Raise Stopped, and raise it again on a timer until it propagates.
-
-    An exception raised in a destructor or in a callback from C is swallowed, so a single raise may be lost.
-    """
+    """Raise Stopped, and again on a timer until it propagates: destructors and callbacks from C swallow exceptions."""
 
     def again(_number: int, _frame: object) -> None:
         under_way = sys.exception()

@@ -158,10 +158,7 @@ def _adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[f
 
 
 def directories_of(source: Path) -> list[Path]:
-    """Return the directories of torch.distributed.checkpoint that make up `source`; none for the Trainer's own files.
-
-    Raises UserError if the names in `source` are of no checkpoint that is read.
-    """
+    """Return the DCP directories of `source`, none for the Trainer's own files. Raises UserError for others."""
     if not source.is_dir():
         raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
     if is_there(source / _STATE) and is_there(source / _OPTIMIZER):

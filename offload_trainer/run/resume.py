@@ -147,10 +147,7 @@ def verify(setup: Setup, checkpoint: Path) -> None:
 
 
 def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:
-    """Return True if this run, which begins at `checkpoint` and its state, has already finished here. Collective.
-
-    Raises UserError if it would overwrite the results of another run.
-    """
+    """Return True if this run has already finished here. Collective. Raises UserError if it would overwrite another."""
     save, at = setup.config.save, begins.step if begins else 0
 
     def told() -> str | None:
@@ -301,10 +298,7 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
 
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
-    """Return the directories of page files registered for the run.
-
-    Raises ValueError if the run's list names one that does not exist.
-    """
+    """Return the directories of the run's page files. Raises ValueError if its list names one that does not exist."""
     kept = [folder for drive in setup.drives for folder in kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
         return kept
@@ -322,10 +316,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
 
 
 def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreManifest) -> None:
-    """Raise ValueError if this run cannot use the page files: another run's, incomplete, or of another layout.
-
-    Print a note for each other setting that differs.
-    """
+    """Raise ValueError if the page files are another run's, incomplete, or of another layout; note other settings."""
     if not os.path.lexists(setup.listed):
         raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
     files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros

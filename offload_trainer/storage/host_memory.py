@@ -58,10 +58,7 @@ class Heap:
         self._limit = 0
 
     def keep(self, limit: int) -> None:
-        """Keep freed memory while the process has at most `limit` bytes of private memory (glibc only).
-
-        `set_malloc_threshold` ends it.
-        """
+        """Keep freed memory (glibc only) up to `limit` bytes of private memory, until `set_malloc_threshold`."""
         library = ctypes.CDLL(None)
         if hasattr(library, "mallopt"):
             self._limit = limit
@@ -119,10 +116,7 @@ def memory_file(size: int) -> int:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Register a buffer with CUDA as pinned memory for as long as its storage lives.
-
-    Raises TrainerError if CUDA refuses.
-    """
+    """Register a buffer with CUDA as pinned memory while its storage lives. Raises TrainerError if CUDA refuses."""
     address, size = buffer.data_ptr(), buffer.numel()
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))

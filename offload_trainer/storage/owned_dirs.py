@@ -4,7 +4,7 @@
     remove_dead(path, what=...)       remove such a directory after its process has died
 
 The mark is a file directly in the directory that says what it is for and the name under which it was created; it is
-removed last. A checkpoint, which has none, is moved into such a directory first. A link, another user's directory, or a
+removed last. A checkpoint's manifest serves as one (`remove_known`). A link, another user's directory, or a
 directory with another name, no mark or another mark is left alone: it may be the only copy of somebody's work. Removal
 follows no link below the directory and enters no other filesystem.
 """
@@ -223,20 +223,14 @@ def _remove_empty(directory: Path) -> bool:
 
 
 def _remove(directory: Path, what: str, *, lock: int) -> None:
-    """Remove a scratch directory. `lock` is the descriptor of the mark, which is closed here.
-
-    Raises NotOwned with the reason, OSError if the filesystem refuses.
-    """
+    """Remove a scratch directory and close `lock`, the descriptor of its mark. Raises NotOwned and OSError."""
     with open(lock):  # closed before rmdir: NFS keeps a name for an open file that was removed
         _remove_content(_opened(directory, what), last=MARK)
     os.rmdir(directory)
 
 
 def remove_known(directory: Path, *, last: str) -> None:
-    """Remove a directory, without a mark, that is empty or whose files the caller has found to be this program's.
-
-    `last` names the file that is removed last.
-    """
+    """Remove a directory whose files, if any, the caller has found to be this program's: its file `last` goes last."""
     _remove_content(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC), last=last)
     os.rmdir(directory)
 
@@ -252,7 +246,7 @@ def _remove_content(inside: int, *, last: str) -> None:
 
 
 def _opened(directory: Path, what: str) -> int:
-    """Return a descriptor of a directory that is this user's and is marked as made for `what` under its name.
+    """Return a descriptor of a directory that is this user's and marked as made for `what` under its name.
 
     Raises NotOwned, with the reason, for any other directory.
     """

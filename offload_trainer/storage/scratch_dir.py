@@ -120,10 +120,7 @@ def hold(folder: Path) -> int:
 
 
 def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
-    """Wait until no rank of the dead run uses its directory any more.
-
-    Raises TrainerError if a rank has not ended after `patience` seconds.
-    """
+    """Wait until no rank of the dead run uses its directory; raise TrainerError after `patience` seconds."""
     with exclusive_lock(folder / _RANKS, say=say, patience=patience):
         pass
 
@@ -253,10 +250,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
 
 
 def is_alive(folder: Path) -> bool:
-    """Return whether the run that owns these page files lives, that is, holds their lock.
-
-    Raises UserError if that cannot be found out.
-    """
+    """Return whether the run of these page files holds their lock. Raises UserError if that cannot be found out."""
     try:
         with protected(folder):
             return False
@@ -270,9 +264,6 @@ def is_alive(folder: Path) -> bool:
 
 @contextmanager
 def protected(folder: Path) -> Iterator[None]:
-    """Prevent other runs from removing these page files for the duration of the context.
-
-    Raises BlockingIOError if their run lives, NoLocks, and OSError.
-    """
+    """Prevent the removal of a run's page files. Raises BlockingIOError if it lives, NoLocks, and OSError."""
     with shared_lock(folder / MARK) if os.path.lexists(folder / MARK) else nullcontext():
         yield  # a directory without a mark is never removed

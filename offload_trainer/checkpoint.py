@@ -225,18 +225,10 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
-        start = time.perf_counter()
-        final = checkpoint_of(self._root, state.step)
-
-        def sync_metrics(_: Path) -> dict[str, Any]:
-            for path in self._beside:
-                sync_file(path)
-            return {}
-
+        start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
         try:
-            files = write_checkpoint(
-                final, snapshot, group, state=state, record=self.record, also=sync_metrics, say=self._say
-            )
+            group.first(lambda: [sync_file(path) for path in self._beside])
+            files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
@@ -268,7 +260,7 @@ def write_checkpoint(
     *,
     state: TrainState,
     record: RunRecord,
-    also: Callable[[Path], dict[str, Any]],
+    also: Callable[[Path], dict[str, Any]] = lambda new: {},
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.

@@ -1,6 +1,6 @@
 """Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
-    refuse_output ──> checkpoint ── verify ── done_already? ── take_over ──> page files, if they are newer
+    refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
 
 A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
 directory on a drive that one run has locked for its page files.
@@ -133,31 +133,30 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
     return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
 
 
-def verify(setup: Setup, checkpoint: Path) -> None:
-    """Check every file of the checkpoint that the run resumes from, and print which settings have changed since.
+def finished(setup: Setup, checkpoint: Path | None) -> bool:
+    """Return True, and say so, if this run has already finished here; else check the checkpoint that it resumes from.
 
-    Do neither if there are no steps left. Raises UserError if the checkpoint is damaged or of another run.
+    Collective. Every file is checked, and settings that have changed since are printed. Raises UserError if the
+    checkpoint is damaged or of another run, or if this run would overwrite the results of another.
     """
-    if _all_steps_done(with_steps(setup, read_state(checkpoint)), checkpoint):
-        check_identity(checkpoint, setup.record.identity, setup.record.layout)
-        return
-    setup.log.say(f"checking {checkpoint}")
-    for line in check_resume(checkpoint, setup.record):
-        setup.log.say(f"note: {line}")
-
-
-def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:
-    """Return True if this run has already finished here. Collective. Raises UserError if it would overwrite another."""
-    save, at = setup.config.save, begins.step if begins else 0
+    save, record, say = setup.config.save, setup.record, setup.log.say
 
     def told() -> str | None:
-        restarts, exports = save.resume == "never", save.every == 0
-        ended = checkpoint and _all_steps_done(setup, checkpoint)
-        return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
+        begins = read_state(checkpoint) if checkpoint else None
+        now = with_steps(setup, begins)
+        ended = _all_steps_done(now, checkpoint) if checkpoint else None
+        if checkpoint and ended:
+            check_identity(checkpoint, record.identity, record.layout)
+        elif checkpoint:
+            say(f"checking {checkpoint}")
+            for line in check_resume(checkpoint, record):
+                say(f"note: {line}")
+        at, restarts, exports = begins.step if begins else 0, save.resume == "never", save.every == 0
+        return ended or done_before(setup.output, now.record, begins_at=at, restarts=restarts, exports=exports)
 
     message = from_rank_zero(told, str | None)
     if message:
-        setup.log.say(message)
+        say(message)
     return message is not None
 
 

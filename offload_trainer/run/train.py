@@ -108,10 +108,13 @@ def train_run(
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
         planned = _plan_together(config, nodes=nodes, log=log)
-        setup, checkpoint = _set_up(config, planned, log)
+        setup, checkpoint, finished = _set_up(config, planned, log)
         if from_rank_zero(lambda: lock < 0, bool):
             lock = hold(stack, setup.output, log, create=True)
             everybody().first(lambda: refuse_another(setup, checkpoint))
+        if finished and instead is None:
+            resume.clear(setup)
+            return
         attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
@@ -167,7 +170,7 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
         log.say(f"{text}; on the GPU: {', '.join(moved)}")
     setup, checkpoint = replace(before, **vars(planned)), refuse_output(planned)
     if checkpoint:
-        resume.verify(setup, checkpoint)
+        resume.finished(setup, checkpoint)
     return setup, checkpoint
 
 
@@ -220,10 +223,10 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     return planned
 
 
-def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None]:
+def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None, bool]:
     """Refuse what cannot start and prepare the data; return the setup and the checkpoint to resume from, if any.
 
-    Collective. Writes to the token cache only.
+    Return also whether the run has finished already. Collective. Writes to the token cache only.
     """
     everybody().first(lambda: check_start(planned, say=lambda _: None))
     checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
@@ -240,9 +243,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     setup = Setup(**vars(planned), data=data, log=log)
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
-    if checkpoint:
-        everybody().first(lambda: resume.verify(setup, checkpoint))
-    return setup, checkpoint
+    return setup, checkpoint, resume.finished(setup, checkpoint)
 
 
 def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
@@ -282,9 +283,6 @@ def _carry_out(
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
-        if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
-            resume.clear(setup)
-            return
         files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train

@@ -56,19 +56,9 @@ from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
+from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
-from offload_trainer.storage.scratch_dir import clear as clear_drive
-from offload_trainer.storage.scratch_dir import (
-    empty_list,
-    has_locks,
-    kept_for,
-    named_in,
-    root_of,
-    wait_for_ranks,
-    write_list,
-)
-from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
 
 
@@ -172,7 +162,7 @@ def keep(setup: Setup, job: Job) -> None:
     if not setup.log.loud:
         return
     why = _why_never(setup)
-    if not why and not all(map(has_locks, job.swaps)):
+    if not why and not all(map(scratch_dir.has_locks, job.swaps)):
         why = "locks do not work on the drive, so the next start could not tell that this run has ended"
     if why:
         if setup.record.run["config"]["tiered"]["state_copies"] == 2:
@@ -183,7 +173,7 @@ def keep(setup: Setup, job: Job) -> None:
     engine.offloaded.enable_manifest(model=setup.output / "model")
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
-    write_list(setup.listed, job.swaps)
+    scratch_dir.write_list(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
 
@@ -191,7 +181,7 @@ def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
         with suppress(OSError):  # the directories are removed too, and the next start finds none
-            empty_list(setup.listed)
+            scratch_dir.empty_list(setup.listed)
 
 
 def clear(setup: Setup) -> None:
@@ -204,7 +194,7 @@ def clear(setup: Setup) -> None:
         return
     for drive in setup.drives:
         try:
-            clear_drive(drive, say=setup.log.say, listed=setup.listed)
+            scratch_dir.clear(drive, say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
             setup.log.say(f"note: files of ended runs in {drive} could not be removed: {reason(error)}")
 
@@ -254,7 +244,7 @@ def take_over(
                     return None
                 for folder in folders:
                     try:
-                        places.append(taken_over(folder, say=setup.log.say))
+                        places.append(scratch_dir.take_over(folder, say=setup.log.say))
                     except BlockingIOError:
                         raise TrainerError(
                             f"{folder} is in use: its run is still running, or it is being exported; wait for that to "
@@ -273,7 +263,7 @@ def take_over(
                 step = train.step
                 _refuse_otherwise(setup, folders, manifest)
                 for folder in folders:
-                    wait_for_ranks(folder, say=setup.log.say)
+                    scratch_dir.wait_for_ranks(folder, say=setup.log.say)
                 stack.push(locks.pop_all())
         except (OSError, ValueError, TrainerError) as error:
             raise _refused(reason(error), step=step, instead=instead) from error
@@ -298,10 +288,10 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     """Return the directories of the run's page files. Raises ValueError if its list names one that does not exist."""
-    kept = [folder for drive in setup.drives for folder in kept_for(setup.listed, drive)]
+    kept = [folder for drive in setup.drives for folder in scratch_dir.kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
         return kept
-    named = named_in(setup.listed)
+    named = scratch_dir.named_in(setup.listed)
     gone = [folder for folder in named if not folder.is_dir()]
     moved = {folder.name for folder in kept} & {folder.name for folder in gone}  # their drive is mounted elsewhere
     if gone and len(gone) == len(named) and begins and not moved:
@@ -327,7 +317,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
-    expected = [root_of(drive).resolve() for drive in setup.drives]
+    expected = [scratch_dir.root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != expected:
         raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
     ours = manifest_of(

@@ -247,7 +247,7 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
     (tmp_path / "pages").write_text("/gone/run-1\n")
     setup: Any = SimpleNamespace(drives=[tmp_path], listed=tmp_path / "pages", log=SimpleNamespace(say=said.append))
     begins, here = TrainState(4, 0, 0), [tmp_path / "run-0"]
-    monkeypatch.setattr(resume, "kept_for", lambda *_: here)
+    monkeypatch.setattr(resume.scratch_dir, "kept_for", lambda *_: here)
     assert resume._folders(setup, begins=begins) == []
     assert said == ["note: page files were in /gone/run-1, which no longer exists; resuming from the checkpoint"]
     here.append(tmp_path / "run-1")

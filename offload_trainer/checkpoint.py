@@ -225,18 +225,10 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
-        start = time.perf_counter()
-        final = checkpoint_of(self._root, state.step)
-
-        def sync_metrics(_: Path) -> dict[str, Any]:
-            for path in self._beside:
-                sync_file(path)
-            return {}
-
+        start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
         try:
-            files = write_checkpoint(
-                final, snapshot, group, state=state, record=self.record, also=sync_metrics, say=self._say
-            )
+            group.first(lambda: [sync_file(path) for path in self._beside])
+            files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error)}; older checkpoints are untouched. Free "
@@ -268,7 +260,7 @@ def write_checkpoint(
     *,
     state: TrainState,
     record: RunRecord,
-    also: Callable[[Path], dict[str, Any]],
+    also: Callable[[Path], dict[str, Any]] = lambda new: {},
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.
@@ -296,10 +288,7 @@ def write_checkpoint(
 
 
 def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
-    """Write the files that the engine does not write, add them to `files`, then write the manifest.
-
-    `files` maps each name to its size and CRC-32; the engine's files are already in it.
-    """
+    """Write what the engine does not write, add size and CRC-32 of each file to `files`, then write the manifest."""
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
     write_text(directory / MADE, json.dumps(record.run, indent=1))
     copy_tree(record.model, directory / "model")
@@ -334,10 +323,7 @@ def _device_and_inode(directory: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Hold a shared lock on a checkpoint, so that a run that is still training does not prune it meanwhile.
-
-    Raises UserError if it has just been pruned.
-    """
+    """Hold a shared lock on a checkpoint, so that its run does not prune it. Raises UserError if it just has."""
     gone = UserError(f"{checkpoint}: removed in the meantime by its run, which has a newer one")
     with ExitStack() as held:
         try:
@@ -376,10 +362,7 @@ def find_resume(setting: str, *, output: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest checkpoint of the run directory `path`.
-
-    Raises UserError if there is neither.
-    """
+    """Return `path` if it is a checkpoint, else the newest in it, a run directory. Raises UserError without one."""
     if is_there(path / MANIFEST):
         return path
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
@@ -445,18 +428,14 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
 
 
 def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the configuration in the run.json of a checkpoint or a page-file directory.
-
-    Raises UserError if it cannot be read.
-    """
+    """Return the configuration in run.json of a checkpoint or of page files. Raises UserError if it cannot be read."""
     return _read(directory, MADE, RunConfiguration).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `STEERING` that differs between the saved and the current configuration.
+    """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
 
-    `name` is the checkpoint's name in those lines. The steps of a run by epochs are not compared: they follow from what
-    it resumes from.
+    The steps of a run by epochs are not compared: they follow from what it resumes from.
     """
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
@@ -469,10 +448,7 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    """Raise UserError if the manifest shows that a run of this identity and layout cannot resume from the checkpoint.
-
-    Reads the manifest only, so the other files are not verified.
-    """
+    """Raise UserError if, by its manifest alone, the checkpoint is of a run of another identity or layout."""
     manifest = _read(checkpoint, MANIFEST, Manifest)
     if manifest.format != FORMAT:
         raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")

@@ -148,10 +148,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(side: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity with those entries of its model's configuration that the other side has too.
-
-    Versions of transformers have different entries.
-    """
+    """Return an identity with those entries of its model's configuration that the other's transformers has too."""
     configs = [one[CONFIG] if isinstance(one.get(CONFIG), Mapping) else {} for one in (side, other)]
     flat = {f"{CONFIG}'s {key}": value for key, value in configs[0].items() if key in configs[1] and value is not None}
     return {key: value for key, value in side.items() if key != CONFIG} | flat

@@ -97,10 +97,9 @@ def read_back(
     """
     try:
         return parsed(file_bytes(path, links=links, opener=opener), kind)
-    except FileNotFoundError as error:
-        raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
-    except ValueError as error:
-        raise UserError(f"{shown(str(path))} cannot be read: {error}. {fix}") from error
+    except (FileNotFoundError, ValueError) as error:
+        why = "it is not there" if isinstance(error, FileNotFoundError) else error
+        raise UserError(f"{shown(str(path))} cannot be read: {why}. {fix}") from error
 
 
 def file_bytes(
@@ -220,10 +219,7 @@ class LimitedYaml(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, loader: type[LimitedYaml] = LimitedYaml) -> Any:
-    """Return the value of a YAML file.
-
-    Raises ValueError if it cannot be read or parsed, and FileNotFoundError if it does not exist.
-    """
+    """Return the value of a YAML file. Raises ValueError if it cannot be read or parsed, and FileNotFoundError."""
     return parsed_yaml(file_bytes(path, most=_MOST_YAML, links=True), loader)
 
 

@@ -43,16 +43,13 @@ class StopRequest:
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Within this context a signal raises Stopped. A second one kills the process.
-
-    SIGUSR1 is ignored, since there is no state to save yet.
-    """
+    """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
         _raise_until_caught(number)
 
-    with _handled({**dict.fromkeys(_STOPPING, stop), signal.SIGUSR1: signal.SIG_IGN}), _quiet_where_lost():
+    with _handled({**dict.fromkeys(_STOPPING, stop), signal.SIGUSR1: signal.SIG_IGN}):
         yield
 
 
@@ -90,15 +87,12 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
     def save(_number: int, _frame: object) -> None:
         asked.save = True
 
-    with _handled(dict.fromkeys(_STOPPING, stop) | {signal.SIGUSR1: save}), _quiet_where_lost():
+    with _handled(dict.fromkeys(_STOPPING, stop) | {signal.SIGUSR1: save}):
         yield asked
 
 
 def _raise_until_caught(number: int, *, unsaved: str = "") -> None:
-    """Raise Stopped, and raise it again on a timer until it propagates.
-
-    An exception raised in a destructor or in a callback from C is swallowed, so a single raise may be lost.
-    """
+    """Raise Stopped, and again on a timer until it propagates: destructors and callbacks from C swallow exceptions."""
 
     def again(_number: int, _frame: object) -> None:
         under_way = sys.exception()
@@ -110,32 +104,6 @@ def _raise_until_caught(number: int, *, unsaved: str = "") -> None:
     signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
     raise Stopped(number, unsaved=unsaved)
-
-
-@contextmanager
-def _quiet_where_lost() -> Iterator[None]:
-    """Suppress messages about a swallowed Stopped, which is raised again, and stop that timer on exit.
-
-    If a library has converted Stopped to another exception on the way out, raise the Stopped instead.
-    """
-    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-
-    def tell(lost: Any) -> None:
-        if not isinstance(lost.exc_value, Stopped):
-            hook(lost)
-
-    sys.unraisablehook = tell
-    try:
-        yield
-    except Exception as error:
-        stopped = _turned_into(error)
-        if stopped is None:
-            raise
-        raise stopped from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, alarm)
-        sys.unraisablehook = hook
 
 
 def _turned_into(error: BaseException | None) -> Stopped | None:
@@ -162,16 +130,36 @@ def _restore_defaults() -> None:
 
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """Install the handlers within this context, except for SIGHUP if it is ignored (nohup)."""
+    """Install the handlers within this context, except for SIGHUP if it is ignored (nohup).
+
+    Suppress messages about a swallowed Stopped, which is raised again, and stop that timer on exit. If a library has
+    converted Stopped to another exception on the way out, raise the Stopped instead.
+    """
     before: dict[signal.Signals, Any] = {}
+    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def tell(lost: Any) -> None:
+        if not isinstance(lost.exc_value, Stopped):
+            hook(lost)
+
     for number, handler in handlers.items():
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
+    sys.unraisablehook = tell
     try:
         yield
     except Stopped:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
+    except Exception as error:
+        stopped = _turned_into(error)
+        if stopped is None:
+            raise
+        before.clear()
+        raise stopped from None
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -52,10 +52,7 @@ class TimeToSave:
         self._since = time.monotonic()
 
     def begin(self, phase: Literal["step", "validation", "save"], *, validates: bool = False) -> None:
-        """Begin a phase: a step, its validation, or the time in which it may be saved.
-
-        `validates`: a validation follows the step that begins.
-        """
+        """Begin a step, which a validation follows if it `validates`, that validation, or the time to save it."""
         now = time.monotonic()
         if self._phase != "save":
             self._took[self._phase].append(now - self._since)
@@ -157,11 +154,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
 
 
 def _keep(job: Job, state: TrainState) -> None:
-    """Save the last complete step when the GPU is full, for a plan that leaves more of it free.
-
-    Without a checkpoint of it the run goes on from an older one. That is so if the update was under way, and after the
-    last step, whose validation is due.
-    """
+    """Save the last complete step when the GPU is full, unless the update was under way or it was the run's last."""
     if place_here()[1] > 1 or job.cannot_save or state.step in (0, job.train.steps):
         return
     try:
@@ -175,10 +168,7 @@ def _keep(job: Job, state: TrainState) -> None:
 
 
 def too_late(job: Job) -> str | None:
-    """Return why finishing this step and saving cannot be done within `train.stop_within`, or None. For handlers.
-
-    A first step of unknown duration is finished.
-    """
+    """Return why finishing this step and saving exceeds `train.stop_within`, None if it does not or is not known."""
     within, seconds = job.train.stop_within, job.to_save.seconds
     if within == "auto" or seconds is None:
         return None
@@ -216,10 +206,7 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
 
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
-    """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished).
-
-    Collective: every rank gets the same values after the same step.
-    """
+    """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished). Collective."""
     wished = False
     if asked.save:
         asked.save, wished = False, True
@@ -342,11 +329,6 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     if section.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     return section.lr * left + final * (1 - left)  # exactly the peak when left is 1
-
-
-def steps_between_saves(every: int | Literal["auto"], *, steps: int) -> int:
-    """Return the steps between checkpoints of a run of `steps` for its `save.every`; 0: only on request."""
-    return max(1, steps // 10) if every == "auto" else every
 
 
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ from offload_trainer.plan.step_time import RATE, products_of
 from offload_trainer.safe_files import one_line, parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
-from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.scratch_dir import leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Transfers, done
 from offload_trainer.units import format_bytes
@@ -446,8 +446,8 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
         return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}")
 
     with (
-        DriveLease(Path(drive.directory), say=say) as lease,
-        closing(DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
+        leased(Path(drive.directory), say=say) as folder,
+        closing(DriveFile(folder / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
     ):
         places = list(range(0, file.size, _PIECE))
         (written,), write_seconds = move(budget.drive_seconds, read=False, write=True)

@@ -40,11 +40,11 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
-from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
+from offload_trainer.storage.scratch_dir import PAGES, empty_list, hold, leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry, Trackers
-from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
+from offload_trainer.trainer import Job, TimeToSave
 from offload_trainer.units import format_bytes, format_seconds
 
 
@@ -104,9 +104,43 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
 
     `swaps`: the run's private directories on drives. `load_weights`: False if a checkpoint supplies the weights.
     """
-    if setup.plan.engine == "tiered":
-        return _tiered_engine(setup, swaps=swaps, load_weights=load_weights)
-    return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
+    plan, sizes, config = setup.plan, setup.plan.sizes, setup.config
+    if plan.engine == "tiered":
+        from offload_trainer.engine.tiered import TieredEngine
+
+        assert isinstance(sizes, TierSizes)
+        engine = TieredEngine(
+            setup.source,
+            setup.work,
+            config.optim,
+            placement=plan.placement,
+            sizes=sizes,
+            drives=swaps,
+            load_weights=load_weights,
+            say=setup.log.say,
+        )
+        if sizes.keeps_heap:
+            engine.offloaded.heap.keep(heap_limit(plan.items))
+        return engine
+    from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
+
+    assert isinstance(sizes, ZeroSizes)
+    _, world = start_processes()
+    words = deepspeed_config(
+        replace(setup.work, world=world),
+        config.optim,
+        config.deepspeed,
+        plan.placement,
+        sizes,
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        swap_directory=str(swaps[0]) if swaps else None,
+    )
+    if setup.log.loud:
+        write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
+    # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
+    return DeepSpeedEngine(
+        setup.source, config.model, config.optim, placement=plan.placement, words=words, load_weights=load_weights
+    )
 
 
 def build_job(
@@ -169,8 +203,8 @@ def lease_drives(
                 empty_list(listed)
         places: Sequence[ScratchDirectory | None] = instead or [None] * len(drives)
         taken = zip(drives, places, strict=True) if rank == first else ()
-        leases = (DriveLease(drive, say=say, listed=listed, instead=place) for drive, place in taken)
-        return [stack.enter_context(lease).path for lease in leases]
+        leases = (leased(drive, say=say, listed=listed, instead=place) for drive, place in taken)
+        return [stack.enter_context(lease) for lease in leases]
 
     swaps: list[Path] = everybody().each(lease, list[Path])[first]
     if rank != first:
@@ -179,57 +213,9 @@ def lease_drives(
     return swaps
 
 
-def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    from offload_trainer.engine.tiered import TieredEngine
-
-    sizes = setup.plan.sizes
-    assert isinstance(sizes, TierSizes)
-    engine = TieredEngine(
-        setup.source,
-        setup.work,
-        setup.config.optim,
-        placement=setup.plan.placement,
-        sizes=sizes,
-        drives=swaps,
-        load_weights=load_weights,
-        say=setup.log.say,
-    )
-    if sizes.keeps_heap:
-        engine.offloaded.heap.keep(heap_limit(setup.plan.items))
-    return engine
-
-
-def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
-
-    plan = setup.plan
-    assert isinstance(plan.sizes, ZeroSizes)
-    _, world = start_processes()
-    words = deepspeed_config(
-        replace(setup.work, world=world),
-        setup.config.optim,
-        setup.config.deepspeed,
-        plan.placement,
-        plan.sizes,
-        accelerator="cuda" if torch.cuda.is_available() else "cpu",
-        swap_directory=str(swaps[0]) if swaps else None,
-    )
-    if setup.log.loud:
-        write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
-    # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
-    return DeepSpeedEngine(
-        setup.source,
-        setup.config.model,
-        setup.config.optim,
-        placement=plan.placement,
-        words=words,
-        load_weights=load_weights,
-    )
-
-
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
     plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
-    shape = setup.source.shape
+    shape, every = setup.source.shape, setup.config.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.spec.section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
@@ -260,7 +246,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         ),
         to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,
-        save_every=steps_between_saves(setup.config.save.every, steps=train.steps),
+        save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_request_file=output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
         peak_flops=peak.value * plan.world if peak else None,

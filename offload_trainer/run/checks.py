@@ -26,6 +26,7 @@ from offload_trainer import __version__
 from offload_trainer.checkpoint import check_identity, find_resume
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
+from offload_trainer.export.sources import FINAL_RECORD
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of, workload
@@ -33,7 +34,7 @@ from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, pl
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
-from offload_trainer.safe_files import shown
+from offload_trainer.safe_files import is_there, shown
 from offload_trainer.settings import refuse_unwritable
 from offload_trainer.telemetry.sinks import refuse_missing
 
@@ -95,8 +96,8 @@ def refuse_output(planned: Planned) -> Path | None:
 
 
 def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
-    """Raise UserError if another run has left newer checkpoints than `checkpoint` in a directory that was new."""
-    if refuse_output(planned) != checkpoint:
+    """Raise UserError if another run has left more than `checkpoint` in a directory that was new."""
+    if refuse_output(planned) != checkpoint or is_there(planned.output / FINAL_RECORD):
         raise UserError(f"another run has ended in {planned.output} in the meantime: repeat the command")
 
 

@@ -135,44 +135,32 @@ def refuse_strangers(output: Path) -> None:
 def held(output: Path, log: Log) -> Iterator[int]:
     """Create the run directory if needed and lock it within this context; yield the descriptor of the lock.
 
-    Raises UserError if another run has the lock. On a filesystem without locks, print a note and continue without
-    protection from a second run.
+    Retries, since a list of runs holds a lock briefly. Raises UserError if another run has it. On a filesystem without
+    locks, print a note and continue without protection from a second run.
     """
     make_directories(output)
-    with _lock_errors(output):
-        lock = open_lock(output / _MARK, create=True)
-    with open(lock):  # closes it
+    with ExitStack() as stack:
         try:
-            with _lock_errors(output):
-                _take(lock)
+            lock = open_lock(output / _MARK, create=True)
+            stack.callback(os.close, lock)
+            for left in reversed(range(_TRIES)):
+                try:
+                    try_lock(lock)
+                    break
+                except BlockingIOError:
+                    if not left:
+                        raise
+                    time.sleep(_INSTANT)
         except NoLocks as error:
             log.say(
                 f"note: {output}: {error}. A second run in this directory would not be noticed: start none. Older "
                 "checkpoints are not pruned, and leftovers of a killed save are not removed"
             )
-        yield lock
-
-
-@contextmanager
-def _lock_errors(output: Path) -> Iterator[None]:
-    """Convert errors of the run's lock into UserError, except that there are no locks."""
-    try:
-        yield
-    except BlockingIOError:
-        raise UserError(f"{output}: another run is using this directory; name another --output") from None
-    except OSError as error:
-        raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
-
-
-def _take(lock: int) -> None:
-    """Take the lock for the whole run, retrying while a list of runs briefly has it."""
-    for left in reversed(range(_TRIES)):
-        try:
-            return try_lock(lock)
         except BlockingIOError:
-            if not left:
-                raise
-        time.sleep(_INSTANT)
+            raise UserError(f"{output}: another run is using this directory; name another --output") from None
+        except OSError as error:
+            raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
+        yield lock
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Read checkpoints of other trainers: masters and Adam's moments by name, one tensor at a time.
 
-    opened_trainer, read_distributed ──> ForeignState ── names_for(our weights) ──> commands/import_checkpoint.py
+    opened(source) ──> ForeignState ── names_for(our weights) ──> commands/import_checkpoint.py
 
 A checkpoint directory of transformers' Trainer:
 
@@ -46,28 +46,21 @@ from pydantic import Field
 from torch import nn
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import opened_weights
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import Steps, as_kind, is_there, lenient_record, open_file, open_given, read_back, shown
 
-STATE = "trainer_state.json"
-OPTIMIZER = "optimizer.pt"
-METADATA = ".metadata"
-_SCHEDULER, _SCALER = "scheduler.pt", "scaler.pt"
+_STATE, _OPTIMIZER, _SCHEDULER, _SCALER = "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"
+_METADATA = ".metadata"
+_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
+_DEEPSPEED = ("latest", "latest_universal", "zero", "*_optim_states.pt", "zero_to_fp32.py")
 _NAMED = 5  # number of weights named in a message
 # The names that `Trainer.get_decay_parameter_names` exempts from weight decay; all weights of nn.LayerNorm are too.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _MOMENT = re.compile(r"(?P<optimizer>.+?)\.state\.(?P<name>.+)\.exp_avg")
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
-
-
-@lenient_record
-class ScalerState:
-    """The state of torch's GradScaler."""
-
-    scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
-    good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
-    window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
 
 
 @dataclass(frozen=True)
@@ -77,39 +70,26 @@ class ForeignState:
     told: str  # description for messages
     step: int  # completed steps of the run
     shapes: Mapping[str, tuple[int, ...]]  # shapes of the weights
-    trained: Collection[str]  # names of those with moments
-    updates: Callable[[str], int]  # number of updates of a trained weight
+    updates: Mapping[str, int]  # number of updates of each weight that has moments
     read: Callable[[str, str], torch.Tensor]  # (name, kind) -> a weight ("master"), or a trained weight's moment
     rate: float  # learning rate of the next step
-    adam: Mapping[str, Any]  # as in the configuration's `optim`: lr (which the schedule multiplies), betas, eps, ...
+    optim: Mapping[str, Any]  # keys of the configuration's `optim` with which a run goes on as the source did
     steps: int | None = None  # length of the run, if it is known
-    position: int | None = None  # steps that its learning rate scheduler has counted, if it has one
-    scaler: ScalerState | None = None  # None: it does not train in fp16
-
-    @property
-    def optim(self) -> dict[str, Any]:
-        """Return the keys of the configuration's `optim` with which a run goes on as the source did.
-
-        `schedule_delay` gives the next step the rate at the scheduler's position. It is 1 for a scheduler that counts
-        each step, as torch's do, and more if overflows have held it up.
-        """
-        delay = 1 if self.position is None else self.step + 1 - self.position
-        # A scheduler that counts several steps at a time has no such number.
-        return {**self.adam, "schedule_delay": delay if delay >= 0 else 1}
+    loss_scale: LossScale | None = None  # None: it does not train in fp16
 
     def names_for(self, weights: Sequence[Weight], *, others: Iterable[str]) -> dict[str, str]:
         """Return the name that this checkpoint has for each of the model's weights.
 
         Its names may all have one prefix more, that of a wrapper. `others`: names of buffers, and second names of tied
-        weights. Raises UserError with the numbers of weights that
-        are missing, unexpected, of another shape, or trained on one side only.
+        weights. Raises UserError with the numbers of weights that are missing, unexpected, of another shape, or trained
+        on one side only.
         """
         held, shapes = self.shapes, {weight.name: weight.shape for weight in weights}
-        prefix = common_prefix(held, list(shapes))
+        prefix = _common_prefix(held, list(shapes))
         names = {name: f"{prefix}{name}" for name in shapes}
         known = {*names.values(), *(f"{prefix}{name}" for name in others)}
         ours = {weight.name for weight in weights if weight.trainable}
-        theirs = {name for name, its in names.items() if its in self.trained}
+        theirs = {name for name, its in names.items() if its in self.updates}
         problems = {
             "missing there": [name for name, its in names.items() if its not in held],
             "not in the model": [name for name in held if name not in known],
@@ -123,16 +103,20 @@ class ForeignState:
             ],
             "frozen by model.freeze, with moments there": [name for name in names if name in theirs - ours],
         }
-        if told := [f"{len(found)} {what}: {_some(found)}" for what, found in problems.items() if found]:
+        told = ""
+        for what, found in problems.items():
+            if found:
+                more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+                told += f"\n  {len(found)} {what}: {', '.join(found[:_NAMED])}{more}"
+        if told:
             raise UserError(
-                f"{self.told}: its weights do not fit the model\n  "
-                + "\n  ".join(told)
-                + "\nName the model that it trained with --model, and weights that it did not train with model.freeze"
+                f"{self.told}: its weights do not fit the model{told}\n"
+                "Name the model that it trained with --model, and weights that it did not train with model.freeze"
             )
         return names
 
 
-def common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
+def _common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
     """Return the prefix, such as "model.", that most of the names have among the keys; the shortest of several."""
     for name in names:
         if prefixes := [key.removesuffix(name) for key in keys if key == name or key.endswith(f".{name}")]:
@@ -140,13 +124,8 @@ def common_prefix(keys: Collection[str], names: Sequence[str]) -> str:
     return ""
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
-
-
-def adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[float, dict[str, Any]]:
-    """Return `rate` and `adam` of a ForeignState from a torch optimizer's groups of parameters.
+def _adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[float, dict[str, Any]]:
+    """Return `rate` and `optim` of a ForeignState from a torch optimizer's groups of parameters.
 
     Raises UserError unless all groups are of Adam or AdamW with one pair of betas, one eps and decoupled weight decay.
     """
@@ -172,7 +151,101 @@ def adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[fl
         )
     rate = float(used[0]["lr"])
     adam = {"betas": list(betas.pop()), "eps": eps.pop(), "weight_decay": max(decays, default=0.0)}
-    return rate, {"lr": float(used[0].get("initial_lr", rate)), **adam}
+    return rate, {"lr": float(used[0].get("initial_lr", rate)), **adam, "schedule_delay": 1}
+
+
+# -- finding and opening -----------------------------------------------------------------------------------------------
+
+
+def directories_of(source: Path) -> list[Path]:
+    """Return the DCP directories of `source`, none for the Trainer's own files. Raises UserError for others."""
+    if not source.is_dir():
+        raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
+    if is_there(source / _STATE) and is_there(source / _OPTIMIZER):
+        return []
+    if is_there(source / _METADATA):
+        return [source]
+    if all((source / name).is_dir() for name in _FSDP):
+        return [source / name for name in _FSDP]
+    if any(any(source.glob(pattern)) for pattern in _DEEPSPEED):
+        raise UserError(
+            f"{source}: a checkpoint of DeepSpeed, whose optimizer state is not imported. Write its weights with "
+            "DeepSpeed's own zero_to_fp32.py, which lies in each checkpoint directory of ZeRO: `python zero_to_fp32.py "
+            ". DIR --safe_serialization`. Copy config.json and the tokenizer to DIR, and start with --model DIR"
+        )
+    if any(source.glob("pytorch_model_fsdp*")):
+        raise UserError(
+            f"{source}: a checkpoint of FSDP with pickles or without {_FSDP[1]}, which is not imported. Save it with "
+            "fsdp_state_dict_type=SHARDED_STATE_DICT; or write its weights as safetensors, and start with --model DIR"
+        )
+    held = ", ".join(sorted(path.name for path in source.iterdir())[:10]) or "nothing"
+    raise UserError(
+        f"{source}: no checkpoint that can be imported. A Trainer's has {_STATE} and {_OPTIMIZER}, or {_FSDP[0]} and "
+        f"{_FSDP[1]} with FSDP; torch.distributed.checkpoint's has {_METADATA}. It holds {held}"
+    )
+
+
+@contextmanager
+def opened(source: Path, of: ModelSource, *, directories: Sequence[Path]) -> Iterator[ForeignState]:
+    """Open the checkpoint `source` of the model `of`. `directories`: those that `directories_of` has found.
+
+    Raises UserError for a file that is missing or damaged, another optimizer, and state that does not fit the model.
+    """
+    if directories:
+        yield _with_trainer_files(_read_distributed(source, directories), source)
+        return
+    module = of.meta()
+    trainable = {weight.name: weight.trainable for weight in of.shape.weights}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    with _opened_trainer(source, module) as state:
+        yield _with_trainer_files(state, source)
+
+
+@lenient_record
+class _TrainerState:
+    """The part of trainer_state.json that an import reads."""
+
+    global_step: Steps
+    max_steps: Steps = 0
+
+
+@lenient_record
+class _ScalerState:
+    """The state of torch's GradScaler."""
+
+    scale: Annotated[float, Field(gt=0, le=2.0**127)]  # the largest power of two in fp32
+    good_steps: Annotated[int, Field(ge=0, alias="_growth_tracker")]  # steps without overflow since it last changed
+    window: Annotated[int, Field(ge=1, alias="growth_interval")]  # number of such steps after which it grows
+
+
+def _with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
+    """Return `state` with the steps, the scheduler's delay and the loss scale of the Trainer's files in `directory`.
+
+    A directory without trainer_state.json is not a Trainer's, and changes nothing. Raises UserError for a damaged file.
+    """
+    if not is_there(directory / _STATE):
+        return state
+    fix = "Import another checkpoint of that run"
+    about = read_back(directory / _STATE, _TrainerState, links=True, fix=fix)
+    delay, loss_scale = 1, None
+    if is_there(directory / _SCHEDULER):
+        saved = load_pickle(directory / _SCHEDULER)
+        # torch's ReduceLROnPlateau has no base_lrs, and counts evaluations as last_epoch.
+        if isinstance(saved, Mapping) and "base_lrs" in saved and saved.get("last_epoch") is not None:
+            # It gives the next step the rate at the scheduler's position: 1 for one that counts each step, as torch's
+            # do, and more if overflows have held it up. One that counts several steps at a time has no such number.
+            delay = about.global_step + 1 - saved["last_epoch"]
+            delay = delay if delay >= 0 else 1
+    # A scaler that is switched off has an empty state.
+    if is_there(directory / _SCALER) and (saved := load_pickle(directory / _SCALER)):
+        try:
+            scaler = as_kind(saved, _ScalerState)
+        except ValueError as error:
+            raise UserError(f"{directory / _SCALER} has no loss scale to go on with: {error}. {fix}") from error
+        loss_scale = LossScale(scaler.scale, scaler.window, scaler.good_steps)
+    optim = {**state.optim, "schedule_delay": delay}
+    return replace(state, step=about.global_step, steps=about.max_steps or None, optim=optim, loss_scale=loss_scale)
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
@@ -235,80 +308,40 @@ _PLAIN: dict[tuple[str, str], Any] = {
 # -- transformers' Trainer ---------------------------------------------------------------------------------------------
 
 
-@lenient_record
-class _TrainerState:
-    """The part of trainer_state.json that an import reads."""
-
-    global_step: Steps
-    max_steps: Steps = 0
-
-
 @contextmanager
-def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
-    """Open a Trainer's checkpoint of `model`, a model on the meta device with its frozen weights marked.
-
-    Raises UserError for a file that is missing, another optimizer, and state that does not fit the model.
-    """
+def _opened_trainer(directory: Path, model: nn.Module) -> Iterator[ForeignState]:
+    """Open a Trainer's checkpoint of `model`, a model on the meta device with its frozen weights marked."""
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
-    groups, state = _parts(load_pickle(directory / OPTIMIZER), told=told)
-    rate, adam = adam_settings(groups, told=told)
-    places = {name: state.get(number) for name, number in _positions(model, groups, state, told=told).items()}
+    rate, optim, state = _read_optimizer(directory, model, told=told)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    updates = {name: int(moments["step"]) if moments else 0 for name, moments in state.items()}
     with opened_weights(directory, model) as weights:
 
         def read(name: str, kind: str) -> torch.Tensor:
             if kind == "master":
                 return weights.read(name)
-            moments = places[name]
-            return torch.zeros(shapes[name]) if moments is None else moments[kind]
+            return moments[kind] if (moments := state[name]) else torch.zeros(shapes[name])
 
-        yield ForeignState(
-            told=told,
-            step=max((int(moments["step"]) for moments in state.values()), default=0),
-            shapes=shapes,
-            trained=set(places),
-            updates=lambda name: 0 if (moments := places[name]) is None else int(moments["step"]),
-            read=read,
-            rate=rate,
-            adam=adam,
-        )
+        step = max(updates.values(), default=0)
+        yield ForeignState(told=told, step=step, shapes=shapes, updates=updates, read=read, rate=rate, optim=optim)
 
 
-def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
-    """Return `state` with the step, the scheduler's position and the loss scale of the Trainer's files in `directory`.
+def _read_optimizer(
+    directory: Path, model: nn.Module, *, told: str
+) -> tuple[float, dict[str, Any], dict[str, dict[str, torch.Tensor] | None]]:
+    """Return `rate` and `optim` of a ForeignState, and the moments of each trained parameter, None before its first.
 
-    A directory without trainer_state.json is not a Trainer's, and changes nothing. Raises UserError for a damaged file.
+    Raises UserError if the file is not the state_dict of torch's Adam or AdamW, and, with the counts and shapes, if its
+    numbers cannot be those of the model's parameters.
     """
-    if not is_there(directory / STATE):
-        return state
-    fix = "Import another checkpoint of that run"
-    about = read_back(directory / STATE, _TrainerState, links=True, fix=fix)
-    position, scaler = None, None
-    if is_there(directory / _SCHEDULER):
-        saved = load_pickle(directory / _SCHEDULER)
-        # torch's ReduceLROnPlateau has no base_lrs, and counts evaluations as last_epoch.
-        position = saved.get("last_epoch") if isinstance(saved, Mapping) and "base_lrs" in saved else None
-    # A scaler that is switched off has an empty state.
-    if is_there(directory / _SCALER) and (saved := load_pickle(directory / _SCALER)):
-        try:
-            scaler = as_kind(saved, ScalerState)
-        except ValueError as error:
-            raise UserError(f"{directory / _SCALER} has no loss scale to go on with: {error}. {fix}") from error
-    return replace(state, step=about.global_step, steps=about.max_steps or None, position=position, scaler=scaler)
-
-
-def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Return the groups and the state of an optimizer's state_dict.
-
-    Raises UserError if it is not a state_dict of torch's Adam or AdamW.
-    """
+    saved = load_pickle(directory / _OPTIMIZER)
     groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))
     if not isinstance(groups, list) or not isinstance(state, dict):
-        raise UserError(f"{told}: {OPTIMIZER} is not the state_dict of a torch optimizer")
+        raise UserError(f"{told}: {_OPTIMIZER} is not the state_dict of a torch optimizer")
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise UserError(f"{told}: {OPTIMIZER} has no groups of numbered parameters")
+        raise UserError(f"{told}: {_OPTIMIZER} has no groups of numbered parameters")
     wanted = {"step", "exp_avg", "exp_avg_sq"}
     for number, moments in state.items():
         held = set(moments) if isinstance(moments, dict) else set()
@@ -317,33 +350,24 @@ def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, di
                 f"{told}: its optimizer is neither torch's Adam nor its AdamW: parameter {number} has "
                 f"{', '.join(sorted(map(str, held))) or 'no state'}, expected {', '.join(sorted(wanted))}"
             )
-    return groups, state
-
-
-def _positions(
-    model: nn.Module, groups: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]], *, told: str
-) -> dict[str, int]:
-    """Return the optimizer's number of each trained parameter.
-
-    Raises UserError, with the counts and shapes, if the numbers cannot be those of the model's parameters.
-    """
+    rate, optim = _adam_settings(groups, told=told)
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
     decayed = [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
-    held = [group["params"] for group in groups]
+    numbers = [group["params"] for group in groups]
+    sizes = list(map(len, numbers))
     orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
-    sizes = [len(numbers) for numbers in held]
-    fitting = [order for order in orders if [len(names) for names in order] == sizes]
-    if not fitting:
+    order = next((order for order in orders if list(map(len, order)) == sizes), None)
+    if order is None:
         raise UserError(
             f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed[0])} with weight "
             f"decay and {len(decayed[1])} without. Freeze with model.freeze what it did not train"
         )
-    found = dict(zip(chain.from_iterable(fitting[0]), chain.from_iterable(held), strict=True))
+    number_of = dict(zip(chain.from_iterable(order), chain.from_iterable(numbers), strict=True))
     wrong = [
         f"parameter {number} {tuple(state[number][kind].shape)}, {name} {trained[name]}"
-        for name, number in found.items()
+        for name, number in number_of.items()
         if number in state
         for kind in ("exp_avg", "exp_avg_sq")
         if tuple(state[number][kind].shape) != trained[name]
@@ -352,7 +376,7 @@ def _positions(
         raise UserError(
             f"{told}: {len(wrong)} moments do not have the shapes of the model's weights, the first: {wrong[0]}"
         )
-    return found
+    return rate, optim, {name: state.get(number) for name, number in number_of.items()}
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
@@ -378,9 +402,7 @@ class _Stored:
 
     def object(self, name: str) -> Any:
         """Return a tensor or an object."""
-        if name in self.shapes:
-            return self.tensor(name)
-        return self._load(name, self.chunks[name][0])
+        return self.tensor(name) if name in self.shapes else self._load(name, self.chunks[name][0])
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor in fp32. Raises UserError if its chunks do not fill it."""
@@ -406,16 +428,34 @@ class _Stored:
             raise UserError(f"{chunk.path} ends after {chunk.start + len(data)} bytes; {name} needs {chunk.bytes} more")
         return load_pickle(data, told=f"{chunk.path}: {name}")
 
+    def add(self, directory: Path) -> None:
+        """Add what the metadata of `directory` names. Raises UserError if it is damaged or names files outside."""
+        path = directory / _METADATA
+        try:
+            with open_given(path) as file:
+                about = _Metadata(file).load()
+            tensors = {name: its for name, its in about.state_dict_metadata.items() if hasattr(its, "size")}
+            self.shapes.update({name: tuple(tensor.size) for name, tensor in tensors.items()})
+            for index, place in about.storage_data.items():
+                if getattr(place, "transform_descriptors", None):
+                    raise UserError(f"{path}: its files are compressed, which is not read: save it without extensions")
+                if Path(place.relative_path).name != place.relative_path:
+                    raise UserError(f"{path} names {shown(place.relative_path)}, which lies outside the directory")
+                offsets = tuple(getattr(index, "offset", None) or ())
+                chunk = _Chunk(offsets, directory / place.relative_path, place.offset, place.length)
+                self.chunks.setdefault(index.fqn, []).append(chunk)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise UserError(f"{path} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
 
-def read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
-    """Return the state in the DCP directories of the checkpoint `source`.
 
-    Raises UserError if model or optimizer state is missing, or is another optimizer's.
-    """
+def _read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
+    """Return the state in the DCP directories of the checkpoint `source`."""
     told = f"{source} (torch.distributed.checkpoint)"
     stored = _Stored(told, {}, {})
     for directory in directories:
-        _add(directory, stored)
+        stored.add(directory)
     found = {match["name"]: match["optimizer"] for key in stored.shapes if (match := _MOMENT.fullmatch(key))}
     if not found:
         names = ", ".join(map(shown, sorted(stored.chunks)[:5])) or "nothing"
@@ -423,65 +463,29 @@ def read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
             f"{told}: holds no moments of Adam, named such as optim.state.NAME.exp_avg; it holds {names}. Save it with "
             "get_state_dict of torch.distributed.checkpoint.state_dict, model and optimizer"
         )
-    optimizers = sorted(set(found.values()))
-    if len(optimizers) > 1:
-        raise UserError(f"{told}: holds {len(optimizers)} optimizers, {', '.join(optimizers)}; a run has one")
-    state = f"{optimizers[0]}.state."
+    optimizer, *others = sorted(set(found.values()))
+    if others:
+        raise UserError(f"{told}: holds {1 + len(others)} optimizers, {', '.join([optimizer, *others])}; a run has one")
+    state = f"{optimizer}.state."
     for name in found:
         if lacking := [key for key in ("exp_avg_sq", "step") if f"{state}{name}.{key}" not in stored.chunks]:
             raise UserError(f"{told}: its optimizer is not Adam: it has no {lacking[0]} for {name}")
-    prefix = common_prefix(stored.shapes, list(found))
+    prefix = _common_prefix(stored.shapes, list(found))
     if lost := [name for name in found if f"{prefix}{name}" not in stored.shapes]:
         raise UserError(f"{told}: holds moments of {len(lost)} weights, such as {lost[0]}, and not the weights")
-
-    def read(name: str, kind: str) -> torch.Tensor:
-        return stored.tensor(f"{prefix}{name}" if kind == "master" else f"{state}{name}.{kind}")
-
-    def updates(name: str) -> int:
-        return int(stored.object(f"{state}{name}.step"))
-
-    rate, adam = adam_settings(_groups(stored, optimizers[0]), told=told)
-    return ForeignState(
-        told=told,
-        step=max(map(updates, found)),
-        shapes={key.removeprefix(prefix): shape for key, shape in stored.shapes.items() if key.startswith(prefix)},
-        trained=set(found),
-        updates=updates,
-        read=read,
-        rate=rate,
-        adam=adam,
-    )
-
-
-def _add(directory: Path, stored: _Stored) -> None:
-    """Add what the metadata of `directory` names. Raises UserError if it is damaged or names files outside."""
-    path = directory / METADATA
-    with open_given(path) as file:
-        try:
-            about = _Metadata(file).load()
-        except Exception as error:  # a damaged pickle may raise anything
-            raise UserError(f"{path} cannot be read: {shown(str(error).strip() or type(error).__name__)}") from error
-    try:
-        tensors = {name: its for name, its in about.state_dict_metadata.items() if hasattr(its, "size")}
-        stored.shapes.update({name: tuple(tensor.size) for name, tensor in tensors.items()})
-        for index, place in about.storage_data.items():
-            if getattr(place, "transform_descriptors", None):
-                raise UserError(f"{path}: its files are compressed, which is not read: save it without extensions")
-            if Path(place.relative_path).name != place.relative_path:
-                raise UserError(f"{path} names {shown(place.relative_path)}, which lies outside the directory")
-            offsets = tuple(getattr(index, "offset", None) or ())
-            chunk = _Chunk(offsets, directory / place.relative_path, place.offset, place.length)
-            stored.chunks.setdefault(index.fqn, []).append(chunk)
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"{path} is not of torch.distributed.checkpoint: {error}") from error
-
-
-def _groups(stored: _Stored, optimizer: str) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with its settings, stored by the number of a group or by the name of a weight."""
-    begin = f"{optimizer}.param_groups."
-    groups: dict[str, dict[str, Any]] = {}
-    for key in stored.chunks:
+    begin, groups = f"{optimizer}.param_groups.", dict[str, dict[str, Any]]()
+    for key in stored.chunks:  # settings are stored by the number of a group, or by the name of a weight
         group, _, word = key.removeprefix(begin).rpartition(".")
         if key.startswith(begin) and word in _SETTINGS:
             groups.setdefault(group, {"params": [group]})[word] = stored.object(key)
-    return list(groups.values())
+    rate, optim = _adam_settings(list(groups.values()), told=told)
+    updates = {name: int(stored.object(f"{state}{name}.step")) for name in found}
+    return ForeignState(
+        told=told,
+        step=max(updates.values()),
+        shapes={key.removeprefix(prefix): shape for key, shape in stored.shapes.items() if key.startswith(prefix)},
+        updates=updates,
+        read=lambda name, kind: stored.tensor(f"{prefix}{name}" if kind == "master" else f"{state}{name}.{kind}"),
+        rate=rate,
+        optim=optim,
+    )

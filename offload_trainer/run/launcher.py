@@ -83,9 +83,9 @@ class _Ranks:
             )
 
     def wait(self) -> dict[int, int]:
-        """Wait until all ranks have ended; return the exit codes of those that failed, in the order of their ends.
+        """Wait for all ranks, which the first failure ends; return (rank, code) of each failure, in their order.
 
-        The first failure ends the others. A code is negative for a signal.
+        A code is negative for a signal.
         """
         failed: dict[int, int] = {}
         until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
@@ -163,10 +163,7 @@ def has_launcher() -> bool:
 
 
 def end_without_launcher(say: Callable[[str], None]) -> None:
-    """Start a thread that ends this rank if its launcher is gone. `say` is called in that thread.
-
-    Does nothing without a launcher: a shell that is the parent of a rank may exit.
-    """
+    """Start a thread that ends this rank, and says so, if it has a launcher that is gone (a shell may exit)."""
     if has_launcher():
         launcher = int(os.environ.get(LAUNCHER, os.getppid()))
         threading.Thread(target=_end_after, args=(launcher, say), name="watch", daemon=True).start()

@@ -28,10 +28,7 @@ def ranks_of_environment() -> tuple[int, int]:
 
 
 def prepared(words: list[str], *, check: Callable[[TrainConfig], None] = lambda _: None) -> TrainConfig:
-    """Return the configuration of a command that loads torch in this process, once `check` has accepted it.
-
-    The process is prepared for it.
-    """
+    """Return the configuration, which `check` accepts, and prepare the process for a command that loads torch."""
     config = load_config(words)
     check(config)
     prepare_process(config)
@@ -89,10 +86,7 @@ def prepare_process(config: TrainConfig) -> int:
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:
-    """Bind a rank to its share of the NUMA nodes, if there are several ranks and nodes.
-
-    Ranks are assigned to nodes in order, as GPUs usually are.
-    """
+    """Bind a rank to its share of the NUMA nodes, in order, as GPUs usually are, if there are several of both."""
     nodes = numa.nodes()
     if ranks > 1 and len(nodes) > 1:
         os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))

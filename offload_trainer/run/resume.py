@@ -1,6 +1,6 @@
 """Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
-    refuse_output ──> checkpoint ── verify ── done_already? ── take_over ──> page files, if they are newer
+    refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
 
 A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
 directory on a drive that one run has locked for its page files.
@@ -56,19 +56,9 @@ from offload_trainer.retention import complete_checkpoints, remove_leftovers
 from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
+from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
-from offload_trainer.storage.scratch_dir import clear as clear_drive
-from offload_trainer.storage.scratch_dir import (
-    empty_list,
-    has_locks,
-    kept_for,
-    named_in,
-    root_of,
-    wait_for_ranks,
-    write_list,
-)
-from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
 
 
@@ -130,34 +120,30 @@ def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
     return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
 
 
-def verify(setup: Setup, checkpoint: Path) -> None:
-    """Check every file of the checkpoint that the run resumes from, and print which settings have changed since.
+def finished(setup: Setup, checkpoint: Path | None) -> bool:
+    """Return True, and say so, if this run has already finished here; else check the checkpoint that it resumes from.
 
-    Do neither if there are no steps left. Raises UserError if the checkpoint is damaged or of another run.
+    Collective. Every file is checked, and settings that have changed since are printed. Raises UserError if the
+    checkpoint is damaged or of another run, or if this run would overwrite the results of another.
     """
-    if _all_steps_done(with_steps(setup, read_state(checkpoint)), checkpoint):
-        check_identity(checkpoint, setup.record.identity, setup.record.layout)
-        return
-    setup.log.say(f"checking {checkpoint}")
-    for line in check_resume(checkpoint, setup.record):
-        setup.log.say(f"note: {line}")
-
-
-def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:
-    """Return True if this run, which begins at `checkpoint` and its state, has already finished here. Collective.
-
-    Raises UserError if it would overwrite the results of another run.
-    """
-    save, at = setup.config.save, begins.step if begins else 0
+    save, record, say = setup.config.save, setup.record, setup.log.say
 
     def told() -> str | None:
-        restarts, exports = save.resume == "never", save.every == 0
-        ended = checkpoint and _all_steps_done(setup, checkpoint)
-        return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
+        begins = read_state(checkpoint) if checkpoint else None
+        now = with_steps(setup, begins)
+        ended = _all_steps_done(now, checkpoint) if checkpoint else None
+        if checkpoint and ended:
+            check_identity(checkpoint, record.identity, record.layout)
+        elif checkpoint:
+            say(f"checking {checkpoint}")
+            for line in check_resume(checkpoint, record):
+                say(f"note: {line}")
+        at, restarts, exports = begins.step if begins else 0, save.resume == "never", save.every == 0
+        return ended or done_before(setup.output, now.record, begins_at=at, restarts=restarts, exports=exports)
 
     message = from_rank_zero(told, str | None)
     if message:
-        setup.log.say(message)
+        say(message)
     return message is not None
 
 
@@ -173,7 +159,7 @@ def keep(setup: Setup, job: Job) -> None:
     if not setup.log.loud:
         return
     why = _why_never(setup)
-    if not why and not all(map(has_locks, job.swaps)):
+    if not why and not all(map(scratch_dir.has_locks, job.swaps)):
         why = "locks do not work on the drive, so the next start could not tell that this run has ended"
     if why:
         if setup.record.run["config"]["tiered"]["state_copies"] == 2:
@@ -184,7 +170,7 @@ def keep(setup: Setup, job: Job) -> None:
     engine.offloaded.enable_manifest(model=setup.output / "model")
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
-    write_list(setup.listed, job.swaps)
+    scratch_dir.write_list(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
 
@@ -192,7 +178,7 @@ def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
         with suppress(OSError):  # the directories are removed too, and the next start finds none
-            empty_list(setup.listed)
+            scratch_dir.empty_list(setup.listed)
 
 
 def clear(setup: Setup) -> None:
@@ -205,7 +191,7 @@ def clear(setup: Setup) -> None:
         return
     for drive in setup.drives:
         try:
-            clear_drive(drive, say=setup.log.say, listed=setup.listed)
+            scratch_dir.clear(drive, say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
             setup.log.say(f"note: files of ended runs in {drive} could not be removed: {reason(error)}")
 
@@ -246,58 +232,46 @@ def take_over(
     places: list[ScratchDirectory] = []
 
     def search() -> PageFiles | None:
-        with ExitStack() as locks:
-            files = _found(setup, locks, places, begins=begins)
-            if files is None:
-                return None
-            stack.push(locks.pop_all())
+        saved = complete_checkpoints(setup.output / "checkpoints")
+        instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
+        try:
+            with ExitStack() as locks:
+                folders = _folders(setup, begins=begins)
+                if not folders:
+                    return None
+                for folder in folders:
+                    try:
+                        places.append(scratch_dir.take_over(folder, say=setup.log.say))
+                    except BlockingIOError:
+                        raise TrainerError(
+                            f"{folder} is in use: its run is still running, or it is being exported; wait for that to "
+                            "end"
+                        ) from None
+                    locks.callback(places[-1].leave)
+                manifest = read_description(folders[0], fix=_RESTORE)
+                for folder in folders:
+                    refuse_outside(folder, manifest)
+                newest = read_newest(manifest, fix=_RESTORE)
+                if newest is None or newest.train is None or newest.engine is None:
+                    return None  # the run was killed before it completed a step
+                train = as_kind(newest.train, TrainState)
+                if begins and train.step <= begins.step:
+                    return None
+                step = train.step
+                _refuse_otherwise(setup, folders, manifest)
+                for folder in folders:
+                    scratch_dir.wait_for_ranks(folder, say=setup.log.say)
+                stack.push(locks.pop_all())
+        except (OSError, ValueError, TrainerError) as error:
+            raise _refused(reason(error), step=step, instead=instead) from error
         where = ", ".join(str(place.path) for place in places)
         than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
-        setup.log.say(f"resuming from the page files in {where}, step {files.train.step}; they are newer than {than}")
-        return files
+        setup.log.say(f"resuming from the page files in {where}, step {step}; they are newer than {than}")
+        return PageFiles(train, newest, instead)
 
     if setup.config.save.resume != "auto":
         return None, ()
     return from_rank_zero(search, PageFiles | None), places
-
-
-def _found(
-    setup: Setup, locks: ExitStack, places: list[ScratchDirectory], *, begins: TrainState | None
-) -> PageFiles | None:
-    """Return the page files registered for this run; None if they are not newer than `begins`.
-
-    Their locked directories are added to `places`.
-    """
-    saved = complete_checkpoints(setup.output / "checkpoints")
-    instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
-    try:
-        folders = _folders(setup, begins=begins)
-        if not folders:
-            return None
-        for folder in folders:
-            try:
-                places.append(taken_over(folder, say=setup.log.say))
-            except BlockingIOError:
-                raise TrainerError(
-                    f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
-                ) from None
-            locks.callback(places[-1].leave)
-        manifest = read_description(folders[0], fix=_RESTORE)
-        for folder in folders:
-            refuse_outside(folder, manifest)
-        newest = read_newest(manifest, fix=_RESTORE)
-        if newest is None or newest.train is None or newest.engine is None:
-            return None  # the run was killed before it completed a step
-        train = as_kind(newest.train, TrainState)
-        if begins and train.step <= begins.step:
-            return None
-        step = train.step
-        _refuse_otherwise(setup, folders, manifest)
-        for folder in folders:
-            wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, instead)
-    except (OSError, ValueError, TrainerError) as error:
-        raise _refused(reason(error), step=step, instead=instead) from error
 
 
 def _refused(why: str, *, step: int, instead: str) -> UserError:
@@ -310,14 +284,11 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
 
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
-    """Return the directories of page files registered for the run.
-
-    Raises ValueError if the run's list names one that does not exist.
-    """
-    kept = [folder for drive in setup.drives for folder in kept_for(setup.listed, drive)]
+    """Return the directories of the run's page files. Raises ValueError if its list names one that does not exist."""
+    kept = [folder for drive in setup.drives for folder in scratch_dir.kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
         return kept
-    named = named_in(setup.listed)
+    named = scratch_dir.named_in(setup.listed)
     gone = [folder for folder in named if not folder.is_dir()]
     moved = {folder.name for folder in kept} & {folder.name for folder in gone}  # their drive is mounted elsewhere
     if gone and len(gone) == len(named) and begins and not moved:
@@ -331,10 +302,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
 
 
 def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreManifest) -> None:
-    """Raise ValueError if this run cannot use the page files: another run's, incomplete, or of another layout.
-
-    Print a note for each other setting that differs.
-    """
+    """Raise ValueError if the page files are another run's, incomplete, or of another layout; note other settings."""
     if not os.path.lexists(setup.listed):
         raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
     files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
@@ -346,7 +314,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
-    expected = [root_of(drive).resolve() for drive in setup.drives]
+    expected = [scratch_dir.root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != expected:
         raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
     ours = manifest_of(

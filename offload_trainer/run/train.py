@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer import trainer
+from offload_trainer import ranks, trainer
 from offload_trainer.checkpoint import TrainState, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
@@ -36,29 +36,9 @@ from offload_trainer.errors import (
 )
 from offload_trainer.export.directory import write_final
 from offload_trainer.machine.rate_cache import keep_free
-from offload_trainer.ranks import (
-    end_if_rank_vanishes,
-    everybody,
-    from_rank_zero,
-    join,
-    place_here,
-    rank_zero_first,
-    wait_for_all,
-)
-from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
-from offload_trainer.run import machine_rates, resume
+from offload_trainer.run import checks, machine_rates, resume
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
-from offload_trainer.run.checks import (
-    check_start,
-    refuse,
-    refuse_another,
-    refuse_node,
-    refuse_other_data,
-    refuse_other_programs,
-    refuse_output,
-    refuse_unseen,
-)
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
@@ -90,7 +70,12 @@ def train_run(
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
-        _use_gpu(int(os.environ["LOCAL_RANK"]), count=torch.cuda.device_count())
+        number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if number > count:
+            raise PeerFailed("the rank before this one lacks a GPU too", code=2)
+        if number == count:
+            raise UserError(f"torch sees {count} GPU(s) here, and more ranks were started: --gpus {count}")
+        torch.cuda.set_device(number)
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
@@ -98,14 +83,17 @@ def train_run(
     def tell(line: str) -> None:
         write_now(f"{log.clear}offload-train: {line}")
 
-    end_if_rank_vanishes(say=tell)
+    ranks.end_if_rank_vanishes(say=tell)
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
         planned = _plan_together(config, nodes=nodes, log=log)
-        setup, checkpoint = _set_up(config, planned, log)
-        if from_rank_zero(lambda: lock < 0, bool):
+        setup, checkpoint, finished = _set_up(config, planned, log)
+        if ranks.from_rank_zero(lambda: lock < 0, bool):
             lock = hold(stack, setup.output, log, create=True)
-            everybody().first(lambda: refuse_another(setup, checkpoint))
+            ranks.everybody().first(lambda: checks.refuse_another(setup, checkpoint))
+        if finished and instead is None:
+            resume.clear(setup)
+            return
         attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
@@ -117,15 +105,6 @@ def train_run(
                 full = _full(partial(attempt, setup, checkpoint, unvalidated=full.unvalidated))
             except UserError as error:  # something has been written
                 raise TrainerError(f"{full}, and with less on it {error}") from error
-
-
-def _use_gpu(number: int, *, count: int) -> None:
-    """Use the GPU of this rank's number on its node; raise UserError, on one rank, if there are only `count`."""
-    if number > count:
-        raise PeerFailed("the rank before this one lacks a GPU too", code=2)
-    if number == count:
-        raise UserError(f"torch sees {count} GPU(s) here, and more ranks were started: --gpus {count}")
-    torch.cuda.set_device(number)
 
 
 def _full(attempt: Callable[[], None]) -> GpuFull | None:
@@ -157,7 +136,7 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
         if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
             config = config.with_keys("save", resume=str(saved[-1]))
         planned, moved = plan_with_room(config, before, more=more)
-        refuse(planned)
+        checks.refuse(planned)
         if not moved:
             raise TrainerError(f"{full}, and --force keeps all that is on it; {RERUN_HINT} without it")
     try:
@@ -168,9 +147,9 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
         raise TrainerError(f"{text}; {RERUN_HINT}")
     with log.opened(output):
         log.say(f"{text}; on the GPU: {', '.join(moved)}")
-    setup, checkpoint = replace(before, **vars(planned)), refuse_output(planned)
+    setup, checkpoint = replace(before, **vars(planned)), checks.refuse_output(planned)
     if checkpoint:
-        resume.verify(setup, checkpoint)
+        resume.finished(setup, checkpoint)
     return setup, checkpoint
 
 
@@ -186,19 +165,16 @@ def use_deterministic_algorithms() -> None:
 
 
 def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
-    """Join the other ranks and return the ranks of each node.
-
-    Raises UserError if the launcher has started another number of ranks than --gpus says.
-    """
+    """Join the other ranks and return the ranks of each node. Raises UserError if --gpus says another number."""
     tiered, wished = place.engine_name == "tiered", place.gpus
     if tiered and wished not in (1, world):
         raise UserError(
             f"--gpus {wished}, but the launcher has started {world}: leave --gpus out, or start as many ranks"
         )
     if world > 1:
-        join()
+        ranks.join()
     if world > 1 and tiered:
-        return node_ranks()
+        return ranks.nodes()
     if world > 1:
         from offload_trainer.engine.deepspeed import start_processes
 
@@ -212,39 +188,42 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
     """Return rank 0's plan on every rank, with the drives of each node. Collective.
 
-    Raises UserError if the ranks differ, if the plan must not start, or if another node lacks memory or disk space for
-    it.
+    Raises UserError if the ranks differ, the plan must not start, or another node lacks memory or disk space for it.
     """
-    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
-    here = rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
+    alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
+    checks.refuse_other_programs(alike)
+    here = ranks.rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
     planned = shared_plan(here)
     if not machine_rates.is_due(planned):
         log.say(planned.plan.describe(steps=config.train.known_steps))
-    everybody().first(lambda: refuse(planned))
+    ranks.everybody().first(lambda: checks.refuse(planned))
     if len(nodes) > 1:
-        mine = place_here()[0] in [its.start for its in nodes[1:]]
-        everybody().some(lambda: refuse_node(planned, here.machine), mine=mine)
+        mine = ranks.place_here()[0] in [its.start for its in nodes[1:]]
+        ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=mine)
     return planned
 
 
-def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None]:
+def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None, bool]:
     """Refuse what cannot start and prepare the data; return the setup and the checkpoint to resume from, if any.
 
-    Collective. Writes to the token cache only.
+    Return also whether the run has finished already. Collective. Writes to the token cache only.
     """
-    everybody().first(lambda: check_start(planned, say=lambda _: None))
-    checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
-    if machine_rates.is_due(planned):
-        planned = _planned_with_rates(config, planned, log=log)
+    ranks.everybody().first(lambda: checks.check_start(planned, say=lambda _: None))
+    checkpoint = ranks.from_rank_zero(lambda: checks.refuse_output(planned), Path | None)
+    if machine_rates.is_due(planned):  # measure the rates that the plan lacks, and plan again
+        before, found = planned, list[Planned]()
+        machine = machine_rates.rates_at_start(before, say=log.say)
+        ranks.everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
+        planned = shared_plan(found[0] if found else before)
+        log.say(planned.plan.describe(steps=config.train.known_steps))
+        ranks.everybody().first(lambda: checks.refuse(planned))
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
     setup = Setup(**vars(planned), data=data, log=log)
-    refuse_other_data(setup.record.identity, setup.record.layout)
+    checks.refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
-    if checkpoint:
-        everybody().first(lambda: resume.verify(setup, checkpoint))
-    return setup, checkpoint
+    return setup, checkpoint, resume.finished(setup, checkpoint)
 
 
 def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
@@ -252,16 +231,6 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
     config = planned.config
     eval_rows = config.train.eval_rows
     return prepare_data(config.data, planned.source, seq_len=planned.plan.seq_len, eval_rows=eval_rows, say=say)
-
-
-def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
-    """Measure the rates that the plan lacks, and plan again. Collective; all ranks return the plan of rank 0."""
-    machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
-    everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
-    planned = shared_plan(found[0] if found else before)
-    log.say(planned.plan.describe(steps=config.train.known_steps))
-    everybody().first(lambda: refuse(planned))
-    return planned
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
@@ -292,11 +261,8 @@ def _carry_out(
     log, epochs = setup.log, setup.config.train.epochs
     with ExitStack() as stack:
         if len(nodes) > 1:
-            refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
+            checks.refuse_unseen(setup.output, first=next(its.start for its in nodes if ranks.place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
-        if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
-            resume.clear(setup)
-            return
         files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train
@@ -353,7 +319,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             job.telemetry.end()
             _tell_ratios(setup, rows)
         if asked.stop:
-            wait_for_all()  # a rank that ended while others still write would end them too
+            ranks.wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
             stopped = Interrupted(farewell, signal_number=asked.stop)
             resume.drop(setup)
@@ -380,10 +346,9 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
-    """Return the page of a run, read from its directory.
+    """Return the page of a run from its directory, in 0.1 s also after 100,000 steps, of which it shows about 800.
 
-    It takes 0.1 s on one core, also after 100,000 steps, since it is made of about 800 of them. `left`: the seconds to
-    the end of the run; None: it has ended.
+    `left`: the seconds to the end of the run; None: it has ended.
     """
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     return report_page(

@@ -58,10 +58,7 @@ class Heap:
         self._limit = 0
 
     def keep(self, limit: int) -> None:
-        """Keep freed memory while the process has at most `limit` bytes of private memory (glibc only).
-
-        `set_malloc_threshold` ends it.
-        """
+        """Keep freed memory (glibc only) up to `limit` bytes of private memory, until `set_malloc_threshold`."""
         library = ctypes.CDLL(None)
         if hasattr(library, "mallopt"):
             self._limit = limit
@@ -80,22 +77,27 @@ def _private_bytes() -> int:
     return (int(resident) - int(shared)) * PAGE
 
 
-def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+def host_buffer(size: int, *, pinned: bool = False, descriptor: int = -1) -> torch.Tensor:
     """Return a zeroed uint8 tensor of `size` bytes, aligned to a memory page. Its pages become resident when touched.
 
-    `pinned` registers it with CUDA, so that copies to and from the device are fast and asynchronous. Raises
-    TrainerError if the system has too little memory.
+    `pinned` registers it with CUDA, so that copies to and from the device are fast and asynchronous. `descriptor`: map
+    this `memory_file` instead. Raises TrainerError if the system has too little memory.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
+    private = descriptor < 0  # Most systems give huge pages to private memory only.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if private else mmap.MAP_SHARED
     try:
-        # The mapping is private because most systems give huge pages to private memory only.
-        mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(descriptor, -(-size // PAGE) * PAGE, flags=flags)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of host memory cannot be had: {error.strerror}") from error
-    with suppress(OSError):  # a kernel without huge pages: the memory works the same, slightly slower
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return _tensor(mapping, size, pinned=pinned)
+    if private:
+        with suppress(OSError):  # a kernel without huge pages: the memory works the same, slightly slower
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
+    if pinned:
+        pin(buffer)
+    return buffer
 
 
 def memory_file(size: int) -> int:
@@ -113,29 +115,8 @@ def memory_file(size: int) -> int:
     return descriptor
 
 
-def mapped(descriptor: int, size: int, *, pinned: bool = False) -> torch.Tensor:
-    """Map `size` bytes of a `memory_file` as a uint8 tensor; `pinned` as for `host_buffer`."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    try:
-        mapping = mmap.mmap(descriptor, -(-size // PAGE) * PAGE, flags=mmap.MAP_SHARED)
-    except OSError as error:
-        raise TrainerError(f"{format_bytes(size)} of shared memory cannot be mapped: {error.strerror}") from error
-    return _tensor(mapping, size, pinned=pinned)
-
-
-def _tensor(mapping: mmap.mmap, size: int, *, pinned: bool) -> torch.Tensor:
-    buffer = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
-    if pinned:
-        pin(buffer)
-    return buffer
-
-
 def pin(buffer: torch.Tensor) -> None:
-    """Register a buffer with CUDA as pinned memory for as long as its storage lives.
-
-    Raises TrainerError if CUDA refuses.
-    """
+    """Register a buffer with CUDA as pinned memory while its storage lives. Raises TrainerError if CUDA refuses."""
     address, size = buffer.data_ptr(), buffer.numel()
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))

@@ -53,10 +53,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
 
 @contextmanager
 def shared_lock(path: Path) -> Iterator[None]:
-    """Hold a shared lock on the existing file `path` for the duration of the context.
-
-    Raises as `open_lock` and `try_lock` do.
-    """
+    """Hold a shared lock on the existing file `path` in this context. Raises as `open_lock` and `try_lock` do."""
     with open(open_lock(path)) as file:
         try_lock(file.fileno(), shared=True)
         yield

@@ -4,7 +4,7 @@
     remove_dead(path, what=...)       remove such a directory after its process has died
 
 The mark is a file directly in the directory that says what it is for and the name under which it was created; it is
-removed last. A checkpoint, which has none, is moved into such a directory first. A link, another user's directory, or a
+removed last. A checkpoint's manifest serves as one (`remove_known`). A link, another user's directory, or a
 directory with another name, no mark or another mark is left alone: it may be the only copy of somebody's work. Removal
 follows no link below the directory and enters no other filesystem.
 """
@@ -223,36 +223,30 @@ def _remove_empty(directory: Path) -> bool:
 
 
 def _remove(directory: Path, what: str, *, lock: int) -> None:
-    """Remove a scratch directory, the mark last, so that an interrupted removal can be repeated.
-
-    `lock` is the descriptor of the mark, which is closed here. Raises NotOwned with the reason, OSError if the
-    filesystem refuses.
-    """
-    try:
-        inside = _opened(directory, what)
-        try:
-            _empty(inside, device=os.fstat(inside).st_dev, but=MARK)
-            os.unlink(MARK, dir_fd=inside)
-        finally:
-            os.close(inside)
-    finally:
-        # before rmdir: NFS keeps a name for an open file that was removed, so the directory would not be empty
-        os.close(lock)
+    """Remove a scratch directory and close `lock`, the descriptor of its mark. Raises NotOwned and OSError."""
+    with open(lock):  # closed before rmdir: NFS keeps a name for an open file that was removed
+        _remove_content(_opened(directory, what), last=MARK)
     os.rmdir(directory)
 
 
-def remove_unmarked(directory: Path) -> None:
-    """Remove a directory whose files the caller has found to be this program's, where there is no room for a mark."""
-    inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def remove_known(directory: Path, *, last: str) -> None:
+    """Remove a directory whose files, if any, the caller has found to be this program's: its file `last` goes last."""
+    _remove_content(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC), last=last)
+    os.rmdir(directory)
+
+
+def _remove_content(inside: int, *, last: str) -> None:
+    """Remove everything in an open directory, then `last`, which says whose it is after a kill, and close it."""
     try:
-        _empty(inside, device=os.fstat(inside).st_dev)
+        _empty(inside, device=os.fstat(inside).st_dev, but=last)
+        with suppress(FileNotFoundError):
+            os.unlink(last, dir_fd=inside)
     finally:
         os.close(inside)
-    os.rmdir(directory)
 
 
 def _opened(directory: Path, what: str) -> int:
-    """Return a descriptor of a directory that is this user's and is marked as made for `what` under its name.
+    """Return a descriptor of a directory that is this user's and marked as made for `what` under its name.
 
     Raises NotOwned, with the reason, for any other directory.
     """
@@ -266,14 +260,14 @@ def _opened(directory: Path, what: str) -> int:
     try:
         owner = os.fstat(inside).st_uid
         if not is_ours(owner, directory.parent):
-            raise NotOwned(f"it belongs to {user(owner)}")
+            raise NotOwned(f"it belongs to another user (number {owner})")
         try:
             descriptor = open_lock(Path(MARK), directory=inside)
         except OSError as error:
             raise NotOwned(f"it holds no {MARK} that can be read, so this program did not make it") from error
         with open(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_uid != owner:
-                raise NotOwned(f"its {MARK} is no file of {user(owner)}")
+            if (writer := os.fstat(descriptor).st_uid) != owner:
+                raise NotOwned(f"its {MARK} belongs to another user (number {writer})")
             expected = _content(what, _UNNAMED.sub("", directory.name))
             if file.read(len(expected) + 1) != expected:
                 raise NotOwned(f"its {MARK} does not say that this program made it for this purpose, by this name")
@@ -315,11 +309,6 @@ def is_ours(owner: int, place: Path) -> bool:
         return False
 
 
-def user(number: int) -> str:
-    """Name the owner of a file for a message."""
-    return "this user" if number == os.geteuid() else f"another user (number {number})"
-
-
 def reason(error: BaseException) -> str:
     """Return an error's message, with the file's name for an OSError."""
     return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
@@ -353,7 +342,7 @@ def open_owned(path: Path) -> int:
     descriptor = open_file(path)
     about = os.fstat(descriptor)
     if about.st_uid != 0 and not is_ours(about.st_uid, path.parent):
-        wrong = f"it belongs to {user(about.st_uid)}, and is not trusted"
+        wrong = f"it belongs to another user (number {about.st_uid}), and is not trusted"
     elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         wrong = f"others may change it (mode {stat.S_IMODE(about.st_mode):o}; chmod go-w), and it is not trusted"
     else:

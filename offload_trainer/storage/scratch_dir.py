@@ -10,7 +10,7 @@ A run's list names its directories, one a line. A named directory stays until th
 other runs start on the drive. If the list is missing, the directory may hold the only copy of a training state: it
 stays too, and the next start says so. If the list exists but does not name the directory, the directory may be removed.
 
-Only directories created by a `DriveLease` are removed, identified by name, mark and owner (`owned_dirs`). Everything
+Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`). Everything
 else there is left alone.
 """
 
@@ -46,46 +46,36 @@ _FOR, _RANKS = ".for", ".ranks"
 _LONGEST = 1 << 16  # limit on the bytes of a list and of a `.for`
 
 
-class DriveLease:
-    """A private directory for one run under `drive`. Two runs on one drive never touch each other's files."""
+@contextmanager
+def leased(
+    drive: Path,
+    *,
+    say: Say = lambda line: None,
+    listed: Path | None = None,
+    instead: ScratchDirectory | None = None,
+) -> Iterator[Path]:
+    """Yield a private directory for one run under `drive`, and remove it at the end. Two runs never share files.
 
-    def __init__(
-        self,
-        drive: Path,
-        *,
-        say: Say = lambda line: None,
-        listed: Path | None = None,
-        instead: ScratchDirectory | None = None,
-    ) -> None:
-        """Create the directory, and remove and report what dead runs of this user have left.
-
-        `listed` is this run's own list, whose directories are removed too. `instead` is one of them that was taken over
-        and is used in place of a new directory. Raises TrainerError if no directory can be created.
-        """
+    Remove and report first what dead runs of this user have left. `listed` is this run's own list, whose directories
+    are removed too. `instead` is one of them that was taken over and is used in place of a new directory. After an
+    error, a directory that this run could resume from stays. Raises TrainerError if no directory can be created.
+    """
+    try:
+        for _ in range(2):  # another user may take the first name at this moment
+            root_of(drive).mkdir(exist_ok=True)
+        clear(drive, say=say, listed=listed, but=instead.path if instead else None)
+        place = instead or ScratchDirectory(root_of(drive) / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+    except OSError as error:
+        raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
+    if not place.locked:
+        say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
+    with place:
         try:
-            for _ in range(2):  # another user may take the first name at this moment
-                root_of(drive).mkdir(exist_ok=True)
-            self.removed = clear(drive, say=say, listed=listed, but=instead.path if instead else None)
-            name = f"run-{secrets.token_hex(4)}"
-            self._place = instead or ScratchDirectory(root_of(drive) / name, what=_WHAT, say=say)
-        except OSError as error:
-            raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
-        self.path = self._place.path
-        if not self._place.locked:
-            say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
-
-    def close(self) -> None:
-        """Remove the directory and release its lock. A second call does nothing."""
-        self._place.close()
-
-    def __enter__(self) -> DriveLease:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the lease. After an error, leave a directory that this run could resume from."""
-        if error is not None and is_listed(self.path):
-            self._place.leave()
-        self.close()
+            yield place.path
+        except BaseException:
+            if is_listed(place.path):
+                place.leave()
+            raise
 
 
 def root_of(drive: Path) -> Path:
@@ -130,10 +120,7 @@ def hold(folder: Path) -> int:
 
 
 def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
-    """Wait until no rank of the dead run uses its directory any more.
-
-    Raises TrainerError if a rank has not ended after `patience` seconds.
-    """
+    """Wait until no rank of the dead run uses its directory; raise TrainerError after `patience` seconds."""
     with exclusive_lock(folder / _RANKS, say=say, patience=patience):
         pass
 
@@ -233,13 +220,13 @@ def _dead_in(drive: Path) -> list[Path]:
     return [root / name for name in names if _NAME.fullmatch(name) and is_dead(root / name)]
 
 
-def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> list[Path]:
-    """Remove and report the directories that `dead_runs` returns, except `but`; return those that were removed.
+def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> None:
+    """Remove and report the directories that `dead_runs` returns, except `but`.
 
     Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
     searched.
     """
-    removed: list[Path] = []
+    removed = 0
     for folder in _dead_in(drive):
         if folder == but:
             continue
@@ -253,21 +240,17 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
             continue
         try:
             remove_dead(folder, what=_WHAT)
-            removed.append(folder)
+            removed += 1
         except (FileNotFoundError, BlockingIOError):
             pass  # another process has removed it, or it is being exported
         except (OSError, NotOwned, NoLocks) as error:
             say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
     if removed:
-        say(f"{root_of(drive)}: removed what {len(removed)} run(s) left that died")
-    return removed
+        say(f"{root_of(drive)}: removed what {removed} run(s) left that died")
 
 
 def is_alive(folder: Path) -> bool:
-    """Return whether the run that owns these page files lives, that is, holds their lock.
-
-    Raises UserError if that cannot be found out.
-    """
+    """Return whether the run of these page files holds their lock. Raises UserError if that cannot be found out."""
     try:
         with protected(folder):
             return False
@@ -281,9 +264,6 @@ def is_alive(folder: Path) -> bool:
 
 @contextmanager
 def protected(folder: Path) -> Iterator[None]:
-    """Prevent other runs from removing these page files for the duration of the context.
-
-    Raises BlockingIOError if their run lives, NoLocks, and OSError.
-    """
+    """Prevent the removal of a run's page files. Raises BlockingIOError if it lives, NoLocks, and OSError."""
     with shared_lock(folder / MARK) if os.path.lexists(folder / MARK) else nullcontext():
         yield  # a directory without a mark is never removed

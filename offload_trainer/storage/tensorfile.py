@@ -186,10 +186,7 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
 
 
 class TensorFileWriter:
-    """A writer of a whole safetensors file: each tensor of `entries`, then `close`.
-
-    Raises TrainerError if the disk refuses.
-    """
+    """A writer of a whole file: each tensor of `entries`, then `close`. Raises TrainerError if the disk refuses."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self._header = PlacedWriter.make(path, entries)

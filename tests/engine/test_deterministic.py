@@ -27,7 +27,9 @@ def test_a_gpu_repeats_its_bits_with_train_deterministic(words: list[str], monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(train_module, "refuse_other_programs", lambda _: None)  # it would ask the GPU for its name
+    monkeypatch.setattr(
+        train_module.checks, "refuse_other_programs", lambda _: None
+    )  # it would ask the GPU for its name
     monkeypatch.setattr(train_module, "plan_run", plan)
     before, config = torch.get_num_threads(), load_config(words)
     torch.use_deterministic_algorithms(False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dead_run_files import died
+from dead_run_files import dead_lease
 from engine_bench import assert_same, batches, engine, masters, model_directory, train
 from published_models import write
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,7 @@ from offload_trainer.export.directory import done_before, export, write_final
 from offload_trainer.export.sources import final_export
 from offload_trainer.model.loader import resolve_model, write_config
 from offload_trainer.settings import load_config
-from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
+from offload_trainer.storage.scratch_dir import is_alive, leased, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")
 
@@ -275,15 +275,14 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     """A new lease removes a dead run's page files unless a reader holds them; a live run's lease is recognised."""
-    with DriveLease(tmp_path) as alive:
-        assert is_alive(alive.path)
-        dead = died(DriveLease(tmp_path)._place)
-        with protected(dead), DriveLease(tmp_path) as another:
+    with leased(tmp_path) as alive:
+        assert is_alive(alive)
+        dead = dead_lease(alive.parent)
+        with protected(dead), leased(tmp_path):
             assert not is_alive(dead)
-            assert another.removed == []
             assert dead.exists()
-        with DriveLease(tmp_path) as another:
-            assert another.removed == [dead]
+        with leased(tmp_path):
+            assert not dead.exists()
 
 
 # -- weights that a run exports at its end: their record describes the weights that are there --------------------------

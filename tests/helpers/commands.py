@@ -33,17 +33,14 @@ TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
     *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
 ]
-
-
 # Earlier timings of this machine must not affect the tests.
 os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
-
-
 # Tests must not contact the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 torch.set_num_threads(1)  # Several tests run at the same time.
+KILL = signal.SIGKILL
+LIMIT = 3 << 29  # bytes (1.5 GiB)
+_RANKS = ("--gpus", "placement.gpus")
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,6 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-_RANKS = ("--gpus", "placement.gpus")
-
-
 @cache
 def forks(*, stock: bool) -> Forks:
     return Forks(stock=stock)
@@ -83,11 +77,9 @@ def forks(*, stock: bool) -> Forks:
 def start(
     *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
 ) -> Fork | subprocess.Popen[bytes]:
-    """Start a Python script (`COMMAND` for ours) with its output in files; in a fork unless `own` asks for a new
-    process.
+    """Start a Python script (`COMMAND` for ours) with its output in files, in a fork unless `own` asks for a process.
 
-    `stock` says that the script imports DeepSpeed, as some of its words also imply. On a GPU such a script is never
-    forked.
+    `stock` says that the script imports DeepSpeed, as some of its words also imply; on a GPU it is never forked.
     torchrun always gets a new process, since it starts its ranks from there.
     """
     words = list(map(str, argv))
@@ -99,9 +91,7 @@ def start(
 
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as `start` does and wait for it, with `extra` in the environment; return stdout and stderr
-    separately.
-    """
+    """Run a script as `start` does, with `extra` in the environment; return its code, stdout and stderr."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
@@ -140,12 +130,6 @@ def products_of_torch() -> None:
     if cpu_matmul._library is not None:
         cpu_matmul._library._destroy()
         cpu_matmul._library = None
-
-
-KILL = signal.SIGKILL
-
-
-LIMIT = 3 << 29  # bytes (1.5 GiB)
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

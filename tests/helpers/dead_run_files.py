@@ -17,8 +17,7 @@ WHAT = "page files of"
 def died(place: ScratchDirectory) -> Path:
     """Turn a scratch directory into one whose process was killed; return its path."""
     (place.path / "state").write_text("page files")
-    os.close(place._lock)
-    place._lock = -1
+    place.leave()
     return place.path
 
 

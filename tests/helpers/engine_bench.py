@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.run.planning import as_wished
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
-from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.scratch_dir import leased
 from offload_trainer.telemetry.meters import PhaseClock, read_io
 
 VOCABULARY = 211
@@ -144,14 +144,15 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     assert isinstance(plan.sizes, TierSizes)
     work = workload(config, source.shape, world=world, nodes=len(nodes))
     sizes = replace(plan.sizes, shadow_fraction=shadows)
-    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == first else []
+    leases = ExitStack()
+    places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
     made = TieredEngine(
         source,
         work,
         config.optim,
         placement=plan.placement,
         sizes=sizes,
-        drives=ranks.all_gather_json([lease.path for lease in leases], list[Path])[first],
+        drives=ranks.all_gather_json(places, list[Path])[first],
         **extra,
     )
     # What tests compare its bytes with.
@@ -161,8 +162,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
         yield made
     finally:
         made.close()
-        for lease in leases:
-            lease.close()
+        leases.close()
 
 
 Step = tuple[float, float | None]

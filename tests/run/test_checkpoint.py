@@ -6,15 +6,13 @@ import errno
 from pathlib import Path
 
 import pytest
-from dead_run_files import died
 from synthetic_checkpoints import Small, save
 
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import find_resume, read_manifest
 from offload_trainer.errors import TrainerError
-from offload_trainer.retention import WORK, bytes_that_go, complete_checkpoints, remove_leftovers
+from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
@@ -78,9 +76,8 @@ def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = tmp_path / "checkpoints"
     second = save(tmp_path, 2)
-    killed = died(ScratchDirectory(root / ".step-00000002.pruned", what=WORK))
-    second.rename(killed / "step-00000002")
-    (killed / "step-00000002/master.safetensors").unlink()
+    killed = second.rename(root / ".step-00000002.pruned")
+    (killed / "master.safetensors").unlink()
     (root / ".step-00000007.pruned").mkdir()
     (root / ".step-00000007.pruned/work").write_text("precious")
     remove_leftovers(root)

@@ -242,16 +242,12 @@ def others(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
 
 
 @pytest.mark.slow
-def test_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_and_other_data_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     others(monkeypatch, **{"torch": "2.1", "CPU instruction set (torch)": "Z80"})
     with pytest.raises(UserError, match="every rank with the same command") as refused:
         refuse_other_programs(load_config([]).model_dump(mode="json"))
     assert f"torch: rank 2 has 2.1, rank 0 {torch.__version__}" in str(refused.value)
     assert "CPU instruction set (torch): rank 2 has Z80, rank 0 " in str(refused.value)
-
-
-@pytest.mark.slow
-def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     identity, layout = {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}}
     others(monkeypatch, text=77)
     with pytest.raises(UserError, match="text: rank 2 has 77, rank 0 1234"):

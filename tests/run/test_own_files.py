@@ -60,18 +60,6 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_configuration_in_use_is_kept(tmp_path: Path) -> None:
-    """The configuration file in use is not overwritten: training refuses, and so does `plan` for a named directory."""
-    config = tmp_path / "config.yaml"
-    config.write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
-    before = everything(tmp_path)
-    for words in (["train"], ["plan"]):
-        done = ask(*words, config, *TINY)
-        assert (done.returncode, "holds config.yaml, which a run there would replace" in done.stderr) == (2, True)
-    assert everything(tmp_path) == before
-
-
-@pytest.mark.slow
 def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for _ in range(2):
@@ -87,22 +75,27 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
         refuse_foreign(page)
 
 
-# -- an older run in the default directory -----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training over another run is refused; plans that do not name its directory print a note. Nothing is written."""
+def test_starts_and_plans_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training over another run or the configuration in use is refused, and so is `plan` for a named directory.
+
+    Plans that do not name the directory of an older run print a note. Nothing is written.
+    """
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
     (first / "MANIFEST.json").write_text('{"format": 2, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}')
-    before = everything(tmp_path)
-    for command, code in ((["plan"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
+    (tmp_path / "config.yaml").write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
+    before, other = everything(tmp_path), "belongs to another run"
+    for command, code, told in (
+        (["plan"], 0, other),
+        (["plan", "--output", "runs/default"], 2, other),
+        ([], 2, other),
+        (["train", "config.yaml"], 2, "holds config.yaml, which a run there would replace"),
+        (["plan", "config.yaml"], 2, "holds config.yaml, which a run there would replace"),
+    ):
         done = ask(*command, *TINY)
-        assert (done.returncode, "belongs to another run" in done.stderr) == (code, True), done.stderr
+        assert (done.returncode, told in done.stderr) == (code, True), done.stderr
         assert everything(tmp_path) == before
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from commands import KILL, TINY, Run, ask, call, faulty
-from dead_run_files import dead_lease, died
+from dead_run_files import dead_lease
 from safetensors.torch import load_file
 from sample_plans import timed
 
@@ -26,7 +26,7 @@ from offload_trainer.run import resume
 from offload_trainer.run.planning import as_page_files
 from offload_trainer.run.resume_point import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
-from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
+from offload_trainer.storage.scratch_dir import dead_runs, folders_in, leased
 from offload_trainer.telemetry.report import RELOAD
 
 STEPS = 6
@@ -247,7 +247,7 @@ def test_page_files_on_a_drive_of_another_machine(tmp_path: Path, monkeypatch: p
     (tmp_path / "pages").write_text("/gone/run-1\n")
     setup: Any = SimpleNamespace(drives=[tmp_path], listed=tmp_path / "pages", log=SimpleNamespace(say=said.append))
     begins, here = TrainState(4, 0, 0), [tmp_path / "run-0"]
-    monkeypatch.setattr(resume, "kept_for", lambda *_: here)
+    monkeypatch.setattr(resume.scratch_dir, "kept_for", lambda *_: here)
     assert resume._folders(setup, begins=begins) == []
     assert said == ["note: page files were in /gone/run-1, which no longer exists; resuming from the checkpoint"]
     here.append(tmp_path / "run-1")
@@ -381,13 +381,14 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
     stranger = dead_lease(place / "offload-trainer")
     assert dead_runs(place) == [stranger]
     assert dead_runs(place, listed=tmp_path / "run/pages") == sorted([stranger, lease])
-    with DriveLease(place) as other:
-        assert other.removed == [stranger]
+    with leased(place):
+        assert lease.exists()
+        assert not stranger.exists()
     (tmp_path / "run").rename(tmp_path / "moved")
     assert dead_runs(place) == []
     messages: list[str] = []
-    with DriveLease(place, say=messages.append) as other:
-        assert other.removed == []
+    with leased(place, say=messages.append):
+        pass
     (line,) = messages
     assert f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
     assert lease.exists()
@@ -414,11 +415,11 @@ def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
-    with DriveLease(place) as lease:
-        (lease.path / "state").write_bytes(bytes(8192))
+    with leased(place) as lease:
+        (lease / "state").write_bytes(bytes(8192))
         with pytest.raises(UserError, match="its run is alive"):
-            opened(lease.path).__enter__()
-    dead = died(DriveLease(place)._place)
+            opened(lease).__enter__()
+    dead = dead_lease(place / "offload-trainer")
     with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
         opened(dead).__enter__()
 

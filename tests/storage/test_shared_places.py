@@ -33,7 +33,7 @@ from offload_trainer.run import directory
 from offload_trainer.run.directory import Log, held, hold
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.owned_dirs import ScratchDirectory, cache_directory, clear
-from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
+from offload_trainer.storage.scratch_dir import dead_runs, is_alive, leased, root_of
 
 # -- locks -------------------------------------------------------------------------------------------------------------
 
@@ -84,18 +84,16 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
     left = dead_lease(root_of(tmp_path))
     messages: list[str] = []
     assert dead_runs(tmp_path) == ([left] if works else [])
-    with DriveLease(tmp_path, say=messages.append) as one, DriveLease(tmp_path, say=messages.append) as two:
-        assert one.removed == ([left] if works else [])
-        assert two.removed == []
+    with leased(tmp_path, say=messages.append) as one, leased(tmp_path, say=messages.append) as two:
         assert left.exists() != works
-        assert one.path.exists()
+        assert one.exists()
         if works:
-            assert is_alive(one.path)
+            assert is_alive(one)
         else:
             with pytest.raises(UserError, match=r"whether its run is alive cannot be known.*export its newest"):
-                is_alive(one.path)
-    assert not one.path.exists()  # its own process recognises it
-    assert not two.path.exists()
+                is_alive(one)
+    assert not one.exists()  # its own process recognises it
+    assert not two.exists()
     notes = [line for line in messages if "locks do not work on" in line]
     assert len(notes) == (0 if works else 2)  # one for each lease
 
@@ -195,9 +193,9 @@ def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> N
     left: list[Path] = []
     for _ in range(2):
         assert dead_runs(tmp_path) == left
-        with DriveLease(tmp_path) as lease:
-            assert lease.path.parent == ours
-            assert lease.removed == left
+        with leased(tmp_path) as lease:
+            assert lease.parent == ours
+            assert list(ours.iterdir()) == [lease]
         assert sorted(tmp_path.rglob("*")) == sorted([*before, ours])
         left = [dead_lease(ours)]
 
@@ -206,7 +204,7 @@ def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> N
 def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
     """The user's own file at that name is reported by the plan, before anything is written."""
     THINGS[thing](tmp_path / "offload-trainer")
-    for ask in (dead_runs, DriveLease):
+    for ask in (dead_runs, lambda drive: leased(drive).__enter__()):
         with pytest.raises(
             UserError, match=r"offload-trainer is a link or a file of yours.*move it away, or name anoth"
         ):
@@ -223,10 +221,10 @@ def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pyte
     messages: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", refused)
-        lease = DriveLease(tmp_path, say=messages.append)
-    assert lease.removed == []
+        lease = leased(tmp_path, say=messages.append)
+        lease.__enter__()
     assert messages == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
-    lease.close()
+    lease.__exit__(None, None, None)
 
 
 @ROOT
@@ -237,7 +235,7 @@ def test_both_names_are_taken(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"offload-trainer-0 is a directory of others.*name another directory with --nv"
     ):
-        DriveLease(tmp_path)
+        leased(tmp_path).__enter__()
 
 
 # -- locks that are no locks -------------------------------------------------------------------------------------------

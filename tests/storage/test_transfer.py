@@ -37,7 +37,10 @@ def filled(size: int, seed: int) -> torch.Tensor:
 
 
 def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Path) -> None:
-    file = DriveFile(drive / "many", 40 * 20480)
+    """A new file has its blocks, and holds zeros."""
+    file, blank = DriveFile(drive / "many", 40 * 20480), filled(8192, 1)
+    transfers.read(file, 0, blank).wait()
+    assert not blank.any()
     written = [filled(20480, seed) for seed in range(40)]
     for future in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
         future.wait()
@@ -46,13 +49,6 @@ def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Pat
         future.wait()
     assert all(map(torch.equal, read, written))
     assert (drive / "many").stat().st_blocks * 512 >= file.size
-    file.close()
-
-
-def test_a_new_file_holds_zeros(transfers: Transfers, drive: Path) -> None:
-    file, data = DriveFile(drive / "new", 8192), filled(8192, 1)
-    transfers.read(file, 0, data).wait()
-    assert not data.any()
     file.close()
 
 

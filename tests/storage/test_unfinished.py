@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from synthetic_checkpoints import save
 
 from offload_trainer import retention
 from offload_trainer.errors import TrainerError
+from offload_trainer.manifest import MANIFEST
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.atomic_io import put_in_place
+from offload_trainer.storage.atomic_io import bytes_below, put_in_place
 from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
-from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, hold, named_in, wait_for_ranks
+from offload_trainer.storage.scratch_dir import dead_runs, hold, leased, named_in, wait_for_ranks
 
 
 def test_an_empty_directory_blocks_no_start(tmp_path: Path) -> None:
@@ -32,9 +32,8 @@ def test_an_empty_directory_blocks_no_start(tmp_path: Path) -> None:
     dead = tmp_path / "drive/offload-trainer/run-0123abcd"
     dead.mkdir(parents=True)
     assert dead_runs(tmp_path / "drive") == [dead]
-    with DriveLease(tmp_path / "drive") as lease:
-        assert lease.removed == [dead]
-        assert list(dead.parent.iterdir()) == [lease.path]
+    with leased(tmp_path / "drive") as lease:
+        assert list(dead.parent.iterdir()) == [lease]
 
 
 @pytest.mark.parametrize("moment", ["open_lock", "try_lock", "os.write", "os.fsync", "os.rename"])
@@ -52,8 +51,8 @@ owned_dirs.ScratchDirectory(pathlib.Path({str(root)!r}) / "run-0123abcd", what="
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
     (left,) = root.iterdir()
     assert left.name.startswith("run-0123abcd~")
-    with DriveLease(tmp_path) as lease:
-        assert lease.removed == ([left] if moment in ("os.fsync", "os.rename") else [])
+    with leased(tmp_path):
+        assert left.exists() == (moment not in ("os.fsync", "os.rename"))
     assert ScratchDirectory(root / "run-0123abcd", what="page files of").path.exists()
 
 
@@ -83,17 +82,30 @@ def test_an_interrupted_replacement_leaves_what_was_there(
     assert list(final.iterdir()) == [final / "second"]
 
 
-def test_a_full_disk_keeps_no_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is pruned also where there is no room for the directory that marks it for removal."""
+def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
+    root, unlink, left = newest.parent, os.unlink, [newest, newest]
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def dying(*args: object, **words: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        unlink(*args, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(retention, "ScratchDirectory", full)
-    assert retention.prune(newest.parent, keep=1) == []
-    assert list(newest.parent.iterdir()) == [newest]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", dying)
+        with pytest.raises(KeyboardInterrupt):
+            retention.prune(root, keep=1)
+    (hidden,) = root.glob(".*")
+    assert retention.bytes_that_go(root) > bytes_below(newest)
+    (hidden / "mine").touch()
+    remove_leftovers(root)
+    assert {"mine", MANIFEST} < {path.name for path in hidden.iterdir()}
+    (hidden / "mine").unlink()
+    remove_leftovers(root)
+    assert list(root.iterdir()) == [newest]
 
 
 _KEEP_AND_DIE = """
@@ -101,7 +113,8 @@ import os, sys
 from pathlib import Path
 from offload_trainer.storage import scratch_dir
 folder, left = Path(sys.argv[1]), int(sys.argv[2])
-leases = [scratch_dir.DriveLease(folder / name) for name in ("one", "two")]
+leases = [scratch_dir.leased(folder / name) for name in ("one", "two")]
+folders = [lease.__enter__() for lease in leases]
 write = scratch_dir.write_text
 def written(path, text):
     global left
@@ -110,7 +123,7 @@ def written(path, text):
         os.kill(os.getpid(), 9)
     write(path, text)
 scratch_dir.write_text = written
-scratch_dir.write_list(folder / "pages", [lease.path for lease in leases])
+scratch_dir.write_list(folder / "pages", folders)
 os.kill(os.getpid(), 9)
 """
 
@@ -121,26 +134,26 @@ def test_a_list_cut_short_names_no_directory_that_another_run_removes(writes: in
         (tmp_path / name).mkdir()
     listed = tmp_path / "pages"
     assert subprocess.run([sys.executable, "-c", _KEEP_AND_DIE, str(tmp_path), str(writes)]).returncode == -9
-    with DriveLease(tmp_path / "one"), DriveLease(tmp_path / "two"):
+    with leased(tmp_path / "one"), leased(tmp_path / "two"):
         named = named_in(listed)
         assert [folder.is_dir() for folder in named] == [True] * len(named)
     assert len(named) == (2 if writes == 4 else 0)
     if not named:  # their run removes them when it starts again
         for name in ("one", "two"):
-            with DriveLease(tmp_path / name, listed=listed) as mine:
-                assert list(mine.path.parent.iterdir()) == [mine.path]
+            with leased(tmp_path / name, listed=listed) as mine:
+                assert list(mine.parent.iterdir()) == [mine]
 
 
 def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:
-    with DriveLease(tmp_path) as lease:
-        ranks = [hold(lease.path), hold(lease.path)]
+    with leased(tmp_path) as lease:
+        ranks = [hold(lease), hold(lease)]
         for rank in ranks:
             with pytest.raises(TrainerError, match=r"\.ranks: another process has held this lock"):
-                wait_for_ranks(lease.path, say=print, patience=0)
+                wait_for_ranks(lease, say=print, patience=0)
             os.close(rank)
-        wait_for_ranks(lease.path, say=print, patience=0)
+        wait_for_ranks(lease, say=print, patience=0)
 
 
 def test_no_place_for_a_lease() -> None:
     with pytest.raises(TrainerError, match="cannot make a private directory"):
-        DriveLease(Path("/proc"))
+        leased(Path("/proc")).__enter__()

@@ -21,7 +21,7 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.ranks import Addressed
-from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
+from offload_trainer.storage.host_memory import PAGE, host_buffer, memory_file, pin
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Node:
         if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = mapped(descriptor, size, pinned=pinned)
+            memory = host_buffer(size, pinned=pinned, descriptor=descriptor)
             self._inside.all_gather_numbers(0)
         finally:
             os.close(descriptor)

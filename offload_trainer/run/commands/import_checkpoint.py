@@ -10,8 +10,7 @@ run directory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
@@ -19,25 +18,16 @@ from shlex import join
 import torch
 
 from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
-from offload_trainer.config import ModelSection, OptimSection, TrainConfig
+from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
-from offload_trainer.run.foreign import (
-    METADATA,
-    OPTIMIZER,
-    STATE,
-    ForeignState,
-    opened_trainer,
-    read_distributed,
-    with_trainer_files,
-)
+from offload_trainer.run.foreign import ForeignState, directories_of, opened
 from offload_trainer.safe_files import is_there
 from offload_trainer.storage.atomic_io import bytes_below, put_in_place, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
@@ -45,8 +35,6 @@ from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 from offload_trainer.trainer import learning_rate
 
 _WORK = "the import to"  # purpose written in the scratch directory's mark
-_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
-_DEEPSPEED = ("latest", "latest_universal", "zero", "*_optim_states.pt", "zero_to_fp32.py")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
 _UNKNOWN = {
@@ -77,10 +65,12 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
         TrainerError: the disk fails.
     """
-    model, optim = config.model, config.optim
-    if optim.name != ADAMW.name:
-        raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
-    directories = _distributed(source)
+    model = config.model
+    if config.optim.name != ADAMW.name:
+        raise UserError(
+            f"optim.name={config.optim.name}: an import brings AdamW's moments, so its run updates by adamw"
+        )
+    directories = directories_of(source)
     named = "name" in model.model_fields_set
     if not named:
         if not is_there(source / "config.json") or not any(source.glob("*.safetensors")):
@@ -90,7 +80,7 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
             )
         model = model.model_copy(update={"name": str(source)})
     of = resolve_model(model, seed=0)
-    with _opened(source, directories, of) as state:
+    with opened(source, of, directories=directories) as state:
         buffers = [name for name, _ in of.meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
@@ -98,11 +88,14 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         steps = state.steps or config.train.steps
         try:
             with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
-                new.mkdir()
-                (new / "checkpoints").mkdir()
                 checkpoint = checkpoint_of(new / "checkpoints", state.step)
-                checkpoint.mkdir()
-                _write_model(place / "model", of, model, say=say)
+                checkpoint.mkdir(parents=True)
+                save_model_config(of, place / "model", dtype=DTYPES[model.dtype], end_of_text=None)
+                if of.directory is not None and any(is_there(of.directory / name) for name in _TOKENIZERS):
+                    tokenizer = load_tokenizer(str(of.directory), trust_remote_code=model.trust_remote_code)
+                    save_tokenizer(tokenizer, place / "model")
+                else:
+                    say(f"note: {model.name} has no tokenizer: name one for the run with --tokenizer")
                 record = _record(state, of, config, steps=steps, model=place / "model")
                 _write_state(checkpoint, state, of, names=names, record=record)
                 sync_directory(new / "checkpoints")
@@ -110,63 +103,16 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
-    if state.scaler is not None and model.dtype == "fp16":
-        say(f"the loss scale goes on at {state.scaler.scale:g}, after {state.scaler.good_steps} steps without overflow")
+    if (scale := state.loss_scale) and model.dtype == "fp16":
+        say(f"the loss scale goes on at {scale.value:g}, after {scale.good_steps} steps without overflow")
+    words = [*([] if named else ["--model", model.name]), "--output", str(run), "--steps", str(steps)]
     return Imported(
         told=f"{state.told}, step {state.step}",
         checkpoint=made,
         bytes=bytes_below(made),
-        words=_words(state, run, model=None if named else model.name, steps=steps),
-        rates=_rates(state, optim, steps=steps),
+        words=join([*words, *(f"optim.{key}={value!r}" for key, value in state.optim.items())]),
+        rates=_rates(state, config.optim, steps=steps),
     )
-
-
-def _distributed(source: Path) -> list[Path]:
-    """Return the directories of torch.distributed.checkpoint that make up `source`; none for the Trainer's own files.
-
-    Raises UserError if the names in `source` are of no checkpoint that is read.
-    """
-    if not source.is_dir():
-        raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
-    if is_there(source / STATE) and is_there(source / OPTIMIZER):
-        return []
-    if is_there(source / METADATA):
-        return [source]
-    if all((source / name).is_dir() for name in _FSDP):
-        return [source / name for name in _FSDP]
-    if any(any(source.glob(pattern)) for pattern in _DEEPSPEED):
-        raise UserError(
-            f"{source}: a checkpoint of DeepSpeed, whose optimizer state is not imported. Write its weights with "
-            "DeepSpeed's own zero_to_fp32.py, which lies in each checkpoint directory of ZeRO: `python zero_to_fp32.py "
-            ". DIR --safe_serialization`. Copy config.json and the tokenizer to DIR, and start with --model DIR"
-        )
-    if any(source.glob("pytorch_model_fsdp*")):
-        raise UserError(
-            f"{source}: a checkpoint of FSDP with pickles or without {_FSDP[1]}, which is not imported. Save it with "
-            "fsdp_state_dict_type=SHARDED_STATE_DICT; or write its weights as safetensors, and start with --model DIR"
-        )
-    held = ", ".join(sorted(path.name for path in source.iterdir())[:10]) or "nothing"
-    raise UserError(
-        f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, or {_FSDP[0]} and "
-        f"{_FSDP[1]} with FSDP; torch.distributed.checkpoint's has {METADATA}. It holds {held}"
-    )
-
-
-@contextmanager
-def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Iterator[ForeignState]:
-    """Open the checkpoint, with what a Trainer has stored next to it."""
-    if directories:
-        yield with_trainer_files(read_distributed(source, directories), source)
-        return
-    module = of.meta()
-    trainable = {weight.name: weight.trainable for weight in of.shape.weights}
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trainable[name])
-    with opened_trainer(source, module) as state:
-        yield with_trainer_files(state, source)
-
-
-# -- what is written ---------------------------------------------------------------------------------------------------
 
 
 def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps: int, model: Path) -> RunRecord:
@@ -189,15 +135,6 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
     )
 
 
-def _write_model(directory: Path, of: ModelSource, model: ModelSection, *, say: Callable[[str], None]) -> None:
-    """Write the model's configuration, and its tokenizer if it has one."""
-    save_model_config(of, directory, dtype=DTYPES[model.dtype], end_of_text=None)
-    if of.directory is not None and any(is_there(of.directory / name) for name in _TOKENIZERS):
-        save_tokenizer(load_tokenizer(str(of.directory), trust_remote_code=model.trust_remote_code), directory)
-    else:
-        say(f"note: {model.name} has no tokenizer: name one for the run with --tokenizer")
-
-
 def _write_state(
     checkpoint: Path, state: ForeignState, of: ModelSource, *, names: Mapping[str, str], record: RunRecord
 ) -> None:
@@ -216,26 +153,13 @@ def _write_state(
         return state.read(names[name], "master").to(dtype).reshape(shape)
 
     files = write_files(checkpoint, state_files(trained, read, fixed=fixed, read_fixed=read_fixed), writes=True)
-    counts = {name: state.updates(names[name]) for name in trained}
+    counts = {name: state.updates[names[name]] for name in trained}
     most = max(counts.values())
-    others = {name: count for name, count in counts.items() if count != most}
-    engine = EngineState(optimizer_steps=most, weight_steps=others)
-    if state.scaler is not None:
-        scaler = state.scaler
-        engine = replace(engine, loss_scale=LossScale(scaler.scale, scaler.window, scaler.good_steps))
+    engine = EngineState(most, weight_steps={name: count for name, count in counts.items() if count != most})
+    if state.loss_scale:
+        engine = replace(engine, loss_scale=state.loss_scale)
     write_engine_state(checkpoint, engine)
     finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
-
-
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
-def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> str:
-    """Return the words that the resuming command needs in addition to those of the import command."""
-    words = [] if model is None else ["--model", model]
-    words += ["--output", str(run), "--steps", str(steps)]
-    words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
-    return join(words)
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.op_builder import importing, load_kernels
+from offload_trainer.engine.op_builder import importing, load_kernel
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
@@ -75,28 +75,35 @@ def deepspeed_config(
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
         "zero_force_ds_cpu_optimizer": False,  # allow torch's AdamW if the optimizer is on the accelerator
-        **_precision(work.dtype),
-        "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
+    if work.dtype == "bf16":
+        words["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif work.dtype == "fp16":
+        words["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
+            "loss_scale_window": loss_scale.WINDOW,
+            "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
+            "min_loss_scale": 1,
+        }
+    words["zero_optimization"] = _zero(section, placement, sizes, gpu=accelerator == "cuda", swaps=swap_directory)
     if work.accumulate > 1 and work.sums == "fp32":
         words["data_types"] = {"grad_accum_dtype": "fp32"}
     if placement.optimizer != "gpu":
-        words["optimizer"] = {
-            "type": "AdamW",  # DeepSpeed uses DeepSpeedCPUAdam if the optimizer is offloaded
-            "params": {
-                "lr": optim.lr,
-                "betas": list(optim.betas),
-                "eps": optim.eps,
-                "weight_decay": optim.weight_decay,
-                "torch_adam": False,
-                "adam_w_mode": True,
-            },
-        }
+        adam = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+        # DeepSpeed uses DeepSpeedCPUAdam if the optimizer is offloaded.
+        words["optimizer"] = {"type": "AdamW", "params": {**adam, "torch_adam": False, "adam_w_mode": True}}
     if work.tensor > 1:
-        words["tensor_parallel"] = {
-            "autotp_size": work.tensor,
-            "partition_config": {"use_default_specs": False, "strict_mode": False, "layer_specs": _specs(work.shape)},
-        }
+        # AutoTP's split rules by weight name, so that it does not guess
+        rules = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
+        specs = [
+            {"patterns": [f".*{re.escape(name)}$" for name in names], "partition_type": kind, "grad_allreduce": summed}
+            for split, (kind, summed) in rules.items()
+            if (names := [w.name for w in work.shape.weights if w.split == split and not w.name.endswith(".bias")])
+        ]
+        partition = {"use_default_specs": False, "strict_mode": False, "layer_specs": specs}
+        words["tensor_parallel"] = {"autotp_size": work.tensor, "partition_config": partition}
     if swap_directory is not None:
         words["aio"] = {
             "block_size": section.aio_block_size,
@@ -108,47 +115,19 @@ def deepspeed_config(
     return words
 
 
-def _specs(shape: ModelShape) -> list[dict[str, Any]]:
-    """Return AutoTP's split rules by weight name, so that AutoTP does not guess."""
-    kinds = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
-    found = []
-    for split, (kind, summed) in kinds.items():
-        names = [f".*{re.escape(w.name)}$" for w in shape.weights if w.split == split and not w.name.endswith(".bias")]
-        if names:
-            found.append({"patterns": names, "partition_type": kind, "grad_allreduce": summed})
-    return found
-
-
-def _precision(dtype: str) -> dict[str, Any]:
-    if dtype == "bf16":
-        return {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    if dtype == "fp16":
-        return {
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,  # dynamic
-                "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
-                "loss_scale_window": loss_scale.WINDOW,
-                "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
-                "min_loss_scale": 1,
-            }
-        }
-    return {}
-
-
 def _zero(
-    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None
+    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, gpu: bool, swaps: str | None
 ) -> dict[str, Any]:
-    on_gpu = accelerator == "cuda"
+    """Return the `zero_optimization` section; `gpu`: there is one, `swaps`: the directory on the drive."""
 
     def away(device: str, **on_drive: Any) -> dict[str, Any]:
-        kept: dict[str, Any] = {"device": str(device), "pin_memory": on_gpu}
-        return kept | {"nvme_path": swap_directory, **on_drive} if device == "nvme" else kept
+        kept: dict[str, Any] = {"device": str(device), "pin_memory": gpu}
+        return kept | {"nvme_path": swaps, **on_drive} if device == "nvme" else kept
 
     zero: dict[str, Any] = {
         "stage": placement.stage,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,
+        "overlap_comm": gpu,
         "reduce_scatter": True,
         "reduce_bucket_size": sizes.reduce_bucket,
         "allgather_bucket_size": sizes.reduce_bucket,
@@ -163,7 +142,7 @@ def _zero(
         )
     if placement.stage < 3:
         zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
-    if placement.stage == 3:
+    else:
         zero |= {
             "sub_group_size": sizes.sub_group,
             "stage3_prefetch_bucket_size": sizes.prefetch_bucket,
@@ -173,11 +152,9 @@ def _zero(
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     if placement.params != "gpu":
+        size = sizes.weight_buffer_elements
         zero["offload_param"] = away(
-            placement.params,
-            buffer_count=sizes.weight_buffers,
-            buffer_size=sizes.weight_buffer_elements,
-            max_in_cpu=0,
+            placement.params, buffer_count=sizes.weight_buffers, buffer_size=size, max_in_cpu=0
         )
     return zero
 
@@ -224,7 +201,10 @@ class DeepSpeedEngine:
         self.rank, self.world = self._rank // tensor, self._world // tensor  # data-parallel ranks
         self._placement = placement
         self._dtype = DTYPES[model.dtype]
-        load_kernels(placement)
+        if placement.optimizer != "gpu":
+            load_kernel("cpu_adam")
+        if "nvme" in (placement.params, placement.optimizer):
+            load_kernel("async_io")
         # Under zero.Init each module is partitioned when it is created.
         context = deepspeed.zero.Init(config_dict_or_path=words) if placement.stage == 3 else nullcontext()
         module = source.build(

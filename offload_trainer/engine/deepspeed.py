@@ -487,10 +487,8 @@ def _gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torc
 def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set a weight on all ranks, and read it back to check it.
 
-    `value` has the whole shape and the weight's dtype, and is the same on every rank.
-
-    Raises:
-        TrainerError: the weight reads back differently; the message has the number of elements.
+    `value` has the whole shape and the weight's dtype, and is the same on every rank. Raises TrainerError if the weight
+    reads back differently.
     """
     assert tuple(value.shape) == _full_shape(parameter), f"{name}: {tuple(value.shape)} for {_full_shape(parameter)}"
     with _gathered(parameter, modify=True) as whole:

@@ -142,8 +142,7 @@ class CudaKernel:
             place: the GPU; the CPU for Triton's interpreter.
             rows: blocks of 256 elements for each of Triton's programs, a power of two.
 
-        Raises:
-            TrainerError: there is no Triton.
+        Raises TrainerError without Triton.
         """
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))

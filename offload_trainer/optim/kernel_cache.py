@@ -34,10 +34,8 @@ _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     """Return the path of the library compiled for this CPU from `source` and the headers in its directory.
 
-    It is compiled with `flags` if the cache does not have it.
-
-    Raises:
-        TrainerError: there is no compiler, or it failed (the message has its output), or the cache cannot be used.
+    It is compiled with `flags` if the cache does not have it. Raises TrainerError if there is no compiler, or it failed
+    (the message has its output), or the cache cannot be used.
     """
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
@@ -67,10 +65,8 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 def prebuilt() -> Path | None:
     """Return the best prebuilt library that this CPU can run, from the package or else from the cache.
 
-    Return None if nothing is prebuilt: the package was installed from a checkout.
-
-    Raises:
-        TrainerError: the package has prebuilt libraries, and none of them can be used; the message says why.
+    Return None if nothing is prebuilt: the package was installed from a checkout. Raises TrainerError if the package
+    has prebuilt libraries, and none of them can be used; the message says why.
     """
     here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
     fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
@@ -96,8 +92,7 @@ def prebuilt() -> Path | None:
 def private_directory(name: str) -> Path:
     """Return the cache's directory `name` for compiled code, created if missing; only this user may change it.
 
-    Raises:
-        TrainerError: other users could change its contents, or it cannot be created.
+    Raises TrainerError if other users could change its contents, or it cannot be created.
     """
     directory = cache_directory() / "kernels" / name
     try:

@@ -108,10 +108,8 @@ def fixed_file(
 def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
     """Write the files, and return {file name: {"bytes", "crc32"}} on the rank with `writes`, {} on the others.
 
-    All ranks read the tensors in the same order, since reading may be collective.
-
-    Raises:
-        TrainerError: a value is NaN, infinite or impossible, or the disk fails.
+    All ranks read the tensors in the same order, since reading may be collective. Raises TrainerError if a value is
+    NaN, infinite or impossible, or the disk fails.
     """
     written: dict[str, Any] = {}
     for file in files:
@@ -175,8 +173,7 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 class StoredKind:
     """Masters or one moment in a directory, read whole or in part. Use it as a context manager to close its files.
 
-    Raises:
-        UserError: names or shapes differ from `shapes`.
+    Raises UserError if names or shapes differ from `shapes`.
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:

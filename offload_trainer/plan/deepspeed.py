@@ -173,19 +173,9 @@ class DeepSpeed:
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
-        found = self._placements(machine)
-        if self._zero is not None:
-            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
-        if not found or self._sums_need_ram(work):
-            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
-        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
-
-    def _placements(self, machine: MachineProfile) -> list[Placement]:
         params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
         if self.moments == "8bit":
             optimizer = TierKind.GPU
-        if params and optimizer:
-            return [Placement(params, optimizer)]
         found = [
             one
             for one in _PLACEMENTS
@@ -196,7 +186,13 @@ class DeepSpeed:
             and (machine.gpu is not None or one.optimizer != TierKind.GPU or optimizer == TierKind.GPU)
         ]
         # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
-        return found or [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+        if (params and optimizer) or not found:
+            found = [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+        if self._zero is not None:
+            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
+        if not found or self._sums_need_ram(work):
+            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
+        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
 
 
 @dataclass(frozen=True)
@@ -244,7 +240,12 @@ class DeepSpeedCandidate:
 
     def costs(self) -> Costs:
         links = list(as_traffic(self._collectives, here=self.work.here))
-        return Costs(self._traffic(), self._bounds(), links, stretch=self._stretch(), on_top=self._on_top())
+        # The drive's time exceeds simultaneous reading and writing of the state: the first sub-group is read, and the
+        # last one is written, without traffic in the other direction. Without pipelining that holds for all of them.
+        stretch = 2.0
+        if self.section.pipeline_read or self.section.pipeline_write:
+            stretch = 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
+        return Costs(self._traffic(), self._bounds(), links, stretch=stretch, on_top=self._on_top())
 
     def _traffic(self) -> list[Traffic]:
         """Return the bytes that a step moves.
@@ -330,16 +331,6 @@ class DeepSpeedCandidate:
             what = "gradients out of the device, back in and out again, one copy after the other"
             bounds.append(Bound("backward", copies[0], what, "device"))
         return bounds
-
-    def _stretch(self) -> float:
-        """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
-
-        The first sub-group is read, and the last one is written, without traffic in the other direction. Without
-        pipelining that holds for every sub-group.
-        """
-        if not (self.section.pipeline_read or self.section.pipeline_write):
-            return 2.0
-        return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
 
     def _on_top(self) -> Mapping[str, float]:
         work, machine = self.work, self.machine

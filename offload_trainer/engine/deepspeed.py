@@ -219,8 +219,8 @@ class DeepSpeedEngine:
         if placement.stage < 3:
             module.to(_device())
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
-        self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
-        self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
+        self._trained = {weight.name: weight.shape for weight in source.shape.weights if weight.trainable}
+        self._fixed = {weight.name: weight.shape for weight in source.shape.weights if not weight.trainable}
         decayed, plain = decay_groups(source.shape.weights)
         groups = [
             {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
@@ -235,10 +235,9 @@ class DeepSpeedEngine:
         )
         self._parts = parts_of(source.shape, count=tensor)
         self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
-        trained = set(self._trained)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
-            if name in trained:
+            if name in self._trained:
                 self._write(name, "master", value.float())
             else:
                 part = self._parts.of(name, value)
@@ -328,26 +327,20 @@ class DeepSpeedEngine:
             loss_scale=scale,
         )
         self._link_moments()
-        files = state_files(
-            {name: self._parts.shape(name) for name in self._trained},
-            self._read,
-            fixed={name: (self._parts.shape(name), self._dtype) for name in self._fixed},
-            read_fixed=self._read_fixed,
-        )
+        fixed = {name: (shape, self._dtype) for name, shape in self._fixed.items()}
+        files = state_files(self._trained, self._read, fixed=fixed, read_fixed=self._read_fixed)
         return BlockingSnapshot(state, files, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
-        shapes = {name: self._parts.shape(name) for name in self._trained}
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in KINDS if state.optimizer_steps else KINDS[:1]:
-            for name, tensor in read_tensors(directory, kind, shapes=shapes):
+            for name, tensor in read_tensors(directory, kind, shapes=self._trained):
                 self._write(name, kind, tensor)
-        fixed = {name: self._parts.shape(name) for name in self._fixed}
-        if fixed:
-            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+        if self._fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=self._fixed):
                 _write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         scaler = self._optimizer.loss_scaler
         if self._dtype is torch.float16 and state.loss_scale.window:  # None: the earlier run was not in fp16
@@ -362,7 +355,7 @@ class DeepSpeedEngine:
         if kind == "master":
             tensor = safe_get_full_fp32_param(parameter)
         elif self._optimizer_steps() == 0:
-            return torch.zeros(self._parts.shape(name))
+            return torch.zeros(self._trained[name])
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
         part = tensor.detach().float().reshape(_full_shape(parameter))
@@ -520,10 +513,6 @@ class Parts:
         dim = self._dim(name)
         return whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole weight."""
-        return self.weights[name].shape
-
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
         dim = self._dim(name)
@@ -537,7 +526,7 @@ class Parts:
         """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
         wrong = []
         for name, found in shapes.items():
-            expected, dim = list(self.shape(name)), self._dim(name)
+            expected, dim = list(self.weights[name].shape), self._dim(name)
             if dim is not None:
                 expected[dim] //= self.count
             if list(found) != expected:

@@ -223,14 +223,9 @@ class StoredKind:
         return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from `start` (a multiple of 256) as fp32."""
+        """Return `count` elements from `start` (a multiple of 256) as fp32; frozen weights in their dtype."""
         values, scales = self.as_stored(name, start, count)
         return values if self._moment is None else StoredMoment(self._moment, values, scales).read()
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor in its storage dtype; not for 8-bit moments."""
-        entry = self._file.entries[name]
-        return self._read(self._file, name, 0, entry.numel).view(entry.shape)
 
     def __enter__(self) -> StoredKind:
         return self
@@ -245,7 +240,4 @@ def read_tensors(
     """Yield (name, tensor) of one kind: masters and moments in fp32, frozen weights in their dtype."""
     with StoredKind(directory, kind, shapes=shapes) as stored:
         for name, shape in shapes.items():
-            if kind == "fixed":
-                yield name, stored.whole(name)
-            else:
-                yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)
+            yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)

@@ -376,7 +376,11 @@ class DeepSpeedEngine:
             _write_weight(name, parameter, as_parameter(part, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
-        _await_swap_out(self._optimizer)
+        # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
+        # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
+        swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
+        if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
+            swapper._complete_swap_out("async_swap_out")
 
     def _optimizer_steps(self) -> int:
         return max(
@@ -386,7 +390,8 @@ class DeepSpeedEngine:
     def _make_moments(self, steps: int) -> None:
         """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.
 
-        For DeepSpeedCPUAdam this also sets the powers of beta.
+        DeepSpeedCPUAdam multiplies the powers of beta step by step in fp32. After a jump in the step count it uses
+        pow(), which differs in the last bits, so a resumed run would drift. This replays all steps on one element.
         """
         if steps == 0:
             return
@@ -401,8 +406,10 @@ class DeepSpeedEngine:
                 "exp_avg_sq": torch.zeros_like(flat.data),
             }
         self._link_moments()
-        if on_cpu:
-            _replay_bias_correction(zero.optimizer, steps=steps, betas=self._betas)
+        scratch = [torch.zeros(1) for _ in range(4)]
+        for step in range(1, steps + 1) if on_cpu else ():
+            adam = zero.optimizer.ds_opt_adam
+            adam.adam_update(zero.optimizer.opt_id, step, 0.0, *self._betas, 1e-8, 0.0, True, *scratch)
 
     def _link_moments(self) -> None:
         """Make DeepSpeed link each weight to its moments in the flat buffers.
@@ -433,28 +440,6 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def _await_swap_out(zero: Any) -> None:
-    """Wait until the sub-group of the weight that was set last has been written to the drive.
-
-    With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads the
-    sub-group from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
-    """
-    swapper: Any = getattr(zero, "optimizer_swapper", None)
-    if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
-        swapper._complete_swap_out("async_swap_out")
-
-
-def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]) -> None:
-    """Set DeepSpeedCPUAdam's powers of beta to the values of an uninterrupted run.
-
-    It multiplies them step by step in fp32. After a jump in the step count it uses pow() instead, which differs in the
-    last bits, so a resumed run would drift. This replays all steps on one element.
-    """
-    scratch = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps + 1):
-        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *scratch)
 
 
 # -- weights that ZeRO-3 may have partitioned -------------------------------------------------------------------------

@@ -166,17 +166,9 @@ class _Draft:
         elif steps and not epochs:
             train.pop("epochs", None)
 
-    def expand_patterns(self) -> None:
-        """Replace patterns such as `books/*.txt` in data paths by the matching files, sorted by name."""
-        data = self.values.get("data", {})
-        for name in ("path", "validation_path"):
-            given = data.get(name)
-            if isinstance(given, list):
-                data[name] = [place for each in given for place in _matching(each)]
-
 
 def _matching(given: Any) -> list[Any]:
-    """Return the files that match a pattern; return anything else, or a pattern without matches, unchanged."""
+    """Return the files that match a pattern such as `books/*.txt`; anything else, or one without matches, unchanged."""
     path = Path(given).expanduser() if isinstance(given, str) and any(letter in given for letter in "*?[") else None
     found = [] if path is None or path.exists() else sorted(glob.glob(str(path), recursive=True))
     return list(found) or [given]
@@ -485,7 +477,10 @@ def load_config(words: list[str]) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
-    draft.expand_patterns()
+    data = draft.values.get("data", {})
+    for name in ("path", "validation_path"):
+        if isinstance(given := data.get(name), list):
+            data[name] = [place for each in given for place in _matching(each)]
     return validated(draft.values, draft.mistakes)
 
 

@@ -53,7 +53,8 @@ class Pieces:
                 squares = torch.zeros(rows * self.width, dtype=torch.float32, device=part.device)
                 given = squares[: part.numel()].copy_(part)
                 given.mul_(given)
-                found.append(_sum_by_halves(squares.view(rows, self.width)))
+                # a copy, since a view of the sums would keep the squares of all parts in memory
+                found.append(_sum_by_halves(squares.view(rows, self.width)).clone())
             return torch.cat(found)
         # The pieces' copy and norms use two preallocated tensors, because small allocations between freed copies would
         # fragment the heap.

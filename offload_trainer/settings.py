@@ -352,8 +352,11 @@ def _read_file(path: Path, draft: _Draft) -> None:
         draft.mistakes.append(f"{path}: expected sections such as `optim:`, found {type(content).__name__}")
         return
     for section, values in content.items():
-        if section not in TrainConfig.model_fields:
-            draft.mistakes.extend(_no_section(path, str(section), values))
+        if section not in TrainConfig.model_fields:  # perhaps a flat key or a section of another trainer
+            near = nearest(str(section), TrainConfig.model_fields) if isinstance(values, dict) else None
+            for key, value in _flat({section: None if near in TrainConfig.model_fields else values}):
+                text = None if value is None or isinstance(value, list | dict) else str(value)
+                draft.mistakes.append(_no_key(f"{path}: {key}", key, text))
         elif values is not None and not isinstance(values, dict):
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
@@ -365,15 +368,6 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for name, value in content.items():
         inside = isinstance(value, dict) and value != {}
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
-
-
-def _no_section(path: Path, section: str, values: Any) -> list[str]:
-    """Return the error messages for an unknown section, which may be a flat key or section of another trainer."""
-    if isinstance(values, dict) and nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields:
-        values = None
-    found = _flat({section: values})
-    texts = ((key, None if value is None or isinstance(value, list | dict) else str(value)) for key, value in found)
-    return [_no_key(f"{path}: {key}", key, text) for key, text in texts]
 
 
 def values_given(words: list[str], name: str) -> list[str]:

@@ -30,8 +30,6 @@ from offload_trainer.storage.tensorfile import DTYPES
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
 _ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
-
-
 _FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
 
 

@@ -65,11 +65,7 @@ inline void look_up(const Entry* __restrict table, const Index* __restrict index
 
 inline void encode_bf16(const float* __restrict values, const uint32_t* __restrict chance, uint16_t* __restrict out,
                         int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t word = bits(values[i]);
-        const uint32_t rounded = (word + chance[i]) >> 16;
-        out[i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
-    }
+    for (int64_t i = 0; i < count; i++) out[i] = cut_bf16(bits(values[i]), chance[i]);
 }
 
 #ifdef WIDE_TABLES

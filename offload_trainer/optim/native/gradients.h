@@ -168,14 +168,8 @@ int32_t add_gradient(const Addition* addition, int32_t threads,
         if (!parts) return -1;
     }
     share(tasks, threads, [&](int64_t task) { add_task(*addition, subs, parts.get(), task); }, parallel);
-    for (int64_t piece = 0; parts && piece < pieces; piece++) {
-        float* const sums = parts.get() + piece * subs * ROW;
-        const int64_t row = rows_of(*addition, piece).row;
-        for (int64_t half = subs / 2; half > 0; half /= 2)
-            for (int64_t sub = 0; sub < half; sub++)
-                for (int64_t i = 0; i < row; i++) sums[sub * ROW + i] += sums[(sub + half) * ROW + i];
-        addition->results[piece] = halved(sums, row);
-    }
+    for (int64_t piece = 0; parts && piece < pieces; piece++)  // with several parts, rows have ROW elements
+        addition->results[piece] = halved(parts.get() + piece * subs * ROW, subs * rows_of(*addition, piece).row);
     return 0;
 }
 

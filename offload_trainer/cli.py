@@ -623,9 +623,8 @@ def _hint(word: str) -> str:
     """Return a suggestion for an unknown command, to append to an error message; "" if nothing is close."""
     if word in PRESETS:
         return f"; a model is named by a flag: --model {word}"
-    if known := command_of(word):
-        command, note = known
-        here = f"use `offload-train {command}`" if command else ""
-        return "; " + (f"{here} ({note})" if here and note else here or note)
+    if term := command_of(word):
+        here = f"use `offload-train {term.here}`" if term.here else ""
+        return "; " + (f"{here} ({term.note})" if here and term.note else here or term.note)
     near = nearest(word, COMMANDS)
     return f"; did you mean {near}?" if near in COMMANDS else file_hint(Path(word))

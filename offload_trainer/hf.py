@@ -165,19 +165,15 @@ class Offloaded(_Trainer):
             model = model or self.model
             decays = set(self.get_decay_parameter_names(model))
             trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-            args = self.args
-            make = self._session.adamw
+            args, make = self.args, self._session.adamw
             if self._session.rule == "muon":
                 make = partial(self._session.muon, adjust_lr_fn="match_rms_adamw")
-            self.optimizer = make(
-                [
-                    {"params": [p for name, p in trained if name in decays], "weight_decay": args.weight_decay},
-                    {"params": [p for name, p in trained if name not in decays], "weight_decay": 0.0},
-                ],
-                lr=args.learning_rate,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_epsilon,
-            )
+            groups = [
+                {"params": [p for name, p in trained if (name in decays) == decaying], "weight_decay": decay}
+                for decaying, decay in ((True, args.weight_decay), (False, 0.0))
+            ]
+            betas = args.adam_beta1, args.adam_beta2
+            self.optimizer = make(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
         return self.optimizer
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -278,19 +274,18 @@ class Offloaded(_Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights together with its moments."""
-        if self._session.trained:
-            best = Path(self.state.best_model_checkpoint)
-            if lack := what_lacks(best, state=True):
-                raise UserError(f"the weights of {best}, the best checkpoint, cannot be loaded: {lack}")
-            self._session.resume(best / STATE)
-        else:
-            super()._load_best_model()
+        if not self._session.trained:
+            return super()._load_best_model()
+        best = Path(self.state.best_model_checkpoint)
+        if lack := what_lacks(best, state=True):
+            raise UserError(f"the weights of {best}, the best checkpoint, cannot be loaded: {lack}")
+        self._session.resume(best / STATE)
 
 
 def newest_whole(output: Path, *, state: bool) -> Path:
     """Return the newest complete checkpoint of the Trainer in `output`. Raises UserError without one."""
     found = [folder for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.name.rpartition("-")[2].isdigit()]
-    for folder in sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
+    for folder in sorted(found, key=lambda folder: -int(folder.name.rpartition("-")[2])):
         if not what_lacks(folder, state=state):
             return folder
     raise UserError(f"{output} has no checkpoint to resume, of {len(found)} that were begun there")
@@ -347,7 +342,17 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
 def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
     mistakes = [f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None))]
-    mistakes += _generation_mistakes(args, session)
+    of_trl = _is_one_of(args, _GENERATING)
+    if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
+        mistakes.append(
+            f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
+            "which is then the reference"
+        )
+    if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
+        mistakes.append(
+            f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
+            "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
+        )
     if args.push_to_hub and session.trained and not args.save_only_model:
         strategy = HubStrategy(args.hub_strategy)
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
@@ -388,22 +393,6 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         for name, value in words.items()
         if name not in right or value != right[name]
     ]
-
-
-def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]:
-    """Return a message for a reference model of TRL's trainers that generate, and for ranks that cannot generate."""
-    mistakes, of_trl = [], _is_one_of(args, _GENERATING)
-    if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
-        mistakes.append(
-            f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
-            "which is then the reference"
-        )
-    if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
-        mistakes.append(
-            f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
-            "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
-        )
-    return mistakes
 
 
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:

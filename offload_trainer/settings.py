@@ -166,17 +166,9 @@ class _Draft:
         elif steps and not epochs:
             train.pop("epochs", None)
 
-    def expand_patterns(self) -> None:
-        """Replace patterns such as `books/*.txt` in data paths by the matching files, sorted by name."""
-        data = self.values.get("data", {})
-        for name in ("path", "validation_path"):
-            given = data.get(name)
-            if isinstance(given, list):
-                data[name] = [place for each in given for place in _matching(each)]
-
 
 def _matching(given: Any) -> list[Any]:
-    """Return the files that match a pattern; return anything else, or a pattern without matches, unchanged."""
+    """Return the files that match a pattern such as `books/*.txt`; anything else, or one without matches, unchanged."""
     path = Path(given).expanduser() if isinstance(given, str) and any(letter in given for letter in "*?[") else None
     found = [] if path is None or path.exists() else sorted(glob.glob(str(path), recursive=True))
     return list(found) or [given]
@@ -360,8 +352,11 @@ def _read_file(path: Path, draft: _Draft) -> None:
         draft.mistakes.append(f"{path}: expected sections such as `optim:`, found {type(content).__name__}")
         return
     for section, values in content.items():
-        if section not in TrainConfig.model_fields:
-            draft.mistakes.extend(_no_section(path, str(section), values))
+        if section not in TrainConfig.model_fields:  # perhaps a flat key or a section of another trainer
+            near = nearest(str(section), TrainConfig.model_fields) if isinstance(values, dict) else None
+            for key, value in _flat({section: None if near in TrainConfig.model_fields else values}):
+                text = None if value is None or isinstance(value, list | dict) else str(value)
+                draft.mistakes.append(_no_key(f"{path}: {key}", key, text))
         elif values is not None and not isinstance(values, dict):
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
@@ -373,15 +368,6 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for name, value in content.items():
         inside = isinstance(value, dict) and value != {}
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
-
-
-def _no_section(path: Path, section: str, values: Any) -> list[str]:
-    """Return the error messages for an unknown section, which may be a flat key or section of another trainer."""
-    if isinstance(values, dict) and nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields:
-        values = None
-    found = _flat({section: values})
-    texts = ((key, None if value is None or isinstance(value, list | dict) else str(value)) for key, value in found)
-    return [_no_key(f"{path}: {key}", key, text) for key, text in texts]
 
 
 def values_given(words: list[str], name: str) -> list[str]:
@@ -485,7 +471,10 @@ def load_config(words: list[str]) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
-    draft.expand_patterns()
+    data = draft.values.get("data", {})
+    for name in ("path", "validation_path"):
+        if isinstance(given := data.get(name), list):
+            data[name] = [place for each in given for place in _matching(each)]
     return validated(draft.values, draft.mistakes)
 
 

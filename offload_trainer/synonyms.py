@@ -8,7 +8,7 @@ user more than none.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 _NEAR = 0.8  # lowest ratio of difflib: about one letter in five differs
@@ -32,266 +32,206 @@ _UPLOADS = (
     "it has a switch for private repositories"
 )
 _SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`"
-_PIPELINE = "not implemented: docs/scaling.md explains why"
-_DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
-_TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
-_SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
 _OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
-_EAGER = "models run eagerly, since compiled code would keep weights that have moved"
-_OF_FILES = "docs/data.md lists the file formats of --data"
-_PACKED = "docs/architectures.md says which models support it"
-_WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
-_LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
-_SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
 _CACHED = "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set"
 _ROWS_OF_STEP = "a step has --micro-batch x --accumulate rows on each rank"
-_MODEL_KEYS = "changing the model's configuration needs random weights: --scratch"
 
 
 @dataclass(frozen=True)
 class Term:
     """This program's equivalent of another trainer's word."""
 
-    here: str  # a key, a key with its value, or "" if there is no equivalent
+    here: str  # a key, a key with its value, a value or a command; "" if there is no equivalent
     note: str = ""  # sentence that says what differs or what to do instead
 
 
-# (equivalent here, words of other trainers, note if the meaning differs)
-_TERMS: tuple[tuple[str, str, str], ...] = (
-    ("model.name", "model_name_or_path base_model model_id model_name checkpoint_dir initial_checkpoint_dir", ""),
-    ("model.name", "pretrained_model_name_or_path init_from model_path", ""),
-    ("model.name", "load_checkpoint checkpointer.checkpoint_dir", ""),
-    ("model.random_init=true", "from_scratch random_init train_from_scratch reinit_weights", ""),
-    ("model.overrides", "config_overrides config_name model_init_kwargs", _MODEL_KEYS),
-    ("model.overrides.n_layer", "n_layer num_layers", _MODEL_KEYS),
-    ("model.overrides.n_head", "n_head num_heads", _MODEL_KEYS),
-    ("model.overrides.n_embd", "n_embd embed_dim", _MODEL_KEYS),
-    ("model.overrides", "vocab_size dropout bias hidden_size", _MODEL_KEYS),
-    ("model.overrides", "num_hidden_layers rope_scaling tie_embeddings", _MODEL_KEYS),
-    ("model.dtype", "precision torch_dtype param_dtype mixed_precision infer_dtype", ""),
-    ("model.dtype=bf16", "bf16 bfloat16 pure_bf16 bf16_full_eval use_bf16 bf16.enabled", ""),
-    ("model.dtype=fp16", "fp16 float16 half fp16_full_eval use_fp16 fp16.enabled", ""),
-    ("model.dtype=fp32", "fp32 float32 no_mixed_precision full_precision", ""),
-    ("model.attention", "attn_implementation attn flash_attn attention_implementation", ""),
-    ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2", ""),
-    ("model.attention=sdpa", "xformers_attention flash_attention_2", ""),
-    ("model.attention=eager", "eager_attention", ""),
-    ("model.activation_checkpointing=on", "gradient_checkpointing activation_checkpointing checkpoint_activations", ""),
-    ("model.activation_checkpointing=on", "use_gradient_checkpointing enable_activation_checkpointing", ""),
-    ("model.activation_checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
-    ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
-    ("model.loss_chunk", "num_output_chunks", "tokens at a time"),
-    ("", "use_liger_kernel enable_liger_kernel", _OWN_MODULES),
-    ("", "torch_compile compile use_compile torch_compile_backend jit", _EAGER),
-    ("model.freeze", "unfrozen_parameters freeze_trainable_layers", "names of what stays fixed"),
-    ("model.freeze", "freeze_trainable_modules", "names of what stays fixed"),
-    ("model.trust_remote_code=true", "trust_remote", ""),
-    ("data.path", "train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files", ""),
-    ("data.path", "dataset_dir pretraining_dataset train_dataset dataset.source data.json_path training_data", ""),
-    ("data.validation_path", "validation_file eval_dataset test_datasets eval_file val_data val_file test_file", ""),
-    ("data.validation", "val_size val_set_size validation_split_percentage val_split_fraction", "a share from 0 to 1"),
-    ("data.mixture", "interleave_probs mix_strategy dataset_weights", "a weight for each --data"),
-    ("data.text_field", "dataset_text_field text_column field_messages text_key", ""),
-    ("data.format", "dataset_type dataset_format prompt_style", _OF_FILES),
-    ("data.train_on=all", "train_on_inputs train_on_prompt train_on_input train_on_source", ""),
-    ("data.train_on=answers", "completion_only_loss assistant_only_loss train_on_responses_only", ""),
-    ("data.train_on=answers", "mask_inputs mask_prompt", ""),
-    ("data.packing=on", "sample_packing packed neat_packing dataset.packed", _PACKED),
-    ("data.packing=on", "pack pack_sequences packing_strategy", _PACKED),
-    ("data.packing=on", "padding_free batch_flattening", _PACKED),
-    ("data.chat_template", "template chat_template_path", "a file, or auto for the tokenizer's own"),
-    ("data.chat_template", "chat_template_jinja", "a file, or auto for the tokenizer's own"),
-    ("data.tokenizer", "tokenizer_name tokenizer_dir tokenizer_name_or_path tokenizer_path tokenizer.path", ""),
-    ("data.seq_len", "max_seq_length max_length block_size cutoff_len sequence_len max_seq_len context_length", ""),
-    ("data.seq_len", "seq_length model_max_length max_source_length ctx_len sequence_length n_ctx", ""),
-    ("data.cache", "dataset_prepared_path tokenized_path cache_dir", ""),
-    ("data.shuffle", "shuffle_dataset dataloader_shuffle", ""),
-    ("data.shuffle", "buffer_size shuffle_buffer_size shuffle_buffer", "rows of a stream"),
-    ("optim.name", "optim optimizer optimizer_type optimizer_name optimizer.type optimizer._component_", ""),
-    ("optim.moment_dtype=8bit", "adamw_8bit adam8bit use_8bit_optimizer paged_adamw_8bit adamw_bnb_8bit", ""),
-    ("optim.lr", "learning_rate max_lr peak_lr base_lr", ""),
-    ("optim.betas", "beta1 beta2 adam_beta1 adam_beta2", "both in a list: optim.betas=[0.9,0.95]"),
-    ("optim.eps", "adam_epsilon epsilon adam_eps", ""),
-    ("optim.weight_decay", "wd l2", ""),
-    ("optim.max_grad_norm", "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm", ""),
-    ("optim.max_grad_norm", "grad_norm_clip clip_grad gradient_clip_val max_gradient_norm", ""),
-    ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule", ""),
-    ("optim.schedule", "decay_lr lr_decay_style scheduler.type", ""),
-    ("optim.warmup_steps", "warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters", ""),
-    ("optim.warmup_steps", "warmup_ratio lr_warmup_fraction", "in steps; auto: 2 % of the run's steps"),
-    ("optim.decay_steps", "lr_decay_iters num_decay_steps", "of optim.schedule=wsd; others decay to the end"),
-    ("optim.decay_steps", "cooldown_steps", "of optim.schedule=wsd; others decay to the end"),
-    ("optim.final_lr_ratio", "min_lr cosine_min_lr_ratio min_lr_ratio lr_min", "a share of --lr"),
-    ("optim.accumulate_dtype", "grad_accum_dtype gradient_accumulation_dtype", ""),
-    ("train.steps", "max_steps max_iters num_steps train_steps total_steps", ""),
-    ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
-    ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
-    ("train.micro_batch_size", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
-    ("train.micro_batch_size", "batch_size", f"rows of one forward; {_ROWS_OF_STEP}"),
-    ("train.gradient_accumulation_steps", "gradient_accumulation_steps grad_accum", ""),
-    ("train.gradient_accumulation_steps", "gradient_accumulation_iters accumulate_grad_batches", ""),
-    ("train.gradient_accumulation_steps", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
-    ("train.gradient_accumulation_steps", "global_batch_size train_batch_size total_batch_size", _ROWS_OF_STEP),
-    ("train.deterministic=true", "full_determinism use_deterministic_algorithms", ""),
-    ("train.eval_every", "eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq", ""),
-    ("train.eval_every", "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps", "in steps"),
-    ("train.eval_rows", "eval_iters max_eval_samples eval.max_iters eval_batches limit_val_batches", "in rows"),
-    ("", "max_new_tokens eval.max_new_tokens eval_max_new_tokens", "`offload-train sample RUN --tokens N`"),
-    ("train.seed", "data_seed random_seed", ""),
-    ("placement.engine=deepspeed", "deepspeed zero_optimization", "its sizes are deepspeed.*"),
-    ("placement.engine=deepspeed", "ds_config deepspeed_config", "its sizes are deepspeed.*"),
-    ("deepspeed.zero_stage", "zero_stage zero_optimization.stage", ""),
-    ("placement.optimizer=cpu", "offload_optimizer cpu_offload optimizer_offload", ""),
-    ("placement.optimizer=cpu", "fsdp_offload_params fsdp_cpu_offload optim_cpu_offload", ""),
-    ("placement.optimizer", "offload_optimizer.device offload_optimizer_device", ""),
-    ("placement.params=cpu", "offload_param offload_params param_offload cpu_offload_param cpu_offload_params", ""),
-    ("placement.params", "offload_param.device offload_param_device device_map", ""),
-    ("placement.nvme", "nvme_path offload_folder offload_dir nvme_dir offload_param_nvme_path swap_dir", ""),
-    ("placement.nvme", "offload_optimizer_nvme_path offload_state_dict", ""),
-    ("placement.gpus", "nproc_per_node num_gpus num_processes devices world_size n_gpus ngpu gpus_per_node", ""),
-    ("placement.threads", "num_threads omp_num_threads num_cpu_threads_per_process cpuadam_cores_perc", ""),
-    ("save.output", "output_dir out_dir output_directory save_dir default_root_dir checkpointer.output_dir", ""),
-    ("save.every", "save_steps save_interval checkpoint_interval save_every_n_steps save_freq", ""),
-    ("save.every", "save_strategy always_save_checkpoint saves_per_epoch", "in steps"),
-    ("save.keep", "save_total_limit keep_last_n_checkpoints max_checkpoints", ""),
-    ("save.resume", "resume_from_checkpoint auto_resume_from_checkpoints resume_from", ""),
-    ("save.trackers", "report_to logger_name metric_logger logger wandb_log use_wandb tensorboard_log log_with", ""),
-    ("save.trackers=wandb", "wandb", ""),
-    ("save.trackers=tensorboard", "use_tensorboard", ""),
-    ("parallel.tensor", "tensor_parallel_size tp_size tensor_model_parallel_size tp tensor_parallel autotp_size", ""),
-    ("parallel.sequence", "sequence_parallel_degree context_parallel_size cp_size sp_size ulysses_degree", ""),
-    ("deepspeed.sub_group_size", "stage3_sub_group_size", ""),
-    ("deepspeed.prefetch_bucket_size", "stage3_prefetch_bucket_size", ""),
-    ("deepspeed.max_live_parameters", "stage3_max_live_parameters", ""),
-    ("deepspeed.aio_block_size", "aio.block_size", ""),
-    ("deepspeed.aio_queue_depth", "aio.queue_depth queue_depth", ""),
-    ("deepspeed.aio_threads", "aio.thread_count thread_count aio.intra_op_parallelism", ""),
-    ("", "lora use_lora qlora peft use_peft lora_r", _ADAPTERS),
-    ("", "lora_rank lora_alpha lora_dropout lora_target adapter dora", _ADAPTERS),
-    ("", "lora_target_modules peft_type adapter_name_or_path lora_model_dir lora_modules_to_save use_dora", _ADAPTERS),
-    ("", "finetuning_type", f"all weights are trained, as with `full`; {_ADAPTERS}"),
-    ("", "load_in_4bit load_in_8bit quantize quantization_bit", _FEWER_BITS),
-    ("", "quantization_config bnb_4bit_quant_type fp8", _FEWER_BITS),
-    ("", "dpo rl beta pref_beta pref_loss reward_model kto grpo ppo orpo rlhf simpo_gamma", _PREFERENCES),
-    ("", "logging_steps log_interval log_every_n_steps logging_first_step steps_per_print logging_strategy", _LOGGED),
-    ("", "logging_dir disable_tqdm log_level plot_loss wall_clock_breakdown log_freq", _LOGGED),
-    ("", "run_name wandb_run_name wandb_run_id", "a tracker names the run by --output"),
-    ("", "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo push_dataset_to_hub upload", _UPLOADS),
-    ("", "fsdp fsdp_config strategy ddp ddp_backend ddp_timeout distributed_type num_nodes nnodes", _SHARDING),
-    ("", "parallel.pipeline pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", _PIPELINE),
-    ("", "gpu device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
-    ("", "do_train do_eval do_predict eval_only", _SWITCHES),
-    ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
-    ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
-    ("", "overwrite_output_dir", "to start over, name another directory with --output"),
-    ("", "overwrite_cache", "to start over, name another directory with --output"),
-    ("", "stage sft", "conversations in --data are enough (docs/tutorial.md); ZeRO's stage is deepspeed.zero_stage"),
-    ("", "neftune_noise_alpha label_smoothing_factor", "no such key; use the Python library with your own loop"),
-    ("", "max_samples max_train_samples streaming", "--data reads the whole file; --steps ends a run earlier"),
-    ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", _CACHED),
-    ("", "initial_scale_power loss_scale fp16.loss_scale loss_scale_window", "fp16's loss scale follows its overflows"),
-    ("", "tf32 allow_tf32", "matrix products use --dtype; fp32 is not replaced by tf32"),
-    ("", "auto_find_batch_size", "a plan that does not fit names a --micro-batch that does, if there is one"),
-    ("", "export_dir export_size merge_lora", "export a run afterwards: `offload-train export RUN DIR`"),
-    ("", "per_device_eval_batch_size eval_batch_size", "evaluations use --micro-batch too"),
-    ("", "eval_accumulation_steps", "evaluations use --micro-batch too"),
-    ("", "gradient_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
-    ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
-    ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
-    ("optim.name", "use_muon muon", "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon"),
-    ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw or muon"),
-    ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
-    ("", "dry_run", "`offload-train plan` with the same words writes nothing"),
-    ("", "config config_file", "the configuration file is the first word: `offload-train CONFIG.yaml`"),
-    ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
-)
+def _terms(tables: dict[str, str]) -> Iterator[tuple[str, Term]]:
+    """Yield (word, equivalent) from tables by their notes: `optim.lr: learning_rate max_lr optim.eps: adam_epsilon`."""
+    for note, table in tables.items():
+        here = ""
+        for word in table.split():
+            if word.endswith(":"):
+                here = word[:-1]
+            else:
+                yield word, Term(here, note)
+
+
+# Other trainers' words behind the name of their equivalent here, each in a table with a note; the note says what
+# differs, or without an equivalent what to do instead.
+_TERMS: dict[str, str] = {
+    "": """
+        model.name: model_name_or_path base_model model_id model_name checkpoint_dir checkpointer.checkpoint_dir
+            pretrained_model_name_or_path init_from model_path
+        model.random_init=true: from_scratch random_init
+        model.dtype: precision torch_dtype mixed_precision
+        model.dtype=bf16: bf16 bfloat16 pure_bf16 bf16.enabled
+        model.dtype=fp16: fp16 float16 half fp16.enabled
+        model.dtype=fp32: fp32 float32
+        model.attention: attn_implementation attn flash_attn attention_implementation
+        model.attention=sdpa: flash_attention sdp_attention use_flash_attention_2 flash_attention_2
+        model.activation_checkpointing=on: gradient_checkpointing activation_checkpointing
+            use_gradient_checkpointing enable_activation_checkpointing
+        model.activation_checkpointing=off: disable_gradient_checkpointing
+        model.offload_activations=cpu: activation_offloading enable_activation_offloading
+        data.path: train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files
+            dataset_dir train_dataset dataset.source
+        data.validation_path: validation_file eval_dataset test_datasets eval_file val_data val_file test_file
+        data.text_field: dataset_text_field text_column
+        data.train_on=all: train_on_inputs train_on_prompt train_on_input
+        data.train_on=answers: completion_only_loss assistant_only_loss train_on_responses_only
+        data.tokenizer: tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer.path
+        data.seq_len: max_seq_length max_length block_size cutoff_len sequence_len max_seq_len context_length seq_length
+            model_max_length sequence_length
+        optim.name: optim optimizer optimizer_type optimizer.type optimizer._component_
+        optim.moment_dtype=8bit: adamw_8bit adam8bit paged_adamw_8bit adamw_bnb_8bit
+        optim.lr: learning_rate max_lr peak_lr
+        optim.eps: adam_epsilon epsilon
+        optim.weight_decay: wd
+        optim.max_grad_norm: max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm gradient_clip_val
+        optim.schedule: lr_scheduler_type lr_scheduler scheduler lr_schedule decay_lr scheduler.type
+        optim.warmup_steps: warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters
+        train.steps: max_steps max_iters num_steps train_steps max_train_steps max_steps_per_epoch
+        train.epochs: num_train_epochs num_epochs max_epochs
+        train.micro_batch_size: per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu
+        train.gradient_accumulation_steps: gradient_accumulation_steps grad_accum gradient_accumulation_iters
+            accumulate_grad_batches grad_accumulation_steps
+        train.deterministic=true: full_determinism use_deterministic_algorithms
+        train.eval_every: eval_steps eval_interval eval.interval evaluation_steps val_check_interval
+        train.seed: data_seed random_seed
+        placement.optimizer=cpu: offload_optimizer cpu_offload fsdp_offload_params fsdp_cpu_offload
+        placement.optimizer: offload_optimizer.device
+        placement.params=cpu: offload_param offload_params
+        placement.params: offload_param.device device_map
+        placement.nvme: nvme_path offload_folder offload_dir nvme_dir
+        placement.gpus: nproc_per_node num_gpus num_processes devices world_size
+        placement.threads: num_threads omp_num_threads
+        save.output: output_dir out_dir output_directory save_dir default_root_dir checkpointer.output_dir
+        save.every: save_steps save_interval
+        save.keep: save_total_limit keep_last_n_checkpoints
+        save.resume: resume_from_checkpoint auto_resume_from_checkpoints resume_from
+        save.trackers: report_to logger metric_logger log_with
+        save.trackers=wandb: wandb wandb_log use_wandb
+        parallel.tensor: tensor_parallel_size tp_size tensor_model_parallel_size tp autotp_size
+        parallel.sequence: context_parallel_size cp_size sp_size
+        deepspeed.zero_stage: zero_stage zero_optimization.stage
+        deepspeed.sub_group_size: stage3_sub_group_size
+        deepspeed.prefetch_bucket_size: stage3_prefetch_bucket_size
+        deepspeed.max_live_parameters: stage3_max_live_parameters
+    """,
+    "changing the model's configuration needs random weights: --scratch": """
+        model.overrides: config_overrides model_init_kwargs vocab_size dropout hidden_size num_hidden_layers
+        model.overrides.n_layer: n_layer
+        model.overrides.n_head: n_head
+        model.overrides.n_embd: n_embd
+    """,
+    "a share from 0 to 1": "data.validation: val_size val_set_size",
+    "docs/architectures.md says which models support it": "data.packing=on: sample_packing packed pack dataset.packed",
+    "a file, or auto for the tokenizer's own": "data.chat_template: template chat_template_path",
+    "both in a list: optim.betas=[0.9,0.95]": "optim.betas: beta1 beta2 adam_beta1 adam_beta2",
+    "in steps; auto: 2 % of the run's steps": "optim.warmup_steps: warmup_ratio",
+    "of optim.schedule=wsd; others decay to the end": "optim.decay_steps: lr_decay_iters num_decay_steps",
+    "a share of --lr": "optim.final_lr_ratio: min_lr min_lr_ratio",
+    f"rows of one forward; {_ROWS_OF_STEP}": "train.micro_batch_size: batch_size",
+    _ROWS_OF_STEP: "train.gradient_accumulation_steps: global_batch_size train_batch_size total_batch_size",
+    "in steps": """
+        train.eval_every: eval_strategy evaluation_strategy run_val_every_n_steps
+        save.every: save_strategy
+    """,
+    "in rows": "train.eval_rows: eval_iters max_eval_samples",
+    "its sizes are deepspeed.*": "placement.engine=deepspeed: deepspeed zero_optimization ds_config deepspeed_config",
+    "models run eagerly, since compiled code would keep weights that have moved": "torch_compile compile",
+    _ADAPTERS: "lora use_lora qlora peft use_peft adapter finetuning_type adapter_name_or_path",
+    _FEWER_BITS: "load_in_4bit load_in_8bit quantize quantization_bit quantization_config fp8",
+    _PREFERENCES: "dpo beta reward_model kto grpo ppo orpo rlhf",
+    _LOGGED: "logging_steps log_interval log_every_n_steps steps_per_print disable_tqdm log_level",
+    "a tracker names the run by --output": "run_name wandb_run_name",
+    _UPLOADS: "push_to_hub upload",
+    _SHARDING: "fsdp strategy ddp num_nodes nnodes",
+    "not implemented: docs/scaling.md explains why": "parallel.pipeline pipeline_parallel_size pp_size",
+    "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several": "gpu device no_cuda "
+    "use_cpu local_rank gpu_id gpu_ids",
+    "the newest checkpoints are kept (save.every, save.keep), whatever their loss": "load_best_model_at_end",
+    "to start over, name another directory with --output": "overwrite_output_dir",
+    "conversations in --data are enough (docs/tutorial.md); ZeRO's stage is deepspeed.zero_stage": "stage sft",
+    "--data reads the whole file; --steps ends a run earlier": "max_samples max_train_samples streaming",
+    _CACHED: "preprocessing_num_workers dataset_num_proc num_workers",
+    "fp16's loss scale follows its overflows": "initial_scale_power loss_scale fp16.loss_scale",
+    "`offload-train plan` with the same words writes nothing": "dry_run",
+    "the configuration file is the first word: `offload-train CONFIG.yaml`": "config config_file",
+}
+
 # Families of words that share a prefix.
 _FAMILIES = {
-    **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
+    **dict.fromkeys(("lora_", "peft_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
     **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or muon")),
-    **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", _TRACKERS)),
+    "wandb_": Term("save.trackers", "trackers read their own environment variables, such as WANDB_PROJECT"),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
-    "liger_": Term("", _OWN_MODULES),
     "logging_": Term("", _LOGGED),
     "dataloader_": Term("", _CACHED),
+    "liger_": Term("", _OWN_MODULES),
+    "use_liger_": Term("", _OWN_MODULES),
 }
-_BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 
-# Values of other trainers, by key: the equivalent value, or a replacement for key and value.
-_EIGHT_BITS = dict.fromkeys(
-    ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"),
-    "optim.moment_dtype=8bit",
-)
-_RULES = dict.fromkeys(
-    ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused", "paged_adamw_32bit", "fusedadam"), "adamw"
-)
-_RULES |= dict.fromkeys(("deepspeedcpuadam", "cpuadam", "adamw_apex_fused", "paged_adamw"), "adamw")
-_WHERE = {"cuda": "gpu", "device": "gpu", "ram": "cpu", "host": "cpu", "disk": "nvme", "ssd": "nvme", "none": "gpu"}
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "full": "fp32"}
-_DTYPES |= {"bf16_true": "bf16", "bf16_mixed": "bf16", "16_true": "fp16", "16_mixed": "fp16", "32_true": "fp32"}
-_DTYPES |= {"16": "fp16", "32": "fp32", "no": "fp32"}
-_VALUES: dict[str, dict[str, str]] = {
-    "model.dtype": _DTYPES,
-    "model.attention": dict.fromkeys(
-        ("flash_attention_2", "flash_attention_3", "fa2", "flash", "xformers", "true"), "sdpa"
-    ),
-    "model.activation_checkpointing": {"true": "on", "false": "off", "unsloth": "on"},
-    "data.packing": {"true": "on", "false": "off", "bfd": "on"},
-    "data.format": {"chatml": "chat", "openai": "chat", "chat_template": "chat", "messages": "chat", "raw": "text"}
-    | {"completion": "text", "prompt_completion": "pairs", "instruction": "alpaca"},
-    "data.train_on": {"assistant": "answers", "completion": "answers"},
-    "optim.name": _RULES | _EIGHT_BITS,
-    "optim.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
-    | {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "true": "cosine"},
-    "optim.moment_dtype": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
-    "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),
+# Values of other trainers behind the equivalent value, or the replacement for key and value.
+_EIGHT_BITS = "optim.moment_dtype=8bit: adamw_8bit adamw8bit adamw_bnb_8bit paged_adamw_8bit adam8bit"
+_ADAMW = "adam adamw_torch adamw_torch_fused adamw_hf adamw_fused fusedadam deepspeedcpuadam paged_adamw"
+_WHERE = "gpu: cuda device none cpu: ram host nvme: disk ssd"
+_VALUES = {
+    "model.dtype": "bf16: bfloat16 bf16_true bf16_mixed fp16: float16 half 16_true 16_mixed 16 "
+    "fp32: float32 float full 32_true 32 no",
+    "model.attention": "sdpa: flash_attention_2 flash_attention_3 fa2 flash xformers true",
+    "model.activation_checkpointing": "on: true unsloth off: false",
+    "data.packing": "on: true bfd off: false",
+    "data.format": "chat: chatml openai messages text: raw completion pairs: prompt_completion alpaca: instruction",
+    "data.train_on": "answers: assistant completion",
+    "optim.name": f"adamw: {_ADAMW} {_EIGHT_BITS}",
+    "optim.schedule": "constant: constant_with_warmup warmuplr cosine: cosine_with_min_lr warmupcosinelr true "
+    "linear: warmupdecaylr wsd: warmup_stable_decay",
+    "optim.moment_dtype": "8bit: 8 8_bit int8 bf16: bfloat16 fp32: float32",
+    "placement.engine": "deepspeed: zero zero1 zero2 zero3 ds",
     # --optimizer places the optimizer state; other trainers use the same flag to choose the optimizer.
-    "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
-    | _EIGHT_BITS
-    | {"muon": "optim.name=muon"}
-    | _WHERE,
+    "placement.optimizer": f"optim.name=adamw: adamw {_ADAMW} {_EIGHT_BITS} optim.name=muon: muon {_WHERE}",
     "placement.params": _WHERE,
     "placement.gradients": _WHERE,
-    "save.resume": {"true": "auto", "yes": "auto", "latest": "auto", "last": "auto"}
-    | {"false": "never", "no": "never", "none": "never"},
-    "save.trackers": {"none": "save.trackers=[]", "no": "save.trackers=[]", "true": "wandb", "all": "wandb"},
-    "tiered.overlap": {"true": "forward", "false": "off"},
+    "save.resume": "auto: true yes latest last never: false no none",
+    "save.trackers": "save.trackers=[]: none no wandb: true all",
+    "tiered.overlap": "forward: true off: false",
 }
 
-_EVALUATES = "a run computes its validation loss every train.eval_every steps; lm-eval reads an export: docs/export.md"
-_SERVES = "`offload-train export` writes a directory that vLLM and transformers load"
-_CONVERTS = "llama.cpp's convert_hf_to_gguf.py converts what it exports, see docs/export.md"
-_HUB = "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset"
-_COMMANDS: tuple[tuple[str, str, str], ...] = (
-    ("train", "finetune fine-tune finetune_full sft fit run pretrain pretraining launch start full finetuning", ""),
-    ("train", "resume continue", "run the same command again to resume from its newest checkpoint"),
-    ("sample", "generate generation inference infer predict complete", ""),
-    ("chat", "talk interact cli_demo", ""),
-    ("export", "merge merge-lora merge_lora convert convert-hf save zero_to_fp32 convert_to_hf", ""),
-    ("export", "gguf quantize", _CONVERTS),
-    ("import", "migrate import-checkpoint import_checkpoint load-checkpoint load_checkpoint", ""),
-    ("prepare", "preprocess tokenize tokenise prepare-data prepare_data data build-dataset prepare_dataset", ""),
-    ("plan", "estimate estimate-memory estimate_memory memory dry-run dryrun", ""),
-    ("bench", "benchmark profile measure speedtest", ""),
-    ("tune", "autotune search sweep autotuning", ""),
-    ("doctor", "check env ds_report verify diagnose info", ""),
-    ("runs", "status list-runs history ps", ""),
-    ("report", "compare diff", ""),
-    ("ls", "list recipes templates", ""),
-    ("cp", "copy", ""),
-    ("ls", "init new create setup wizard config configure", "`offload-train cp NAME` copies one of its recipes"),
-    ("", "eval evaluate evaluation test validate lm_eval lm-eval perplexity", _EVALUATES),
-    ("", "server api deploy webchat webui ui vllm-serve", _SERVES),
-    ("", "download fetch pull", _HUB),
-    ("", "upload push push-to-hub", _UPLOADS),
-    ("", "version", "`offload-train --version`"),
-    ("", "help", "`offload-train --help`"),
-    ("", "dpo grpo ppo rm reward kto rlhf orpo", _PREFERENCES),
-    ("", "lora qlora peft finetune_lora finetune_adapter", _ADAPTERS),
-)
-_COMMAND = {word: (command, note) for command, words, note in _COMMANDS for word in words.split()}
+_COMMANDS = {
+    "": """
+        train: finetune fine-tune sft fit run pretrain launch start full finetuning
+        sample: generate generation inference infer predict complete
+        chat: talk interact
+        export: merge convert save zero_to_fp32
+        import: migrate import-checkpoint load-checkpoint
+        prepare: preprocess tokenize tokenise prepare-data data
+        plan: estimate estimate-memory memory dry-run
+        bench: benchmark profile measure
+        tune: autotune search sweep
+        doctor: check env ds_report verify diagnose info
+        runs: status history ps
+        report: compare diff
+        ls: list recipes templates
+        cp: copy
+    """,
+    "run the same command again to resume from its newest checkpoint": "train: resume continue",
+    "llama.cpp's convert_hf_to_gguf.py converts what it exports, see docs/export.md": "export: gguf quantize",
+    "`offload-train cp NAME` copies one of its recipes": "ls: init new create setup config configure",
+    "a run computes its validation loss every train.eval_every steps; lm-eval reads an export: docs/export.md": "eval "
+    "evaluate test validate lm_eval lm-eval",
+    "`offload-train export` writes a directory that vLLM and transformers load": "server api deploy webui",
+    "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset": "download fetch pull",
+    _UPLOADS: "upload push push-to-hub",
+    "`offload-train --version`": "version",
+    "`offload-train --help`": "help",
+    _PREFERENCES: "dpo grpo ppo reward kto rlhf orpo",
+    _ADAPTERS: "lora qlora peft",
+}
+_BY_WORD, _BY_COMMAND = dict(_terms(_TERMS)), dict(_terms(_COMMANDS))
+_BY_VALUE = {key: {word: term.here for word, term in _terms({"": table})} for key, table in _VALUES.items()}
 
 
 def term_of(word: str) -> Term | None:
@@ -303,12 +243,12 @@ def term_of(word: str) -> Term | None:
 
 def value_of(key: str, value: object) -> str | None:
     """Return the equivalent of another trainer's value of a key, or a replacement for key and value."""
-    return _VALUES.get(key, {}).get(plain(str(value)).removeprefix("torch."))
+    return _BY_VALUE.get(key, {}).get(plain(str(value)).removeprefix("torch."))
 
 
-def command_of(word: str) -> tuple[str, str] | None:
-    """Return (command, note) for another trainer's command, the command "" if there is no equivalent."""
-    return _COMMAND.get(word.lower())
+def command_of(word: str) -> Term | None:
+    """Return the equivalent of another trainer's command; None if it is unknown."""
+    return _BY_COMMAND.get(word.lower())
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

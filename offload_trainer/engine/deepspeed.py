@@ -23,7 +23,7 @@ from torch import nn
 
 from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.op_builder import importing, load_kernels
+from offload_trainer.engine.op_builder import importing, load_kernel
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
@@ -75,28 +75,35 @@ def deepspeed_config(
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
         "zero_force_ds_cpu_optimizer": False,  # allow torch's AdamW if the optimizer is on the accelerator
-        **_precision(work.dtype),
-        "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
+    if work.dtype == "bf16":
+        words["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif work.dtype == "fp16":
+        words["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
+            "loss_scale_window": loss_scale.WINDOW,
+            "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
+            "min_loss_scale": 1,
+        }
+    words["zero_optimization"] = _zero(section, placement, sizes, gpu=accelerator == "cuda", swaps=swap_directory)
     if work.accumulate > 1 and work.sums == "fp32":
         words["data_types"] = {"grad_accum_dtype": "fp32"}
     if placement.optimizer != "gpu":
-        words["optimizer"] = {
-            "type": "AdamW",  # DeepSpeed uses DeepSpeedCPUAdam if the optimizer is offloaded
-            "params": {
-                "lr": optim.lr,
-                "betas": list(optim.betas),
-                "eps": optim.eps,
-                "weight_decay": optim.weight_decay,
-                "torch_adam": False,
-                "adam_w_mode": True,
-            },
-        }
+        adam = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+        # DeepSpeed uses DeepSpeedCPUAdam if the optimizer is offloaded.
+        words["optimizer"] = {"type": "AdamW", "params": {**adam, "torch_adam": False, "adam_w_mode": True}}
     if work.tensor > 1:
-        words["tensor_parallel"] = {
-            "autotp_size": work.tensor,
-            "partition_config": {"use_default_specs": False, "strict_mode": False, "layer_specs": _specs(work.shape)},
-        }
+        # AutoTP's split rules by weight name, so that it does not guess
+        rules = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
+        specs = [
+            {"patterns": [f".*{re.escape(name)}$" for name in names], "partition_type": kind, "grad_allreduce": summed}
+            for split, (kind, summed) in rules.items()
+            if (names := [w.name for w in work.shape.weights if w.split == split and not w.name.endswith(".bias")])
+        ]
+        partition = {"use_default_specs": False, "strict_mode": False, "layer_specs": specs}
+        words["tensor_parallel"] = {"autotp_size": work.tensor, "partition_config": partition}
     if swap_directory is not None:
         words["aio"] = {
             "block_size": section.aio_block_size,
@@ -108,47 +115,19 @@ def deepspeed_config(
     return words
 
 
-def _specs(shape: ModelShape) -> list[dict[str, Any]]:
-    """Return AutoTP's split rules by weight name, so that AutoTP does not guess."""
-    kinds = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
-    found = []
-    for split, (kind, summed) in kinds.items():
-        names = [f".*{re.escape(w.name)}$" for w in shape.weights if w.split == split and not w.name.endswith(".bias")]
-        if names:
-            found.append({"patterns": names, "partition_type": kind, "grad_allreduce": summed})
-    return found
-
-
-def _precision(dtype: str) -> dict[str, Any]:
-    if dtype == "bf16":
-        return {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    if dtype == "fp16":
-        return {
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,  # dynamic
-                "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
-                "loss_scale_window": loss_scale.WINDOW,
-                "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
-                "min_loss_scale": 1,
-            }
-        }
-    return {}
-
-
 def _zero(
-    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None
+    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, gpu: bool, swaps: str | None
 ) -> dict[str, Any]:
-    on_gpu = accelerator == "cuda"
+    """Return the `zero_optimization` section; `gpu`: there is one, `swaps`: the directory on the drive."""
 
     def away(device: str, **on_drive: Any) -> dict[str, Any]:
-        kept: dict[str, Any] = {"device": str(device), "pin_memory": on_gpu}
-        return kept | {"nvme_path": swap_directory, **on_drive} if device == "nvme" else kept
+        kept: dict[str, Any] = {"device": str(device), "pin_memory": gpu}
+        return kept | {"nvme_path": swaps, **on_drive} if device == "nvme" else kept
 
     zero: dict[str, Any] = {
         "stage": placement.stage,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,
+        "overlap_comm": gpu,
         "reduce_scatter": True,
         "reduce_bucket_size": sizes.reduce_bucket,
         "allgather_bucket_size": sizes.reduce_bucket,
@@ -163,7 +142,7 @@ def _zero(
         )
     if placement.stage < 3:
         zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
-    if placement.stage == 3:
+    else:
         zero |= {
             "sub_group_size": sizes.sub_group,
             "stage3_prefetch_bucket_size": sizes.prefetch_bucket,
@@ -173,11 +152,9 @@ def _zero(
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     if placement.params != "gpu":
+        size = sizes.weight_buffer_elements
         zero["offload_param"] = away(
-            placement.params,
-            buffer_count=sizes.weight_buffers,
-            buffer_size=sizes.weight_buffer_elements,
-            max_in_cpu=0,
+            placement.params, buffer_count=sizes.weight_buffers, buffer_size=size, max_in_cpu=0
         )
     return zero
 
@@ -224,7 +201,10 @@ class DeepSpeedEngine:
         self.rank, self.world = self._rank // tensor, self._world // tensor  # data-parallel ranks
         self._placement = placement
         self._dtype = DTYPES[model.dtype]
-        load_kernels(placement)
+        if placement.optimizer != "gpu":
+            load_kernel("cpu_adam")
+        if "nvme" in (placement.params, placement.optimizer):
+            load_kernel("async_io")
         # Under zero.Init each module is partitioned when it is created.
         context = deepspeed.zero.Init(config_dict_or_path=words) if placement.stage == 3 else nullcontext()
         module = source.build(
@@ -239,8 +219,8 @@ class DeepSpeedEngine:
         if placement.stage < 3:
             module.to(_device())
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
-        self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
-        self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
+        self._trained = {weight.name: weight.shape for weight in source.shape.weights if weight.trainable}
+        self._fixed = {weight.name: weight.shape for weight in source.shape.weights if not weight.trainable}
         decayed, plain = decay_groups(source.shape.weights)
         groups = [
             {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
@@ -255,10 +235,9 @@ class DeepSpeedEngine:
         )
         self._parts = parts_of(source.shape, count=tensor)
         self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
-        trained = set(self._trained)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
-            if name in trained:
+            if name in self._trained:
                 self._write(name, "master", value.float())
             else:
                 part = self._parts.of(name, value)
@@ -348,26 +327,20 @@ class DeepSpeedEngine:
             loss_scale=scale,
         )
         self._link_moments()
-        files = state_files(
-            {name: self._parts.shape(name) for name in self._trained},
-            self._read,
-            fixed={name: (self._parts.shape(name), self._dtype) for name in self._fixed},
-            read_fixed=self._read_fixed,
-        )
+        fixed = {name: (shape, self._dtype) for name, shape in self._fixed.items()}
+        files = state_files(self._trained, self._read, fixed=fixed, read_fixed=self._read_fixed)
         return BlockingSnapshot(state, files, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
-        shapes = {name: self._parts.shape(name) for name in self._trained}
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in KINDS if state.optimizer_steps else KINDS[:1]:
-            for name, tensor in read_tensors(directory, kind, shapes=shapes):
+            for name, tensor in read_tensors(directory, kind, shapes=self._trained):
                 self._write(name, kind, tensor)
-        fixed = {name: self._parts.shape(name) for name in self._fixed}
-        if fixed:
-            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+        if self._fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=self._fixed):
                 _write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         scaler = self._optimizer.loss_scaler
         if self._dtype is torch.float16 and state.loss_scale.window:  # None: the earlier run was not in fp16
@@ -382,7 +355,7 @@ class DeepSpeedEngine:
         if kind == "master":
             tensor = safe_get_full_fp32_param(parameter)
         elif self._optimizer_steps() == 0:
-            return torch.zeros(self._parts.shape(name))
+            return torch.zeros(self._trained[name])
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
         part = tensor.detach().float().reshape(_full_shape(parameter))
@@ -403,7 +376,11 @@ class DeepSpeedEngine:
             _write_weight(name, parameter, as_parameter(part, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
-        _await_swap_out(self._optimizer)
+        # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
+        # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
+        swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
+        if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
+            swapper._complete_swap_out("async_swap_out")
 
     def _optimizer_steps(self) -> int:
         return max(
@@ -413,7 +390,8 @@ class DeepSpeedEngine:
     def _make_moments(self, steps: int) -> None:
         """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.
 
-        For DeepSpeedCPUAdam this also sets the powers of beta.
+        DeepSpeedCPUAdam multiplies the powers of beta step by step in fp32. After a jump in the step count it uses
+        pow(), which differs in the last bits, so a resumed run would drift. This replays all steps on one element.
         """
         if steps == 0:
             return
@@ -428,8 +406,10 @@ class DeepSpeedEngine:
                 "exp_avg_sq": torch.zeros_like(flat.data),
             }
         self._link_moments()
-        if on_cpu:
-            _replay_bias_correction(zero.optimizer, steps=steps, betas=self._betas)
+        scratch = [torch.zeros(1) for _ in range(4)]
+        for step in range(1, steps + 1) if on_cpu else ():
+            adam = zero.optimizer.ds_opt_adam
+            adam.adam_update(zero.optimizer.opt_id, step, 0.0, *self._betas, 1e-8, 0.0, True, *scratch)
 
     def _link_moments(self) -> None:
         """Make DeepSpeed link each weight to its moments in the flat buffers.
@@ -462,28 +442,6 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def _await_swap_out(zero: Any) -> None:
-    """Wait until the sub-group of the weight that was set last has been written to the drive.
-
-    With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads the
-    sub-group from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
-    """
-    swapper: Any = getattr(zero, "optimizer_swapper", None)
-    if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
-        swapper._complete_swap_out("async_swap_out")
-
-
-def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]) -> None:
-    """Set DeepSpeedCPUAdam's powers of beta to the values of an uninterrupted run.
-
-    It multiplies them step by step in fp32. After a jump in the step count it uses pow() instead, which differs in the
-    last bits, so a resumed run would drift. This replays all steps on one element.
-    """
-    scratch = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps + 1):
-        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *scratch)
-
-
 # -- weights that ZeRO-3 may have partitioned -------------------------------------------------------------------------
 
 
@@ -507,10 +465,8 @@ def _gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torc
 def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set a weight on all ranks, and read it back to check it.
 
-    `value` has the whole shape and the weight's dtype, and is the same on every rank.
-
-    Raises:
-        TrainerError: the weight reads back differently; the message has the number of elements.
+    `value` has the whole shape and the weight's dtype, and is the same on every rank. Raises TrainerError if the weight
+    reads back differently.
     """
     assert tuple(value.shape) == _full_shape(parameter), f"{name}: {tuple(value.shape)} for {_full_shape(parameter)}"
     with _gathered(parameter, modify=True) as whole:
@@ -542,10 +498,6 @@ class Parts:
         dim = self._dim(name)
         return whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole weight."""
-        return self.weights[name].shape
-
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
         dim = self._dim(name)
@@ -559,7 +511,7 @@ class Parts:
         """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
         wrong = []
         for name, found in shapes.items():
-            expected, dim = list(self.shape(name)), self._dim(name)
+            expected, dim = list(self.weights[name].shape), self._dim(name)
             if dim is not None:
                 expected[dim] //= self.count
             if list(found) != expected:

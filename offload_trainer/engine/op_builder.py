@@ -20,7 +20,6 @@ import psutil
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
-from offload_trainer.plan.tiers import Placement
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
@@ -32,32 +31,18 @@ _LONGEST = 1800.0  # seconds that a build by another process may take
 PATIENCE = 5.0  # seconds after which a lock without a build is stale; loading a built extension takes less
 
 
-def load_kernels(placement: Placement) -> None:
-    """Build or load the kernels that the placement needs, with builders that need no CUDA toolkit.
+def load_kernel(name: str) -> Any:
+    """Build or load DeepSpeed's kernel `cpu_adam` or `async_io` with a builder that needs no CUDA toolkit.
 
-    Raises:
-        TrainerError: a build failed; the message contains the compiler's output.
+    Return its module. Raises TrainerError if the build failed; the message contains the compiler's output.
     """
-    if placement.optimizer != "gpu":
-        load_cpu_adam()
-    if "nvme" in (placement.params, placement.optimizer):
-        load_async_io()
+    with importing("deepspeed", feature=f"its kernel {name}"):
+        if name == "cpu_adam":
+            from deepspeed.ops.op_builder.cpu import CPUAdamBuilder as Builder
+        else:
+            from deepspeed.ops.op_builder import AsyncIOBuilder as Builder
 
-
-def load_cpu_adam() -> Any:
-    """Build or load DeepSpeedCPUAdam's kernel, and return its module."""
-    with importing("deepspeed", feature="its kernel cpu_adam"):
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-    return _load(CPUAdamBuilder())
-
-
-def load_async_io() -> Any:
-    """Build or load DeepSpeed's libaio kernel, and return its module."""
-    with importing("deepspeed", feature="its kernel async_io"):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    return _load(AsyncIOBuilder())
+    return _load(Builder())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_trainer.engine.op_builder import is_built, load_cpu_adam
+from offload_trainer.engine.op_builder import is_built, load_kernel
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
@@ -105,7 +105,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
             continue
         found += [TimedUpdate(kernel, moments) for moments in (["fp32"] if found else MOMENT_FORMATS)]
     if is_built("cpu_adam"):
-        load_cpu_adam()
+        load_kernel("cpu_adam")
         found.append(TimedUpdate(None))
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(_GPU, choose_kernel("auto")[0])

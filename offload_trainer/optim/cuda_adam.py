@@ -30,8 +30,6 @@ from offload_trainer.storage.tensorfile import DTYPES
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
 _ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
-
-
 _FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
 
 
@@ -142,8 +140,7 @@ class CudaKernel:
             place: the GPU; the CPU for Triton's interpreter.
             rows: blocks of 256 elements for each of Triton's programs, a power of two.
 
-        Raises:
-            TrainerError: there is no Triton.
+        Raises TrainerError without Triton.
         """
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))

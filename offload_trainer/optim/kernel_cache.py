@@ -15,7 +15,7 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,25 +32,32 @@ _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
 
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
-    """Return the path of the library compiled from `source` (and the headers in its directory) with `flags`.
+    """Return the path of the library compiled for this CPU from `source` and the headers in its directory.
 
-    It is compiled for this CPU if the cache does not have it.
-
-    Raises:
-        TrainerError: the compiler failed (the message has its output), or the cache cannot be used.
+    It is compiled with `flags` if the cache does not have it. Raises TrainerError if there is no compiler, or it failed
+    (the message has its output), or the cache cannot be used.
     """
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
     key = key_of(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *texts_of(source))
     file = private_directory(key) / source.with_suffix(".so").name
+    if _is_whole(file):
+        return file
     try:
-        if not _is_whole(file):
-            with exclusive_lock(file.parent / "turn", say=write_now):
-                if not _is_whole(file):  # another process may have built it while this one waited for the lock
-                    content = compiled(source, command=[compiler, *flags], folder=file.parent)
-                    write_bytes(file, content, mode=MODE)
-                    write_text(_sum_of(file), hashlib.sha256(content).hexdigest(), mode=MODE)
+        with exclusive_lock(file.parent / "turn", say=write_now):
+            if not _is_whole(file):  # another process may have built it while this one waited for the lock
+                with scratch("build-", directory=file.parent) as workplace:
+                    made = workplace / file.name
+                    done = subprocess.run([compiler, *flags, "-o", made, source], capture_output=True, text=True)
+                    if done.returncode:
+                        raise TrainerError(f"{compiler} cannot build {source}: {done.stderr.strip()[:2000]}")
+                    content = made.read_bytes()
+                write_bytes(file, content, mode=MODE)
+                write_text(file.with_suffix(".so.sha256"), hashlib.sha256(content).hexdigest(), mode=MODE)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename == compiler:
+            what = f"{source.name} needs a C++ compiler, and there is no {compiler}: install g++"
+            raise TrainerError(what) from error
         raise TrainerError(f"{file}: cannot be built: {error.strerror}; {_ELSEWHERE}") from error
     return file
 
@@ -58,10 +65,8 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 def prebuilt() -> Path | None:
     """Return the best prebuilt library that this CPU can run, from the package or else from the cache.
 
-    Return None if nothing is prebuilt: the package was installed from a checkout.
-
-    Raises:
-        TrainerError: the package has prebuilt libraries, and none of them can be used; the message says why.
+    Return None if nothing is prebuilt: the package was installed from a checkout. Raises TrainerError if the package
+    has prebuilt libraries, and none of them can be used; the message says why.
     """
     here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
     fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
@@ -71,10 +76,8 @@ def prebuilt() -> Path | None:
             return FOLDER / place
     for file in (cache_directory() / "kernels" / place for place in places):
         with suppress(OSError):  # `built` reports a cache that cannot be used
-            if file.exists():
-                _make_private(file.parent)
-                if _is_whole(file):
-                    return file
+            if file.exists() and _is_whole(private_directory(file.parent.name) / file.name):
+                return file
     if not FOLDER.is_dir():
         return None
     if not fitting:
@@ -87,66 +90,38 @@ def prebuilt() -> Path | None:
 
 
 def private_directory(name: str) -> Path:
-    """Return the cache's directory `name` for code that another library compiles; only this user may change it.
+    """Return the cache's directory `name` for compiled code, created if missing; only this user may change it.
 
-    Raises:
-        TrainerError: other users could change its contents, or it cannot be created.
+    Raises TrainerError if other users could change its contents, or it cannot be created.
     """
     directory = cache_directory() / "kernels" / name
     try:
-        _make_private(directory)
+        make_directories(directory)
+        for place in (directory, directory.parent, directory.parent.parent):
+            about = place.lstat()
+            if not stat.S_ISDIR(about.st_mode):
+                raise TrainerError(f"{place} is a link, and kernels in it are not run; {_ELSEWHERE}")
+            if about.st_uid != 0 and not is_ours(about.st_uid, place):
+                raise TrainerError(f"{place} belongs to another user, and kernels in it are not run; {_ELSEWHERE}")
+        for place in (directory.parent, directory):
+            if stat.S_IMODE(place.lstat().st_mode) != 0o700:
+                os.chmod(place, 0o700)
+        for place in directory.resolve().parents:
+            mode = place.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise TrainerError(f"anybody may change {place}, and kernels below it are not run; {_ELSEWHERE}")
     except OSError as error:
         raise TrainerError(f"{directory}: cannot be created: {error.strerror}; {_ELSEWHERE}") from error
     return directory
 
 
-def compiled(source: Path, *, command: Sequence[str], folder: Path) -> bytes:
-    """Compile `source` with `command` in a temporary directory below `folder`, and return the library's bytes.
-
-    Raises:
-        TrainerError: there is no compiler, or it failed; the message has its output.
-    """
-    with scratch("build-", directory=folder) as workplace:
-        made = workplace / source.with_suffix(".so").name
-        try:
-            done = subprocess.run([*command, "-o", made, source], capture_output=True, text=True)
-        except FileNotFoundError as error:
-            what = f"{source.name} needs a C++ compiler, and there is no {command[0]}: install g++"
-            raise TrainerError(what) from error
-        if done.returncode:
-            raise TrainerError(f"{command[0]} cannot build {source}: {done.stderr.strip()[:2000]}")
-        return made.read_bytes()
-
-
-def _sum_of(library: Path) -> Path:
-    return library.with_name(f"{library.name}.sha256")
-
-
 def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
     """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
     try:
-        expected = file_bytes(_sum_of(library), opener=opener)
+        expected = file_bytes(library.with_name(f"{library.name}.sha256"), opener=opener)
         return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
     except (OSError, ValueError):
         return False
-
-
-def _make_private(directory: Path) -> None:
-    """Create `directory` and restrict it to this user. Raise TrainerError if other users could change its contents."""
-    make_directories(directory)
-    for place in (directory, directory.parent, directory.parent.parent):
-        about = place.lstat()
-        if not stat.S_ISDIR(about.st_mode):
-            raise TrainerError(f"{place} is a link, and kernels in it are not run; {_ELSEWHERE}")
-        if about.st_uid != 0 and not is_ours(about.st_uid, place):
-            raise TrainerError(f"{place} belongs to another user, and kernels in it are not run; {_ELSEWHERE}")
-    for place in (directory.parent, directory):
-        if stat.S_IMODE(place.lstat().st_mode) != 0o700:
-            os.chmod(place, 0o700)
-    for place in directory.resolve().parents:
-        mode = place.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise TrainerError(f"anybody may change {place}, and kernels below it are not run; {_ELSEWHERE}")
 
 
 def _line_of_features() -> str:

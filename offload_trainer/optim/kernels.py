@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
+from itertools import accumulate, product
 
 import torch
 
@@ -24,10 +24,7 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
     """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
     "auto" selects the native kernel if it is prebuilt or can be built, and matches torch's bit for bit, otherwise
-    torch's.
-
-    Raises:
-        UserError: `name` is "native", and that kernel cannot be built or does not match.
+    torch's. Raises UserError if `name` is "native", and that kernel cannot be built or does not match.
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
@@ -35,11 +32,10 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
     try:
         native, origin = _checked_native()
     except TrainerError as error:
-        if name == "auto":
-            reason = " ".join(str(error).split())
-            words = f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
-            return TorchKernel(), words
-        raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
+        if name == "native":
+            raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
+        reason = " ".join(str(error).split())
+        return TorchKernel(), f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
     return native, f"The update on the CPU: the native kernel, {origin} and checked to give torch's bits."
 
 
@@ -47,8 +43,7 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
 def _checked_native() -> tuple[NativeKernel, str]:
     """Return the native kernel after its check, and where it comes from: prebuilt if one fits and passes, or compiled.
 
-    Raises:
-        TrainerError: it can neither be had prebuilt nor be compiled, or it does not match torch's kernel.
+    Raises TrainerError if it can neither be had prebuilt nor be compiled, or does not match torch's kernel.
     """
     misfit = ""
     try:
@@ -110,8 +105,6 @@ def adds_like_torch(kernel: NativeKernel) -> bool:
 
 # The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.
 _TRIED = AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)
-
-
 # Pages, elements, dtypes of gradients and of weights; accumulated gradients are fp32.
 _SIZES = (
     (1, 1, torch.float32, torch.float32),
@@ -133,26 +126,11 @@ def matches_bitwise(
 
     This tests each format of moments, and parts with gaps between them and different hyperparameters.
     `several_pages` also tests updates of several pages in one call (`CudaKernel`), with parts that reach over the ends
-    of pages.
+    of pages; the reference updates them as a single one.
     """
-    return all(
-        _same_bits(reference, kernel, format, device=device, sizes=sizes)
-        for sizes in (_SIZES, _SEVERAL if several_pages else ())
-        for format in ADAMW_FORMATS
-    )
-
-
-def _same_bits(
-    reference: Kernel,
-    kernel: Kernel,
-    format: StateFormat,
-    *,
-    device: str | torch.device,
-    sizes: Sequence[tuple[int, int, torch.dtype, torch.dtype]],
-) -> bool:
-    """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`."""
     hyper, other = _TRIED
-    for count, n, of_gradients, of_weights in sizes:
+    cases = product((*_SIZES, *(_SEVERAL if several_pages else ())), ADAMW_FORMATS)
+    for (count, n, of_gradients, of_weights), format in cases:
         middle = n // 2 // 256 * 256
         parts = [ParamRange(0, n, hyper, 7)]
         if n > 2000:

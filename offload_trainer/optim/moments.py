@@ -88,37 +88,6 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
         out[piece].view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
 
 
-def encode_8bit(
-    values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool, noise: Bits | None = None
-) -> None:
-    """Encode `values` (fp32[n]) as `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]).
-
-    `signed` selects the table. Without `noise` the nearest code is used. With `noise`, which is for unsigned values,
-    one of the two neighbouring codes is chosen with a probability proportional to the distance from the other. Only
-    zero becomes zero. A block that holds an infinity or a NaN decodes to NaN.
-    """
-    n = values.numel()
-    blocks = torch.nn.functional.pad(values, (0, -n % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
-    torch.amax(blocks.abs(), dim=1, out=absmax)
-    usable = (absmax.isfinite() & (absmax > 0))[:, None]
-    scaled = torch.where(usable, blocks / absmax[:, None], 0.0).view(-1)[:n]
-    if noise is None:
-        codes.copy_(torch.bucketize(scaled, _bounds(signed)))
-        return
-    assert not signed
-    lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
-    end, way = cells()[lower].T
-    threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the midpoints of 2^16 equal parts of [0, 1]
-    upper = scaled - end > threshold * way
-    codes.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
-
-
-def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
-    """Decode `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) to `out` (fp32[n])."""
-    values = dynamic_map(signed)[codes.long()]
-    torch.mul(values, absmax.repeat_interleave(BLOCK_8BIT)[: codes.numel()], out=out)
-
-
 # -- moments of a page ------------------------------------------------------------------------------------------------
 
 
@@ -132,24 +101,40 @@ class StoredMoment:
 
     def read(self) -> torch.Tensor:
         """Return the values as fp32[n]; fp32 values are not copied."""
-        if self.values.dtype is torch.float32:
-            return self.values
-        wide = torch.empty(self.values.numel())
         if self.scales is None:
-            wide.copy_(self.values)
-        else:
-            decode_8bit(self.values, self.scales, wide, signed=self.moment.signed)
-        return wide
+            return self.values.float()
+        wide = dynamic_map(self.moment.signed)[self.values.long()]
+        return wide.mul_(self.scales.repeat_interleave(BLOCK_8BIT)[: wide.numel()])
 
     def write(self, values: torch.Tensor, *, noise: Bits | None = None) -> None:
         """Store `values` (fp32[n]), rounded stochastically by the bits of `noise` if the format is stochastic."""
         if self.scales is not None:
-            given = None if self.moment.signed else noise
-            encode_8bit(values, self.values, self.scales, signed=self.moment.signed, noise=given)
+            self._write_codes(values, noise=None if self.moment.signed else noise)
         elif self.values.dtype is torch.bfloat16 and noise is not None:
             encode_bf16(values, self.values, noise=noise)
         else:
             self.values.copy_(values)
+
+    def _write_codes(self, values: torch.Tensor, *, noise: Bits | None) -> None:
+        """Store `values` in 8 bits. Only zero becomes zero. A block that holds an infinity or a NaN decodes to NaN.
+
+        Without `noise` the nearest code is used. With it, for unsigned values, one of the two nearest is chosen with a
+        probability proportional to the distance from the other.
+        """
+        n, absmax = values.numel(), self.scales
+        assert absmax is not None
+        blocks = torch.nn.functional.pad(values, (0, -n % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
+        torch.amax(blocks.abs(), dim=1, out=absmax)
+        usable = (absmax.isfinite() & (absmax > 0))[:, None]
+        scaled = torch.where(usable, blocks / absmax[:, None], 0.0).view(-1)[:n]
+        if noise is None:
+            self.values.copy_(torch.bucketize(scaled, _bounds(self.moment.signed)))
+            return
+        lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
+        end, way = cells()[lower].T
+        threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the midpoints of 2^16 equal parts of [0, 1]
+        upper = scaled - end > threshold * way
+        self.values.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
 
     def start_at_zero(self) -> None:
         """Set a moment whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""

@@ -171,14 +171,11 @@ class MatrixKernel:
             assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"
             size = math.prod(part.hyper.shape)
             for start in range(part.start, part.end, size):
-                self._update(slice(start, start + size), part.hyper, page)
-
-    def _update(self, here: slice, hyper: Muon, page: PageUpdate) -> None:
-        """Update one matrix, at the page's elements `here`."""
-        fields, out = page.fields, page.out
-        direction = self._arithmetic.muon_direction(hyper, page.grad[here], fields["exp_avg"][here], scale=page.scale)
-        orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
-        self._arithmetic.muon_step(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
+                here, arithmetic = slice(start, start + size), self._arithmetic
+                momentum, master = page.fields["exp_avg"][here], page.fields["master"][here]
+                direction = arithmetic.muon_direction(part.hyper, page.grad[here], momentum, scale=page.scale)
+                orthogonal = self._orthogonal(direction.view(part.hyper.shape)).view(-1)
+                arithmetic.muon_step(part.hyper, master, orthogonal, None if page.out is None else page.out[here])
 
     def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
         """Return the orthogonalised direction, contiguous and where `direction` is."""

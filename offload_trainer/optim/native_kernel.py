@@ -74,8 +74,7 @@ class NativeKernel:
     def __init__(self, path: Path | None = None) -> None:
         """Load the library at `path`, by default the one that is compiled for this CPU.
 
-        Raises:
-            TrainerError: it cannot be built or loaded; the message has the compiler's output.
+        Raises TrainerError if it cannot be built or loaded; the message has the compiler's output.
         """
         path = path or built(SOURCE, flags=FLAGS)
         try:

@@ -47,7 +47,15 @@ class Pieces:
         """
         if self.halving:
             at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)
-            return torch.cat([_sums_of_squares(part, self.width) for part in values.split(self.width * at_a_time)])
+            found = []
+            for part in values.split(self.width * at_a_time):
+                rows = -(-part.numel() // self.width)
+                squares = torch.zeros(rows * self.width, dtype=torch.float32, device=part.device)
+                given = squares[: part.numel()].copy_(part)
+                given.mul_(given)
+                # a copy, since a view of the sums would keep the squares of all parts in memory
+                found.append(_sum_by_halves(squares.view(rows, self.width)).clone())
+            return torch.cat(found)
         # The pieces' copy and norms use two preallocated tensors, because small allocations between freed copies would
         # fragment the heap.
         results, copy = self.results(values.numel()), torch.empty(min(self.width, values.numel()))
@@ -62,15 +70,6 @@ class Pieces:
         filled = results.new_zeros(1, 1 << max(0, results.numel() - 1).bit_length())  # the next power of two
         filled[0, : results.numel()].copy_(results)
         return _sum_by_halves(filled)[0].sqrt()
-
-
-def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sum of squares (fp32) of each `width` elements, added by halves, on the device of `part`."""
-    rows = -(-part.numel() // width)
-    squares = torch.zeros(rows * width, dtype=torch.float32, device=part.device)
-    values = squares[: part.numel()].copy_(part)
-    values.mul_(values)
-    return _sum_by_halves(squares.view(rows, width))
 
 
 def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:

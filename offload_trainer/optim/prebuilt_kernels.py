@@ -57,9 +57,7 @@ def place_prebuilt(level: str) -> Path:
 def build_prebuilt(level: str, *, folder: Path = FOLDER) -> Path:
     """Compile the update kernel for `level` below `folder`, with its SHA-256 in a file next to it; return its path.
 
-    Raises:
-        OSError: there is no compiler.
-        CalledProcessError: it failed; its messages are on stderr.
+    Raises OSError if there is no compiler, and CalledProcessError if it failed; its messages are on stderr.
     """
     file = folder / place_prebuilt(level)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -184,11 +184,10 @@ def adamw_of(group: Mapping[str, Any]) -> AdamW:
 def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
     """Return the current hyperparameters of the weights of a group by name."""
     others = adamw_of(group)
-    return {
-        weight.name: _muon(group, weight.matrix) if rule.matrices and weight.matrix else others for weight in weights
-    }
 
+    def hyper(weight: Weight) -> Hyper:
+        if not rule.matrices or weight.matrix is None:
+            return others
+        return Muon(others.lr, float(group["momentum"]), others.decay, group["adjust_lr_fn"], weight.matrix)
 
-def _muon(group: Mapping[str, Any], shape: tuple[int, int]) -> Muon:
-    momentum, decay = float(group["momentum"]), float(group["weight_decay"])
-    return Muon(float(group["lr"]), momentum, decay, group["adjust_lr_fn"], shape)
+    return {weight.name: hyper(weight) for weight in weights}

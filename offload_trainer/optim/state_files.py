@@ -108,10 +108,8 @@ def fixed_file(
 def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
     """Write the files, and return {file name: {"bytes", "crc32"}} on the rank with `writes`, {} on the others.
 
-    All ranks read the tensors in the same order, since reading may be collective.
-
-    Raises:
-        TrainerError: a value is NaN, infinite or impossible, or the disk fails.
+    All ranks read the tensors in the same order, since reading may be collective. Raises TrainerError if a value is
+    NaN, infinite or impossible, or the disk fails.
     """
     written: dict[str, Any] = {}
     for file in files:
@@ -175,8 +173,7 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 class StoredKind:
     """Masters or one moment in a directory, read whole or in part, from files that `stack` closes.
 
-    Raises:
-        UserError: names or shapes differ from `shapes`.
+    Raises UserError if names or shapes differ from `shapes`.
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
@@ -225,14 +222,9 @@ class StoredKind:
         return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from `start` (a multiple of 256) as fp32."""
+        """Return `count` elements from `start` (a multiple of 256) as fp32; frozen weights in their dtype."""
         values, scales = self.as_stored(name, start, count)
         return values if self._moment is None else StoredMoment(self._moment, values, scales).read()
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor in its storage dtype; not for 8-bit moments."""
-        entry = self._file.entries[name]
-        return self._read(self._file, name, 0, entry.numel).view(entry.shape)
 
 
 def read_tensors(
@@ -242,7 +234,4 @@ def read_tensors(
     with ExitStack() as stack:
         stored = StoredKind(directory, kind, shapes=shapes, stack=stack)
         for name, shape in shapes.items():
-            if kind == "fixed":
-                yield name, stored.whole(name)
-            else:
-                yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)
+            yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 Changes = dict[torch.Tensor, int]
-_WEIGHT = "weight"
+WEIGHT = "weight"
 _SAVES = (
     "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
     "scheduler, ...) loads them"
@@ -58,11 +58,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
         self.rule, self._session, self._saved_apart = rule, session, False
         super().__init__(params, defaults)
-
-    @property
-    def _steps(self) -> int:
-        """Number of updates of the offloaded parameters' state."""
-        return self._session._offloaded.steps_done
 
     @property
     def residents(self) -> dict[str, nn.Parameter]:
@@ -110,9 +105,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         It must work before the first step, because accelerate calls it and loads the result in `prepare`.
         """
-        if self._steps and not self._saved_apart:
+        if (steps := self._session._offloaded.steps_done) and not self._saved_apart:
             raise UserError(
-                f"the optimizer's state_dict() would have no moments of the offloaded weights after {self._steps} "
+                f"the optimizer's state_dict() would have no moments of the offloaded weights after {steps} "
                 f"steps: {_SAVES}. Give the optimizer to accelerator.prepare() before session.resume()"
             )
         return super().state_dict()
@@ -127,10 +122,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         saved = dict(zip(numbers, parameters, strict=False))
         held = [saved.get(number) for number, kinds in state_dict["state"].items() if kinds]
         given = sum(isinstance(parameter, OffloadedParameter) for parameter in held)
-        if (given or self._steps) and not self._saved_apart:
+        steps = self._session._offloaded.steps_done
+        if (given or steps) and not self._saved_apart:
             has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
             raise UserError(
-                f"load_state_dict(): the given state {has}, the session's optimizer has {self._steps} steps: {_SAVES}"
+                f"load_state_dict(): the given state {has}, the session's optimizer has {steps} steps: {_SAVES}"
             )
         super().load_state_dict(state_dict)
 
@@ -270,7 +266,7 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
     """
     if not residents:
         return {}
-    kinds: dict[str, dict[str, torch.Tensor]] = {_WEIGHT: dict(residents)}
+    kinds: dict[str, dict[str, torch.Tensor]] = {WEIGHT: dict(residents)}
     for name, parameter in residents.items():
         for kind, value in state.get(parameter, {}).items():
             kinds.setdefault(kind, {})[name] = value
@@ -289,10 +285,10 @@ def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> di
     Raises UserError if a file has other names or shapes.
     """
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
-    kinds = [_WEIGHT, "step", *MOMENTS] if residents else []
+    kinds = [WEIGHT, "step", *MOMENTS] if residents else []
     for kind in kinds:
         path = directory / RESIDENT / f"{kind}.safetensors"
-        if not path.exists() and kind != _WEIGHT:
+        if not path.exists() and kind != WEIGHT:
             continue  # saved before the first step
         with TensorFileReader(path) as file:
             for name, entry in file.entries.items():
@@ -301,14 +297,3 @@ def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> di
                     raise UserError(f"{path}: {name} {list(entry.shape)} is not among the parameters trained here")
                 found[name][kind] = file.read(name)
     return found
-
-
-@torch.no_grad()
-def set_residents(
-    residents: Mapping[str, nn.Parameter], state: State, found: Mapping[str, Mapping[str, torch.Tensor]]
-) -> None:
-    """Copy the read values into the parameters and replace their entries in `state`."""
-    for name, parameter in residents.items():
-        kept = dict(found[name])
-        parameter.copy_(kept.pop(_WEIGHT))
-        state[parameter] = {kind: value.to(parameter.device) for kind, value in kept.items()}

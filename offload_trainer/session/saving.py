@@ -37,13 +37,7 @@ from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
-from offload_trainer.session.optimizer import (
-    OffloadedOptimizer,
-    layout_of,
-    read_residents,
-    set_residents,
-    write_residents,
-)
+from offload_trainer.session.optimizer import WEIGHT, layout_of, read_residents, write_residents
 from offload_trainer.storage.atomic_io import sync_file, write_text
 from offload_trainer.storage.owned_dirs import clear, is_removable
 
@@ -85,7 +79,12 @@ def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> N
     """
     final, group, optimizer = final.absolute(), everybody(), session.optimizer
     states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
-    state = json.dumps(asdict(_SessionState(_groups(optimizer), states, base=_base(session._offloaded))))
+    groups = [
+        _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
+        | {"params": names}
+        for group, names in zip(optimizer.param_groups, optimizer.names(), strict=True)
+    ]
+    state = json.dumps(asdict(_SessionState(groups, states, base=_base(session._offloaded))))
     if len(state) > MOST_BYTES:
         raise UserError(
             f"the groups' and the {len(states)} objects' state takes {len(state)} bytes, and a save holds at most "
@@ -161,7 +160,10 @@ def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -
         raise UserError(f"{save} was made with other weights, or in another dtype or base: load the same model for it")
     values, kept = read_residents(save, residents), load_file(save / BUFFERS) if buffers else {}
     offloaded.load(save)
-    set_residents(residents, optimizer.state, values)
+    with torch.no_grad():
+        for name, parameter in residents.items():
+            parameter.copy_(values[name].pop(WEIGHT))
+            optimizer.state[parameter] = {kind: value.to(parameter.device) for kind, value in values[name].items()}
     for name, buffer in buffers.items():
         buffer.copy_(kept[name])
     for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
@@ -210,15 +212,6 @@ def _base(offloaded: OffloadedModel) -> int | None:
         some = offloaded.weights.get(unit.index, place.start, min(place.weight.numel, _COMPARED))
         crc = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, crc)
     return crc
-
-
-def _groups(optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's groups as plain data, with names in place of parameters."""
-    return [
-        _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
-        | {"params": names}
-        for group, names in zip(optimizer.param_groups, optimizer.names(), strict=True)
-    ]
 
 
 def _plain(value: Any, where: str) -> Any:

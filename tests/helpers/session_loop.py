@@ -13,6 +13,7 @@ from hf_trainers import rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
 
@@ -143,6 +144,33 @@ def with_norms(model: PeftModel) -> PeftModel:
         if "norm" in name:
             parameter.requires_grad_(True)
     return model
+
+
+def plain(folder: Path, base: str = "model") -> Any:
+    """Return the model in memory, the matrices of its blocks rounded to `base`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if base != "model" and name.endswith("proj.weight"):
+            parameter.data = rounded(parameter, base)
+    return model
+
+
+def rounded(weight: torch.Tensor, base: str) -> torch.Tensor:
+    """Return a weight as bitsandbytes rounds it, with its own fp32 scales."""
+    from bitsandbytes import functional as bits
+
+    values = weight.detach().flatten().to(torch.bfloat16)
+    values = functional.pad(values, (0, -values.numel() % 256))
+    if base == "nf4":
+        codes, state = bits.quantize_4bit(values, blocksize=64, quant_type="nf4")
+        state.dtype = torch.float32
+        found = bits.dequantize_4bit(codes, state)
+    else:
+        table = torch.tensor([max(k, -127) / 127 for k in range(-128, 128)])
+        codes, state = bits.quantize_blockwise(values, code=table, blocksize=256)
+        state.dtype = torch.float32
+        found = bits.dequantize_blockwise(codes, state)
+    return found.flatten()[: weight.numel()].view(weight.shape)
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:

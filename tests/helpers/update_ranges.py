@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
-from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.moments import Noise, stored_moment
 from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, state_format
+from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, state_format
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
@@ -64,21 +63,12 @@ def torchs_adamw(
     weight = torch.nn.Parameter(before["master"].clone())
     words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
     optimizer = torch.optim.AdamW([weight], **words, fused=True)
-    wide = {kind: before[kind].to(torch.float32, copy=True) for kind in ("exp_avg", "exp_avg_sq")}
-    if states == "8bit":
-        for kind, values in wide.items():
-            moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
+    wide = {kind: stored_moment(moment, before).read().clone() for kind, moment in MOMENTS.items()}
     optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
     weight.grad = grad.to(given).float() * scale
     optimizer.step()
     expected = {name: torch.empty_like(field) for name, field in before.items()} | {"master": weight.data}
     for kind, values in wide.items():
-        noise = NOISE.bits(kind, UNIT, FIRST)
-        if states == "8bit":
-            signed, scales = kind == "exp_avg", expected[f"{kind}_scales"]
-            moments.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
-        elif states == "bf16":
-            moments.encode_bf16(values, expected[kind], noise=noise)
-        else:
-            expected[kind] = values
+        noise = None if states == "fp32" else NOISE.bits(kind, UNIT, FIRST)
+        stored_moment(MOMENTS[kind], expected).write(values, noise=noise)
     return [*expected.values(), weight.data.bfloat16()]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import chdir, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +48,33 @@ def test_several_texts_after_one_flag_and_texts_by_a_pattern(tmp_path: Path, mon
     assert load_config(["--validation-data", "*.md"]).data.validation_path == ("c.md",)
 
 
-def test_order_file_flags_overrides(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("optim:\n  lr: 1e-3\n  max_grad_norm: 0.5\ndata:\n  path: [x, y]\n")
-    config = load_config([str(file), "--lr", "2e-3", "optim.eps=1e-6", "--data", "a", "--data", "b"])
-    assert config.optim.lr == 2e-3
-    assert config.optim.max_grad_norm == 0.5
-    assert config.optim.eps == 1e-6
-    assert config.data.path == ("a", "b")
-
-
-@pytest.mark.parametrize("text", ["1e-4", ".1E-3"])
-def test_a_rate_is_a_number_and_off_is_text(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(f"optim: {{lr: {text}}}\nmodel:\n  activation_checkpointing: off\n")
-    assert load_config([str(file)]).optim.lr == load_config([f"optim.lr={text}"]).optim.lr == pytest.approx(1e-4)
-    assert load_config([str(file)]).model.activation_checkpointing == "off"
-    assert load_config(["model.activation_checkpointing=on"]).model.activation_checkpointing == "on"
-
-
-def test_text_keys_take_text_unchanged() -> None:
-    config = load_config(["--model", "123", "data.chat_template=null: [x", "data.text_field=1e3"])
-    assert config.model.name == "123"
-    assert config.data.chat_template == "null: [x"
-    assert config.data.text_field == "1e3"
+@pytest.mark.parametrize(
+    ("file", "words", "expected"),
+    [
+        (
+            "optim: {lr: 1e-3, max_grad_norm: 0.5}\ndata: {path: [x, y]}",
+            ["--lr", "2e-3", "optim.eps=1e-6", "--data", "a", "--data", "b"],
+            {"optim.lr": 2e-3, "optim.max_grad_norm": 0.5, "optim.eps": 1e-6, "data.path": ("a", "b")},
+        ),
+        ("optim: {lr: 1e-4}", ["--steps", "1e3"], {"optim.lr": 1e-4, "train.steps": 1000}),
+        ("train: {steps: 1e3}\ndata: {seq_len: 1000.0}", [], {"train.steps": 1000, "data.seq_len": 1000}),
+        ("train: {steps: 1000}", ["--seq-len", "1000", "optim.lr=.1E-3"], {"data.seq_len": 1000, "optim.lr": 1e-4}),
+        ("optim: {lr: .1E-3}", ["--steps", "1000.0"], {"optim.lr": 1e-4, "train.steps": 1000}),
+        ("model: {activation_checkpointing: off}", [], {"model.activation_checkpointing": "off"}),
+        ("", ["model.activation_checkpointing=on"], {"model.activation_checkpointing": "on"}),
+        # keys of text take it unchanged
+        ("", ["--model", "123", "data.text_field=1e3"], {"model.name": "123", "data.text_field": "1e3"}),
+        ("", ["data.chat_template=null: [x"], {"data.chat_template": "null: [x"}),
+    ],
+)
+def test_values_of_the_file_and_then_of_words_in_order(
+    file: str, words: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text(file)
+    config = load_config([str(tmp_path / "a.yaml"), *words])
+    for key, value in expected.items():
+        found = attrgetter(key)(config)
+        assert (found, type(found)) == (value, type(value)), key
 
 
 def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
@@ -163,6 +167,7 @@ def test_a_wrong_name_of_the_file_leads_to_the_file_beside_it(tmp_path: Path) ->
     [
         ("optim.lr=abc", "a number"),
         ("train.epochs=abc", "a number or 'auto'"),
+        ("train.steps=1.5", "a whole number"),
         ("optim.betas=[0.9]", "a list of all"),
         ("data.template_date=today", "a day, such as 2026-01-31, or auto"),
     ],
@@ -288,16 +293,6 @@ def test_keys_that_determine_each_other(
     assert (config.train.steps, config.train.epochs) == expected
     path.write_text(dump_config(config))
     assert load_config([str(path)]) == config
-
-
-@pytest.mark.parametrize("text", ["1e3", "1000.0", "1000"])
-def test_whole_numbers_however_they_are_written(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"train: {{steps: {text}}}\ndata: {{seq_len: {text}}}")
-    for config in (load_config(["--steps", text, "--seq-len", text]), load_config([str(path)])):
-        assert (config.train.steps, config.data.seq_len) == (1000, 1000)
-        assert type(config.train.steps) is int
-    assert "should be a whole number" in mistakes("--steps", "1.5")[0]
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:

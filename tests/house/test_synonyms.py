@@ -13,7 +13,18 @@ from offload_trainer.cli import COMMANDS as OURS
 from offload_trainer.cli import take_command
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
-from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest, plain
+from offload_trainer.synonyms import (
+    _BY_COMMAND,
+    _BY_VALUE,
+    _BY_WORD,
+    _COMMANDS,
+    _FAMILIES,
+    _NEAR,
+    _TERMS,
+    _terms,
+    nearest,
+    plain,
+)
 
 ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
@@ -97,32 +108,38 @@ def _known_words(text: str) -> list[str]:
 
 
 def test_each_target_exists() -> None:
-    flags = {plain(name) for name in FLAGS} - {"optimizer"}
-    for here, words, note in _TERMS:
-        key, fixed, value = here.partition("=")
-        if key:
-            assert key in all_keys() or key.startswith("model.overrides.")
+    assert not _BY_WORD.keys() & ({plain(name) for name in FLAGS} - {"optimizer"})
+    for term in {*_BY_WORD.values(), *_FAMILIES.values()}:
+        key, fixed, _ = term.here.partition("=")
+        assert not key or key in all_keys() or key.startswith("model.overrides.")
         if fixed:
-            more = ["--engine", "deepspeed"] if here.startswith("deepspeed.") else []
-            load_config([f"{key}={value}", *more])
-        assert here or note
-        assert not _known_words(note)
-        assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", note))
-        assert OURS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", note))
-        assert not set(words.split()) & flags
+            load_config([term.here, *(["--engine", "deepspeed"] if key.startswith("deepspeed.") else [])])
+        assert term.here or term.note
+        assert not _known_words(term.note)
+        assert all(Path(page).exists() for page in re.findall(r"docs/[a-z_/]+\.md", term.note))
+        assert OURS.keys() >= set(re.findall(r"`offload-train ([a-z]+)", term.note))
 
 
 def test_each_translated_value_is_allowed() -> None:
-    for key, values in _VALUES.items():
+    for key, values in _BY_VALUE.items():
         for value, here in values.items():
             load_config([here if "=" in here else f"{key}={here}", "--nvme", "/x"])
             assert here in told(f"{key}={value}", "--nvme", "/x")
 
 
-def test_no_word_has_two_meanings() -> None:
-    for words in ([words for _, words, _ in _TERMS], [words for _, words, _ in _COMMANDS]):
-        every = " ".join(words).split()
-        assert sorted(every) == sorted(set(every))
+def test_the_names_of_the_page_are_known() -> None:
+    table = Path("docs/coming_from.md").read_text().partition("## What is different")[0]
+    cells = [cell for line in table.splitlines() if line.startswith("| `") for cell in line.split("|")[2:]]
+    names = {name.rstrip(":").partition("=")[0] for cell in cells for name in re.findall("`([^` ]+)", cell)}
+    assert len(names) > 40
+    for name in names:
+        assert re.search("; use |; did you mean ", told(f"{name}=1")), name
+
+
+@pytest.mark.parametrize("tables", [_TERMS, _COMMANDS])
+def test_no_word_has_two_meanings(tables: dict[str, str]) -> None:
+    every = [word for word, _ in _terms(tables)]
+    assert sorted(every) == sorted(set(every))
 
 
 @pytest.mark.parametrize(("word", "here"), COMMANDS.items())
@@ -133,11 +150,10 @@ def test_a_command_of_another_trainer(word: str, here: str) -> None:
 
 
 def test_commands_lead_to_commands() -> None:
-    for command, words, note in _COMMANDS:
-        assert command in OURS or (not command and note)
-        assert not set(words.split()) & OURS.keys()
-        assert not _known_words(note)
-    assert not [word for term in _FAMILIES.values() for word in _known_words(term.note)]
+    assert not _BY_COMMAND.keys() & OURS.keys()
+    for term in _BY_COMMAND.values():
+        assert term.here in OURS or (not term.here and term.note)
+        assert not _known_words(term.note)
 
 
 @pytest.mark.parametrize(

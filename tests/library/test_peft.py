@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,19 @@ from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import ALL_BUT_NORMS, adapted, adapters_of, by_torch, clipped, one_cycle, opened, trained, with_norms
+from session_loop import (
+    ALL_BUT_NORMS,
+    HOMES,
+    adapted,
+    adapters_of,
+    by_torch,
+    clipped,
+    one_cycle,
+    opened,
+    plain,
+    trained,
+    with_norms,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -32,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "all": {"target_modules": "all-linear"},
     "DoRA": {"use_dora": True},
     "dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
 }
@@ -40,28 +54,43 @@ DROPPED: dict[str, Any] = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_
 ADAPTERS = "adapter_model.safetensors"
 
 
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
-    made = {}
-    for kind, changes in KINDS.items():
-        model = adapted(plain(folder), **changes)
-        made[kind] = by_torch(model), model
-    return made
+def references(folder: Path) -> Callable[[str, str], tuple[list[Any], PeftModel]]:
+    """Return the steps and the model of plain PEFT, for a kind of adapters and the base's format."""
+
+    @cache
+    def reference(kind: str, base: str) -> tuple[list[Any], PeftModel]:
+        model = adapted(plain(folder, base), **KINDS[kind])
+        return by_torch(model), model
+
+    return reference
 
 
-@pytest.mark.parametrize(
-    ("home", "kind"), [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("on the drive", "dropout")]
-)
+LOOPS = [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("on the drive", "dropout")]
+
+
+@pytest.mark.parametrize(("home", "kind"), LOOPS)
 def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
     """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits."""
-    expected, reference = references[kind]
-    with opened(folder, drive, home=home) as session:
+    assert_loop_is_pefts(home, kind, "model", folder, references, drive, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
+@pytest.mark.parametrize(("base", "kind"), [("nf4", "all"), ("int8", "DoRA")])
+@pytest.mark.parametrize("home", HOMES)
+def test_a_loop_is_pefts_over_the_rounded_base(
+    home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
+) -> None:
+    assert_loop_is_pefts(home, kind, base, folder, references, drive, tmp_path)
+
+
+def assert_loop_is_pefts(
+    home: str, kind: str, base: str, folder: Path, references: Any, drive: Path, tmp_path: Path
+) -> None:
+    expected, reference = references(kind, base)
+    with opened(folder, drive, base, home=home) as session:
         model = adapted(session.model, **KINDS[kind])
         optimizer = session.adamw(model.parameters(), lr=1e-2)
         names = [name.removeprefix("base_model.model.") for name in adapters_of(model)]
@@ -76,12 +105,14 @@ def test_a_loop_has_the_bits_of_plain_peft(
         little = mock.patch("psutil.virtual_memory", return_value=SimpleNamespace(available=1000))
         with little, pytest.raises(ot.UserError, match=r"1 kB that are free: use session\.export"):
             session.model.state_dict()
-    apart = PeftModel.from_pretrained(plain(folder), tmp_path / "apart")
+    rounded = f"21 matrices of 3 blocks (model.layers.0 to model.layers.2) were rounded to {base}"
+    assert (rounded in (tmp_path / "merged/README.md").read_text()) == (base != "model")
+    apart = PeftModel.from_pretrained(plain(folder, base), tmp_path / "apart")
     inputs = rows(1)[0]["input_ids"][None]
     with torch.no_grad():
         assert torch.equal(apart(inputs).logits, reference.eval()(inputs).logits)
     assert_same(plain(tmp_path / "merged").state_dict(), apart.merge_and_unload().state_dict())
-    assert_same(plain(tmp_path / "base").state_dict(), plain(folder).state_dict())
+    assert_same(plain(tmp_path / "base").state_dict(), plain(folder, base).state_dict())
 
 
 @pytest.mark.slow
@@ -102,19 +133,22 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_resumed_in_another_placement_it_has_the_same_bits(folder: Path, drive: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "keys"), [("model", {}), ("nf4", {"overlap": "forward"})])
+def test_resumed_in_another_placement_it_has_the_same_bits(
+    base: str, keys: dict[str, Any], folder: Path, drive: Path, tmp_path: Path
+) -> None:
     """Offloaded norms and adapters share one optimizer and norm. The resumed session has another placement and newly
     initialised adapters.
     """
-    reference = with_norms(adapted(plain(folder)))
+    reference = with_norms(adapted(plain(folder, base)))
     expected = by_torch(reference)
-    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
+    with opened(folder, drive, base, freeze=ALL_BUT_NORMS, **keys) as session:
         model = with_norms(adapted(session.model))
         optimizer = session.adamw(lr=1e-2)
         scheduler = one_cycle(optimizer)
         assert list(trained(model, optimizer, scheduler, session=session, steps=5)) == expected[:5]
         session.save(tmp_path / "saves", scheduler)
-    with opened(folder, drive, home="in RAM", freeze=ALL_BUT_NORMS) as session:
+    with opened(folder, drive, base, home="in RAM", freeze=ALL_BUT_NORMS, **keys) as session:
         model = with_norms(adapted(session.model, init_lora_weights=False))
         optimizer = session.adamw()  # all trainable parameters
         scheduler = one_cycle(optimizer)

@@ -1,4 +1,6 @@
-"""Tests of adapters over a quantised base: the bits of PEFT over the same rounded base in memory, and fewer bytes."""
+"""Tests of a quantised base: its bytes, memory and stored forms, what is quantised, and what is refused; test_peft.py
+trains adapters over it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes import functional
-from engine_bench import assert_same
 from hf_trainers import model_folder, rows
-from peft import PeftModel
-from session_loop import ALL_BUT_NORMS, HOMES, adapted, adapters_of, by_torch, one_cycle, opened, trained, with_norms
+from session_loop import adapted, one_cycle, opened, rounded, trained
 from small_architectures import ARCHITECTURES, reference
-from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
 from offload_trainer.errors import UserError
@@ -33,109 +31,13 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-STEPS = 4
 BASES = ("nf4", "int8")
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose blocks are large enough that the padding of their stored bytes is not."""
     return model_folder(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
-
-
-def rounded(weight: torch.Tensor, base: str) -> torch.Tensor:
-    """Return a weight as bitsandbytes rounds it, with its own fp32 scales."""
-    values = weight.detach().flatten().to(torch.bfloat16)
-    values = torch.nn.functional.pad(values, (0, -values.numel() % 256))
-    if base == "nf4":
-        codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
-        state.dtype = torch.float32
-        found = functional.dequantize_4bit(codes, state)
-    else:
-        table = torch.tensor([max(k, -127) / 127 for k in range(-128, 128)])
-        codes, state = functional.quantize_blockwise(values, code=table, blocksize=256)
-        state.dtype = torch.float32
-        found = functional.dequantize_blockwise(codes, state)
-    return found.flatten()[: weight.numel()].view(weight.shape)
-
-
-def plain(folder: Path, base: str) -> Any:
-    """Return the model in memory, the matrices of its blocks rounded to `base`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if any(f"{matrix}.weight" in name for matrix in MATRICES):
-            parameter.data = rounded(parameter, base)
-    return model
-
-
-def losses(session: ot.Session, model: PeftModel, *, steps: int = STEPS, saves: Path | None = None) -> list[Any]:
-    """Train up to step number `steps`, after the save at `saves` if there is one, and save there; return the losses."""
-    optimizer = session.adamw(model.parameters(), lr=1e-2)
-    scheduler = one_cycle(optimizer)
-    start = session.resume(saves, scheduler) if saves else 0
-    found = list(trained(model, optimizer, scheduler, session=session, start=start, steps=steps))
-    if saves:
-        session.save(saves, scheduler)
-    return found
-
-
-KINDS: dict[str, dict[str, Any]] = {"LoRA": {"target_modules": "all-linear"}, "DoRA": {"use_dora": True}}
-
-
-@pytest.fixture(scope="module")
-def references(folder: Path) -> dict[tuple[str, str], tuple[list[Any], PeftModel]]:
-    made = {}
-    for base, kind in (("nf4", "LoRA"), ("int8", "DoRA")):
-        model = adapted(plain(folder, base), **KINDS[kind])
-        made[base, kind] = by_torch(model, steps=STEPS), model
-    return made
-
-
-@pytest.mark.parametrize(("base", "kind"), [("nf4", "LoRA"), ("int8", "DoRA")])
-@pytest.mark.parametrize("home", HOMES)
-def test_a_loop_is_pefts_over_the_rounded_base(
-    base: str, home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
-) -> None:
-    """Losses, norms and adapters are equal to the last bit; so are exports, which transformers and PEFT load."""
-    expected, in_memory = references[base, kind]
-    with opened(folder, drive, base, home=home) as session:
-        model = adapted(session.model, **KINDS[kind])
-        assert losses(session, model) == expected
-        assert_same(adapters_of(model), adapters_of(in_memory))
-        whole = plain(folder, base).state_dict()
-        assert_same(dict(session.named_weights()), {name: whole[name] for name, _ in session.named_weights()})
-        session.export(tmp_path / "merged", dtype="fp32")
-        session.export(tmp_path / "base", dtype="fp32", merge=False)
-        model.save_pretrained(tmp_path / "apart", save_embedding_layers=False)
-    card = (tmp_path / "merged/README.md").read_text()
-    assert f"21 matrices of 3 blocks (model.layers.0 to model.layers.2) were rounded to {base}" in card
-    apart = PeftModel.from_pretrained(plain(folder, base), tmp_path / "apart")
-    inputs = rows(1)[0]["input_ids"][None]
-    with torch.no_grad():
-        assert torch.equal(apart(inputs).logits, in_memory.eval()(inputs).logits)
-    merged, exported = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base")
-    )
-    assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
-    assert_same(exported.state_dict(), whole)
-
-
-@pytest.mark.slow
-def test_norms_are_trained_with_quantised_matrices(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
-    in_memory = with_norms(adapted(plain(folder, "nf4")))
-    expected = by_torch(in_memory, steps=2 * STEPS)
-    keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": "forward"}
-    with opened(folder, drive, "nf4", **keys) as session:
-        model = with_norms(adapted(session.model))
-        assert losses(session, model, saves=tmp_path / "save") == expected[:STEPS]
-    with opened(folder, drive, "nf4", home="in RAM", **keys) as session:
-        model = with_norms(adapted(session.model))
-        assert losses(session, model, steps=2 * STEPS, saves=tmp_path / "save") == expected[STEPS:]
-        session.export(tmp_path / "merged", dtype="fp32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert_same(merged.state_dict(), in_memory.merge_and_unload().state_dict())
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -282,11 +184,14 @@ def test_a_save_holds_no_base_and_another_base_is_refused(folder: Path, drive: P
     for base in BASES:
         with opened(folder, drive, base) as session:
             model = adapted(session.model)
+            optimizer = session.adamw(model.parameters(), lr=1e-2)
+            scheduler = one_cycle(optimizer)
             if base == "nf4":
-                losses(session, model, steps=1, saves=tmp_path / "save")
+                list(trained(model, optimizer, scheduler, session=session, steps=1))
+                session.save(tmp_path / "save", scheduler)
                 continue
             with pytest.raises(ot.UserError, match="another dtype or base"):
-                losses(session, model, saves=tmp_path / "save")
+                session.resume(tmp_path / "save", scheduler)
     assert not any("q_proj.weight" in path.read_text("latin-1") for path in (tmp_path / "save").rglob("*.safetensors"))
 
 

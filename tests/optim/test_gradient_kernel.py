@@ -9,7 +9,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload_trainer.optim import norms
 from offload_trainer.optim.kernel_api import TorchKernel, zlib_sum
 from offload_trainer.optim.kernels import adds_like_torch, choose_kernel
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
@@ -131,6 +133,19 @@ def test_while_the_order_of_torchs_norm_is_unknown_torch_measures() -> None:
             assert torch.equal(results, torch.tensor(right))
             assert torch.equal(kernel.add(sums, None, pieces=pieces), results)
             assert torch.equal(sums, torch.full((70_000,), 2.0))
+
+
+def test_a_norm_holds_the_squares_of_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, halves = list[StorageWeakRef](), norms._sum_by_halves
+
+    def counted(rows: torch.Tensor) -> torch.Tensor:
+        assert sum(not one.expired() for one in seen) <= 1  # the last part's, until this one's replace them
+        seen.append(StorageWeakRef(rows.untyped_storage()))
+        return halves(rows)
+
+    monkeypatch.setattr(norms, "_sum_by_halves", counted)
+    Pieces(256, halving=True).measure(torch.ones(2560))
+    assert len(seen) == 10
 
 
 CHECKED_SIZES = [*range(1, 400), 4095, 4096, 4097, 70_001, 1 << 20]

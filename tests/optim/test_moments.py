@@ -11,9 +11,9 @@ from update_ranges import form
 from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel, random_page
-from offload_trainer.optim.moments import Bits, Noise, random_bits, stored_moment
+from offload_trainer.optim.moments import Bits, Noise, StoredMoment, random_bits, stored_moment
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.tiered.state_formats import MOMENTS
+from offload_trainer.plan.tiered.state_formats import EXP_AVG, EXP_AVG_SQ, MOMENTS
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
@@ -33,10 +33,9 @@ def encoded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
-    back = torch.empty_like(x)
-    moments.encode_8bit(x, codes, absmax, signed=signed, noise=noise)
-    moments.decode_8bit(codes, absmax, back, signed=signed)
-    return codes, absmax, back
+    stored = StoredMoment(EXP_AVG if signed else EXP_AVG_SQ, codes, absmax)
+    stored.write(x, noise=noise)
+    return codes, absmax, stored.read()
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -115,10 +115,10 @@ def test_drives(facts: dict, state: str) -> None:
 
 
 def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
+    def broken(name: str) -> None:
+        raise TrainerError(f"DeepSpeed's kernel {name} could not be built: fatal error: omp.h: No such file")
 
-    monkeypatch.setattr(op_builder, "load_cpu_adam", broken)
+    monkeypatch.setattr(op_builder, "load_kernel", broken)
     config = load_config(["--engine", "deepspeed"])
     checks = doctor.examine(config)
     found = next(check for check in checks if check.name == "kernel cpu_adam")

@@ -65,11 +65,7 @@ inline void look_up(const Entry* __restrict table, const Index* __restrict index
 
 inline void encode_bf16(const float* __restrict values, const uint32_t* __restrict chance, uint16_t* __restrict out,
                         int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t word = bits(values[i]);
-        const uint32_t rounded = (word + chance[i]) >> 16;
-        out[i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
-    }
+    for (int64_t i = 0; i < count; i++) out[i] = cut_bf16(bits(values[i]), chance[i]);
 }
 
 #ifdef WIDE_TABLES
@@ -118,32 +114,29 @@ inline void decode_8bit(const uint8_t* __restrict codes, const Tables& tables, i
     if (done < count) look_up(tables.values[which], codes + done, out + done, count - done);
 }
 
-// Return the bits of the greatest magnitude. As integers the bits have the order of the numbers, with NaN above all.
-inline uint32_t greatest_magnitude(const float* values, int64_t count) {
+// Divide a block by its greatest magnitude, which is written to `scale`; write the quotients and their upper 16 bits.
+// Return whether that is possible: it is neither zero, infinite nor NaN. As integers the bits of magnitudes have the
+// order of the numbers, with NaN above all. Quotients above 2^-40 are correctly rounded; smaller ones all give the same
+// code, so it only matters that they do not become 0.
+inline bool divide(const float* __restrict values, float* __restrict scale, float* __restrict to,
+                   uint16_t* __restrict top, int64_t count) {
     uint32_t greatest = 0;
     for (int64_t i = 0; i < count; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
-    return greatest;
-}
-
-// Divide values by `scale`, their greatest magnitude; write the quotients and their upper 16 bits. Quotients above
-// 2^-40 are correctly rounded; smaller ones all give the same code, so it only matters that they do not become 0.
-inline void divide(const float* __restrict values, float scale, float* __restrict to, uint16_t* __restrict top,
-                   int64_t count) {
-    const Divisor divisor(scale);
-    if (scale >= 0x1p-60f && scale <= 1.0f)
+    *scale = number(greatest);
+    if (greatest == 0 || greatest >= INFINITE) return false;
+    const Divisor divisor(number(greatest));
+    if (divisor.value >= 0x1p-60f && divisor.value <= 1.0f)
         for (int64_t i = 0; i < count; i++) {
             to[i] = quotient(values[i], divisor);
             top[i] = uint16_t(bits(to[i]) >> 16);
         }
     else
         for (int64_t i = 0; i < count; i++) {
-            to[i] = values[i] / scale;
+            to[i] = values[i] / divisor.value;
             top[i] = uint16_t(bits(to[i]) >> 16);
         }
+    return true;
 }
-
-// Return whether a block can be divided by its greatest magnitude: it is neither zero, infinite nor NaN.
-inline bool usable(uint32_t greatest) { return greatest != 0 && greatest < INFINITE; }
 
 // Lookup tables are indexed by the upper 16 bits of a number. An entry's upper half is the code of the smallest number
 // with those bits. Its lower half is such that adding the number's lower half carries into the code exactly if the number
@@ -154,13 +147,10 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
     alignas(64) float scaled[BLOCK];
     alignas(64) uint16_t top[BLOCK];
     alignas(64) uint32_t entry[BLOCK];
-    const uint32_t greatest = greatest_magnitude(values, count);
-    *absmax = number(greatest);
-    if (!usable(greatest)) {
+    if (!divide(values, absmax, scaled, top, count)) {
         std::memset(codes, int(table[0] >> 16), count);  // the code of zero
         return;
     }
-    divide(values, *absmax, scaled, top, count);
     look_up(table, top, entry, count);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t word = bits(scaled[i]);
@@ -175,13 +165,10 @@ inline void encode_8bit_stochastically(const float* __restrict values, const Tab
     alignas(64) uint16_t top[BLOCK];
     alignas(64) uint32_t code[BLOCK];
     alignas(64) Cell cell[BLOCK];
-    const uint32_t greatest = greatest_magnitude(values, count);
-    *absmax = number(greatest);
-    if (!usable(greatest)) {
+    if (!divide(values, absmax, scaled, top, count)) {
         std::memset(codes, 0, count);
         return;
     }
-    divide(values, *absmax, scaled, top, count);
     look_up(tables.lower, top, code, count);
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
     look_up(tables.cells, code, cell, count);

@@ -52,9 +52,8 @@ void add_block(const Addition& call, int64_t at, int64_t count, float* __restric
 
 // -- torch's order ---------------------------------------------------------------------------------------------------
 
-template <bool FUSED>
-inline float add_square(float sum, float value) {
-    return FUSED ? __builtin_fmaf(value, value, sum) : sum + value * value;
+inline float add_square(float sum, float value, bool fused) {
+    return fused ? __builtin_fmaf(value, value, sum) : sum + value * value;
 }
 
 template <int N>
@@ -63,11 +62,11 @@ struct Vector {
 };
 
 // Add the squares of `count` values, a multiple of N, to N sums. A vector keeps the sums in a register.
-template <int N, bool FUSED>
-void add_squares(const float* values, int64_t count, float* sums) {
-    if (FUSED) {
+template <int N>
+void add_squares(const float* values, int64_t count, float* sums, bool fused) {
+    if (fused) {
         for (int64_t v = 0; v < count; v += N)
-            for (int lane = 0; lane < N; lane++) sums[lane] = add_square<true>(sums[lane], values[v + lane]);
+            for (int lane = 0; lane < N; lane++) sums[lane] = add_square(sums[lane], values[v + lane], true);
         return;
     }
     typename Vector<N>::type total, value;
@@ -79,22 +78,22 @@ void add_squares(const float* values, int64_t count, float* sums) {
     std::memcpy(sums, &total, sizeof total);
 }
 
-template <int N, bool FUSED>
+template <int N>
 void measure_lanes(const Addition& call, int64_t piece) {
+    const bool fused = call.order == FUSED_LANES;
     const int64_t start = piece * call.width, count = std::min(call.width, call.count - start), left = count % N;
     alignas(64) float values[ROW], sums[N] = {};
     const float* tail = values;
     for (int64_t at = 0; at < count; at += ROW) {
         const int64_t here = std::min(ROW, count - at), whole = here / N * N;
         add_block(call, start + at, here, values);
-        add_squares<N, FUSED>(values, whole, sums);
+        add_squares<N>(values, whole, sums, fused);
         tail = values + whole;
     }
     float sum = sums[0];
     for (int lane = 1; lane < N; lane++) sum += sums[lane];
-    const int64_t unfused = FUSED ? 0 : left / call.group * call.group;
-    for (int64_t i = 0; i < left; i++)
-        sum = i < unfused ? add_square<false>(sum, tail[i]) : add_square<true>(sum, tail[i]);
+    const int64_t unfused = fused ? 0 : left / call.group * call.group;
+    for (int64_t i = 0; i < left; i++) sum = add_square(sum, tail[i], i >= unfused);
     call.results[piece] = std::sqrt(sum);
 }
 
@@ -136,11 +135,6 @@ inline float halved(float* __restrict sums, int64_t count) {
 
 // -- a call ----------------------------------------------------------------------------------------------------------
 
-template <int N>
-void measure_in_lanes(const Addition& call, int64_t piece) {
-    call.order == FUSED_LANES ? measure_lanes<N, true>(call, piece) : measure_lanes<N, false>(call, piece);
-}
-
 // Do one task of a call. `subs` parts of a piece are tasks of their own (HALVES), and `parts` gets the sums of each.
 void add_task(const Addition& addition, int64_t subs, float* parts, int64_t task) {
     alignas(64) float sums[ROW];
@@ -148,10 +142,8 @@ void add_task(const Addition& addition, int64_t subs, float* parts, int64_t task
         const int64_t start = task * STRETCH, end = std::min(start + STRETCH, addition.count);
         for (int64_t at = start; at < end; at += ROW) add_block(addition, at, std::min(ROW, end - at), sums);
     } else if (addition.order != HALVES) {
-        const auto measure = addition.lanes == 16  ? measure_in_lanes<16>
-                             : addition.lanes == 8 ? measure_in_lanes<8>
-                                                   : measure_in_lanes<4>;
-        measure(addition, task);
+        const int32_t lanes = addition.lanes;
+        (lanes == 16 ? measure_lanes<16> : lanes == 8 ? measure_lanes<8> : measure_lanes<4>)(addition, task);
     } else {
         const Rows rows = rows_of(addition, task / subs);
         rows.sum(addition, task % subs, subs, parts ? parts + task * ROW : sums);
@@ -176,14 +168,8 @@ int32_t add_gradient(const Addition* addition, int32_t threads,
         if (!parts) return -1;
     }
     share(tasks, threads, [&](int64_t task) { add_task(*addition, subs, parts.get(), task); }, parallel);
-    for (int64_t piece = 0; parts && piece < pieces; piece++) {
-        float* const sums = parts.get() + piece * subs * ROW;
-        const int64_t row = rows_of(*addition, piece).row;
-        for (int64_t half = subs / 2; half > 0; half /= 2)
-            for (int64_t sub = 0; sub < half; sub++)
-                for (int64_t i = 0; i < row; i++) sums[sub * ROW + i] += sums[(sub + half) * ROW + i];
-        addition->results[piece] = halved(sums, row);
-    }
+    for (int64_t piece = 0; parts && piece < pieces; piece++)  // with several parts, rows have ROW elements
+        addition->results[piece] = halved(parts.get() + piece * subs * ROW, subs * rows_of(*addition, piece).row);
     return 0;
 }
 

@@ -37,12 +37,13 @@ constexpr uint32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
 inline float from_bf16(uint16_t word) { return number(uint32_t(word) << 16); }
 
-// Round to nearest even. A NaN could round to infinity, so it is truncated and made quiet instead.
-inline uint16_t to_bf16(float value) {
-    const uint32_t word = bits(value);
-    const uint32_t rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
-    return uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
+// Add `below` to the bits below bf16's last place, and truncate. A NaN could become infinity, so it is made quiet.
+inline uint16_t cut_bf16(uint32_t word, uint32_t below) {
+    return uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : (word + below) >> 16);
 }
+
+// Round to nearest even.
+inline uint16_t to_bf16(float value) { return cut_bf16(bits(value), 0x7fff + (bits(value) >> 16 & 1)); }
 
 // Exponent and mantissa shifted into place are the value / 2^112; the product is exact, for subnormals too.
 inline float from_f16(uint16_t word) {

@@ -56,12 +56,16 @@ class Crew {
     // Run work(argument) on this thread and on up to `helpers` others at the same time, until all have returned.
     void run(Work work, void* argument, int helpers) {
         std::lock_guard<std::mutex> mine(turn_);
-        helpers = std::min(helpers, have(helpers));
+        while (members_ < helpers && begin()) members_++;
+        helpers = std::min(helpers, members_);  // the system may refuse more
         if (helpers <= 0) return work(argument);
         work_ = work, argument_ = argument, finished_ = 0, taken_ = -1;
         places_ = helpers;  // from here on workers read what is set above
         offers_++;
-        wake(helpers);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            for (int i = std::min(helpers, asleep_); i > 0; i--) opened_.notify_one();
+        }
         work(argument);
         taken_ = helpers - std::max(0, places_.exchange(0));
         const auto done = [this] { return finished_ == taken_; };
@@ -71,12 +75,6 @@ class Crew {
     }
 
    private:
-    // Start threads until there are `helpers` or the system refuses more; return their number.
-    int have(int helpers) {
-        while (members_ < helpers && begin()) members_++;
-        return members_;
-    }
-
     // Start one more thread with all signals blocked; return whether that succeeded.
     bool begin() {
         sigset_t all, before;
@@ -91,11 +89,6 @@ class Crew {
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         return made;
-    }
-
-    void wake(int helpers) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (int i = std::min(helpers, asleep_); i > 0; i--) opened_.notify_one();
     }
 
     void serve(uint32_t seen) {

@@ -135,15 +135,15 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check("deepspeed", "ok", "not installed (only --engine deepspeed needs it)")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
-    from offload_trainer.engine.op_builder import is_built, load_async_io, load_cpu_adam
+    from offload_trainer.engine.op_builder import is_built, load_kernel
 
-    for name, load, wanted in (("cpu_adam", load_cpu_adam, needed), ("async_io", load_async_io, needed and drive)):
+    for name, wanted in (("cpu_adam", needed), ("async_io", needed and drive)):
         if not wanted:
             built = "built" if is_built(name) else "not built yet: minutes, at the first run with --engine deepspeed"
             yield Check(f"kernel {name}", "ok", built)
             continue
         try:
-            load()
+            load_kernel(name)
             yield Check(f"kernel {name}", "ok", "built and loaded")
         except TrainerError as error:
             yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")

@@ -205,8 +205,10 @@ class Plan:
             lines.append("  rows of any length: not even the shortest fit with these settings")
         elif self.longest_row is not None:
             longer = "; rows longer than this plan's may need another placement" * (self.longest_row > self.seq_len)
-            rows = f"{self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch{longer}"
-            lines.append(f"  rows of up to {rows}")
+            lines.append(
+                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch"
+                f"{longer}"
+            )
         return lines
 
     def _describe_seconds(self, steps: int | None, *, full: bool) -> list[str]:

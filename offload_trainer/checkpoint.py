@@ -226,13 +226,8 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
-
-        def sync() -> None:
-            for path in self._beside:
-                sync_file(path)
-
         try:
-            group.first(sync)
+            group.first(lambda: list(map(sync_file, self._beside)))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
             raise TrainerError(

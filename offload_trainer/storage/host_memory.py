@@ -66,15 +66,12 @@ class Heap:
             library.mallopt(_MMAP_MAX, 0)  # large blocks come from the heap, too, instead of from mappings
 
     def trim(self) -> None:
-        """Return freed memory to the system, unless it is kept."""
-        if not self._limit or _private_bytes() > self._limit:
-            return_now()
-
-
-def _private_bytes() -> int:
-    """Return the resident memory of this process without pages of files and shared memory, as the kernel counts it."""
-    resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3]
-    return (int(resident) - int(shared)) * PAGE
+        """Return freed memory to the system, unless it is kept. Private is what is resident without files' pages."""
+        if self._limit:
+            resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
+            if (resident - shared) * PAGE <= self._limit:
+                return
+        return_now()
 
 
 def host_buffer(size: int, *, pinned: bool = False, descriptor: int = -1) -> torch.Tensor:

@@ -140,7 +140,7 @@ _TERMS: dict[str, str] = {
     "in rows": "train.eval_rows: eval_iters max_eval_samples",
     "its sizes are deepspeed.*": "placement.engine=deepspeed: deepspeed zero_optimization ds_config deepspeed_config",
     "models run eagerly, since compiled code would keep weights that have moved": "torch_compile compile",
-    _ADAPTERS: "lora use_lora use_dora qlora peft use_peft adapter finetuning_type adapter_name_or_path",
+    _ADAPTERS: "lora use_lora qlora dora use_dora peft use_peft adapter finetuning_type adapter_name_or_path",
     _FEWER_BITS: "load_in_4bit load_in_8bit quantize quantization_bit quantization_config fp8",
     _PREFERENCES: "dpo beta reward_model kto grpo ppo orpo rlhf",
     _LOGGED: "logging_steps log_interval log_every_n_steps steps_per_print disable_tqdm log_level",

@@ -20,7 +20,7 @@ from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_vari
 from offload_trainer.data.packing import Counts, RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
 from offload_trainer.data.run_data import first_row
-from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 
@@ -493,6 +493,19 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
     assert sorted(found) == sorted((list(one.ids), list(one.counted)) for one in given)
     assert sum(len(one.ids) for one in given) + padded == 32 * len(rows)
     assert padded / (32 * len(rows)) < 0.1
+
+
+def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_path: Path) -> None:
+    """The first token of one, although it is trained on, is no target of the one before."""
+    encoder = row_encoder(12, packed=True)
+    assert rows_of(encoder, [conversation(5, first=20, answer=5), conversation(4, first=30, answer=4)]) == []
+    file, rows = tmp_path / "t.bin", [*encoder.rest(), [NOT_LEARNED]]
+    write_tokens(file, rows, vocabulary=300, row_length=12, packed=True)
+    batch = RowReader(TokenFile.open(file), seq_len=12, rows=range(1), vocabulary=300).rows_at([0])
+    assert batch.inputs.tolist() == [[*range(20, 25), *range(30, 34), *[PAD] * 3]]
+    assert batch.targets.tolist() == [[*range(21, 25), IGNORED, *range(31, 34), *[IGNORED] * 4]]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[*range(5), *range(4), *range(3)]]
 
 
 def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:

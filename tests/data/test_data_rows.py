@@ -96,30 +96,32 @@ def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shu
 
 
 def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:
-    def step_rows(*, world: int, accumulate: int, steps: int) -> list[list[int]]:
+    def steps(count: int, *, world: int, accumulate: int) -> list[list[tuple[list[int], int]]]:
+        """Return the rows and the seed of each micro-batch of each step."""
         ranks = [
             take(
                 reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world),
-                accumulate * steps,
+                accumulate * count,
             )
             for rank in range(world)
         ]
         assert len({tuple(batch.data_position for batch in rank) for rank in ranks}) == 1
         return [
             [
-                row
+                (row_numbers(rank[micro]), rank[micro].seed)
                 for micro in range(step * accumulate, (step + 1) * accumulate)
                 for rank in ranks
-                for row in row_numbers(rank[micro])
             ]
-            for step in range(steps)
+            for step in range(count)
         ]
 
     expected = [order(i % ROWS, ROWS, seed=1, epoch=i // ROWS) for i in range(40)]
-    two_ranks = step_rows(world=2, accumulate=1, steps=10)
-    assert two_ranks == [expected[i : i + 4] for i in range(0, 40, 4)]
-    assert two_ranks == step_rows(world=1, accumulate=2, steps=10)
-    assert step_rows(world=4, accumulate=1, steps=5) == step_rows(world=2, accumulate=2, steps=5)
+    two_ranks = steps(10, world=2, accumulate=1)
+    assert [[row for rows, _ in step for row in rows] for step in two_ranks] == [
+        expected[i : i + 4] for i in range(0, 40, 4)
+    ]
+    assert two_ranks == steps(10, world=1, accumulate=2)
+    assert steps(5, world=4, accumulate=1) == steps(5, world=2, accumulate=2)
 
 
 def test_split_has_no_overlap_and_leaves_no_row_out() -> None:

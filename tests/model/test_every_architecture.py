@@ -11,6 +11,7 @@ import every_architecture
 import pytest
 import tiny_models
 import torch
+from sample_plans import machine, wish
 from transformers import PreTrainedModel, Trainer
 
 from offload_trainer.config import ModelSection
@@ -19,7 +20,7 @@ from offload_trainer.model import meta_trace
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.shape import no_weight_decay_names
-from offload_trainer.plan.planner import checkpointed_blocks
+from offload_trainer.plan.planner import checkpointed_blocks, make_plan
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -81,13 +82,16 @@ def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None,
     return resolve_model(ModelSection(name=str(folder), random_init=True, dtype="fp32", **section or {}), seed=0)
 
 
-def test_attention_that_the_configuration_asks_for_is_no_note(tmp_path: Path) -> None:
+def test_the_plan_names_what_a_model_lacks_unless_it_is_asked_for(tmp_path: Path) -> None:
     shape = source_of("Gemma2", tmp_path / "a").shape
     (note,) = shape.notes
     assert note.startswith("attention: eager, since Gemma2ForCausalLM has no SDPA in transformers")
+    assert note in make_plan(wish(), shape, machine()).notes
     assert shape.on_gpu.kinds[0].kept.pair > 0
     asked = source_of("Gemma2", tmp_path / "a", section={"attention": "eager"}).shape
     assert (asked.notes, asked.on_gpu) == ((), shape.on_gpu)
+    whole = "loss: with the logits of all tokens at once, since ProphetNet"
+    assert any(note.startswith(whole) for note in source_of("ProphetNet", tmp_path / "b").shape.notes)
 
 
 def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_equal_and_unknown_identities_do_not_differ() -> None:
 )
 def test_differences_are_described(changes: dict[str, object], lines: list[str]) -> None:
     assert differences(SAVED, SAVED | changes) == lines
+    assert len(differences(SAVED | changes, SAVED)) == len(lines)
 
 
 def test_the_advice_is_one_that_works() -> None:

@@ -20,8 +20,9 @@ from offload_trainer.data.run_data import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
-from offload_trainer.run import checks, directory
+from offload_trainer.run import checks, directory, train
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
+from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
@@ -199,6 +200,25 @@ def test_a_start_does_not_wait_long_for_a_living_run(tmp_path: Path, monkeypatch
         pass
     assert 0 < len(waits) <= 20
     assert max(waits) < 0.1
+
+
+def test_a_start_locks_the_directory_before_it_reads_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run that ends there meanwhile would leave a newer checkpoint than the one that was chosen."""
+
+    def plan(*_: Any, **__: Any) -> None:
+        with open(tmp_path / ".lock") as looking, pytest.raises(BlockingIOError):
+            fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        raise UserError("planned")
+
+    (tmp_path / ".lock").touch()
+    threads = {"OMP_NUM_THREADS": torch.get_num_threads()}
+    for name, value in (threads | {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(train, "plan_run", plan)
+    with pytest.raises(UserError, match=r"^planned$"):
+        train.train_run(load_config(["--output", str(tmp_path)]))
 
 
 def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one(

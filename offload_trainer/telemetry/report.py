@@ -150,8 +150,8 @@ def results(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> di
         "a step, update hidden": median(row.hidden for row in counted) or None,
         "tokens a second": median_speed(counted),
         "MFU": median(utilisation) if utilisation else None,
-        "host memory, peak": last.host_rss_bytes,
-        "GPU memory, peak": last.device_peak_bytes or None,
+        "host memory, peak": max(row.host_rss_bytes for row in rows),
+        "GPU memory, peak": max(row.device_peak_bytes for row in rows) or None,
         "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
         "written to drives, a step": written if written >= _LOGS else None,
     }

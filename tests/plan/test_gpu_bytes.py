@@ -139,7 +139,7 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
         raise NotImplementedError
 
     counted = resolve_model(ModelSection(name="gpt2"), seed=0).shape
-    monkeypatch.setattr(activations, "_count", fail)
+    monkeypatch.setattr(activations._Count, "with_few_blocks", fail)
     shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
     assert shape.on_gpu is None
     for words in ([], ["model.activation_checkpointing=off"]):

@@ -271,6 +271,8 @@ def test_a_scale_that_is_impossible_is_refused(
     torch.save(torch.amp.GradScaler("cpu").state_dict() | changes, tmp_path / "scaler.pt")
     with pytest.raises(UserError, match=rf"scaler\.pt has no loss scale to go on with: {told}"):
         imported(tmp_path, tmp_path / "run", "--model", str(model), "--dtype", "fp16")
+    torch.save({}, tmp_path / "scaler.pt")  # the state of one that is switched off
+    imported(tmp_path, tmp_path / "run", "--model", str(model), "--dtype", "fp16")
 
 
 # -- memory: some of the largest weights, not the model ----------------------------------------------------------------

@@ -59,7 +59,9 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     assert not machine_rates.is_due(after)
     assert not machine_rates.is_due(planned(drive, tmp_path / "run", *MANY))  # the rates are cached
     with_muon = planned(drive, tmp_path / "run", *MANY, "optim.name=muon")
-    assert step_time.RATE in machine_rates.rates_at_start(with_muon, say=messages.append).rates.layers
+    machine = machine_rates.rates_at_start(with_muon, say=messages.append)
+    assert step_time.RATE in machine.rates.layers
+    assert plan_run(with_muon.config, again=replace(with_muon, machine=machine)).plan.forecast.step is not None
 
 
 def test_a_run_that_rates_do_not_change_starts_at_once(

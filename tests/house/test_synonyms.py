@@ -48,6 +48,8 @@ LEADS: dict[str, str] = {
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
     "zero_optimization.offload_optimizer.nvme_path=/x": "placement.nvme=/x",
     "bf16.enabled=true": "model.dtype=bf16",
+    "aio.block_size=1048576": "deepspeed.aio_block_size=1048576",  # whose last part is another trainer's name of rows
+    "--eval.max_iters 100": "train.eval_rows",
     "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
     "--stage sft": "docs/tutorial.md",
     "optimizer.lr=2e-5": "optim.lr",  # torchtune

@@ -39,6 +39,15 @@ from offload_trainer.storage.host_memory import Heap
 _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
+def refuse_other_default() -> None:
+    """Raise UserError if torch's default dtype is not fp32, in which the update's arithmetic creates its numbers."""
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        raise UserError(
+            f"torch.set_default_dtype({dtype}) would round the numbers of the update: set it to torch.float32 again; "
+            "the model's own dtype is unaffected"
+        )
+
+
 class OffloadedModel:
     """A module with hooks that fetch its weights and collect its gradients, and the optimizer that updates it."""
 
@@ -397,6 +406,7 @@ class OffloadedModel:
             self.manifest.note(self.steps_done, updating=updating)
 
     def _step_params(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
+        refuse_other_default()
         noise_seed = self._seed if self.store.format.moments.stochastic else None
         return step_params_of(self.units, rules, steps, scale=scale, noise_seed=noise_seed)
 

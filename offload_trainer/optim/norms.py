@@ -38,7 +38,7 @@ class Pieces:
 
     def results(self, elements: int) -> torch.Tensor:
         """Return memory (fp32) for the results of `elements` elements."""
-        return torch.empty(-(-elements // self.width))
+        return torch.empty(-(-elements // self.width), dtype=torch.float32)
 
     def measure(self, values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
         """Return the partial results (fp32) of 1-D values, one a piece, by torch's operations.
@@ -58,7 +58,7 @@ class Pieces:
             return torch.cat(found)
         # The pieces' copy and norms use two preallocated tensors, because small allocations between freed copies would
         # fragment the heap.
-        results, copy = self.results(values.numel()), torch.empty(min(self.width, values.numel()))
+        results, copy = self.results(values.numel()), torch.empty(min(self.width, values.numel()), dtype=torch.float32)
         for index, piece in enumerate(values.split(self.width)):
             torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=results[index])
         return results

@@ -37,7 +37,7 @@ from offload_trainer.model.images import class_names
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.offloading.allocation import EngineParts
-from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
 from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
@@ -321,6 +321,7 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
     `source`: has the model's shape. `moves`: bytes of the model in this process, which are freed while the weights are
     placed.
     """
+    refuse_other_default()
     several = place_here()[1] > 1
     if several:
         refuse_other_programs(config.model_dump(mode="json"))

@@ -72,8 +72,9 @@ def leased(
     with place:
         try:
             yield place.path
-        except BaseException:
-            if is_listed(place.path):
+        except BaseException as error:
+            # A lease that nobody has closed, perhaps in a forked child, is left to the next start.
+            if isinstance(error, GeneratorExit) or is_listed(place.path):
                 place.leave()
             raise
 

@@ -231,3 +231,6 @@ def test_a_run_that_ends_in_a_new_directory_meanwhile_is_not_mixed_with_this_one
     checks.refuse_another(planned, newer)
     with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
         checks.refuse_another(planned, older)
+    (tmp_path / "export.json").touch()  # of one without checkpoints
+    with pytest.raises(UserError, match=r"another run has ended in .* repeat the command"):
+        checks.refuse_another(planned, newer)

@@ -296,7 +296,7 @@ class StoredMasters:
             TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
         """
         weight = self._weights[name]
-        out = torch.empty(weight.numel)
+        out = torch.empty(weight.numel, dtype=torch.float32)
         for number, held, given in self._pages(weight):
             out[given] = self._masters(number)[held]
         return out.view(weight.shape)

@@ -301,7 +301,7 @@ class PageStore:
 
         Elements on another node's pages are uninitialised.
         """
-        out = torch.empty(count)
+        out = torch.empty(count, dtype=torch.float32)
         for number, held, given in self._table.touched(unit, start, count):
             out[given].copy_(self._masters(number, modify=False)[held])
         return out

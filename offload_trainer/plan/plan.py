@@ -111,7 +111,8 @@ class Plan:
                 more = f". It fits with {', or '.join(f'`{words}`' for words in self.fits_with)} added to the command"
             elif self.fits_with is not None:
                 more = (
-                    ". No three of these make it fit: fewer checkpoints, drives, 8-bit moments, fewer or shorter rows"
+                    ". Not even three of these together make it fit: fewer checkpoints, drives, 8-bit moments, fewer "
+                    "or shorter rows. It takes a smaller model, or a larger machine"
                 )
             raise UserError("this does not fit: " + "; ".join(missing) + f" (--force runs it anyway){more}")
 

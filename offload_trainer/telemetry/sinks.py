@@ -46,6 +46,7 @@ _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
+_BESIDES = 15  # columns of that line beside its numbers
 
 
 @lenient_record
@@ -121,7 +122,7 @@ class Telemetry:
         bits = "" if record.bits_per_byte is None else f"  {_four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
             f"validation after step {record.step}: loss {_four_digits(record.validation_loss)}"
-            f"  perplexity {_four_digits(record.perplexity)}{bits}"
+            f"  perplexity {'-' if record.perplexity is None else f'{record.perplexity:.5g}'}{bits}"
         )
         if self._trackers is not None:
             self._trackers.put("validation", record)
@@ -186,8 +187,9 @@ class Screen:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)
         if self._bar is not None:
-            self._bar.ncols = _columns()
-            self._bar.set_description_str(self._numbers(record), refresh=False)
+            self._bar.ncols = columns = _columns()
+            room = None if columns is None else columns - _BESIDES - 2 * len(str(self._total))
+            self._bar.set_description_str(self._numbers(record, room=room), refresh=False)
             self._bar.update(record.step - self._bar.n)
             if record.step == self._total:
                 self.close()
@@ -209,8 +211,8 @@ class Screen:
             self._bar.close()
             self._bar = None
 
-    def _numbers(self, record: StepRecord) -> str:
-        """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
+    def _numbers(self, record: StepRecord, *, room: int | None = None) -> str:
+        """Format a step's numbers, the most important first; those that do not fit `room` columns are left out."""
         seconds = sum(row.seconds for row in self._recent)
         speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
         moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
@@ -223,14 +225,17 @@ class Screen:
         fields = [
             f"loss {_four_digits(record.loss)}",
             f"{format_count(speed)} tokens/s",
+            f"{format_seconds(self.seconds_left(record.step))} left",
             f"{phase} {took[phase] / seconds:.0%}{bound}" if took.get(phase) else "",
             f"drive {format_bytes(moved)}/s" if self._drives and moved >= _LEAST_MOVED else "",
-            f"{format_seconds(self.seconds_left(record.step))} left",
             "norm -" if record.grad_norm is None else f"norm {record.grad_norm:.3g}",
             f"rate {record.lr:.3g}",
             "skipped" if record.skipped else "",
         ]
-        return "  ".join(filter(None, fields))
+        fields = list(filter(None, fields))
+        while room is not None and len(fields) > 1 and len("  ".join(fields)) > room:
+            fields.pop()
+        return "  ".join(fields)
 
 
 def _columns() -> int | None:

@@ -76,7 +76,7 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
         assert f"`{more}`" in str(error.value)
         assert plan_elsewhere(load_config([*given, *more.split()]), here).fits
     assert bool(refused.fits_with) == bool(expected)
-    assert bool(expected) != ("No three of these make it fit" in str(error.value))
+    assert bool(expected) != ("Not even three of these together make it fit" in str(error.value))
 
 
 def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:

@@ -40,7 +40,7 @@ def runs_in(directory: Path) -> list[dict[str, Any]]:
     `state` says that a run is running, done, or how it would resume. Raises UserError if no run is found.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; a run is in the directory given by its --output")
+        raise UserError(f"{directory}: no such directory; `offload-train runs DIR` lists the runs in DIR")
     found = []
     for place, folders, files in os.walk(directory):
         if "config.yaml" in files and "metrics.jsonl" in files:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from shlex import quote
 from textwrap import wrap
 from typing import Any
@@ -165,17 +166,19 @@ class Plan:
             *self._describe_seconds(steps, full=full),
         ]
         nearest = sorted(self.rejected, key=lambda one: not one[1].startswith("fits"))[:_REJECTED]
-        tail = [f"  rejected: {name}: {reason}" for name, reason in (self.rejected if full else nearest)]
-        tail += [f"  note: {note}" for note in self.notes]
+        rejected = [f"  rejected: {name}: {reason}" for name, reason in (self.rejected if full else nearest)]
+        notes = [f"  note: {note}" for note in self.notes]
         if full:
-            return "\n".join([*head, *tail])
-        lines, columns = list[str](), screen_columns()
-        for told in (*head, *tail):
-            wrapped = wrap(told, columns, subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
-            if len(lines) + len(wrapped) >= _LINES:
-                break
-            lines += wrapped
-        return "\n".join([*lines, "  more: all items, schedules and rejections: `offload-train plan ... --explain`"])
+            return "\n".join([*head, *rejected, *notes])
+        fold = partial(
+            wrap, width=screen_columns(), subsequent_indent="      ", break_on_hyphens=False, break_long_words=False
+        )
+        lines, last = [line for told in head for line in fold(told)], list[str]()
+        for told, into in (*((note, last) for note in notes), *((one, lines) for one in rejected)):
+            if len(lines) + len(last) + len(folded := fold(told)) < _LINES:  # rejections go first where room is short
+                into += folded
+        more = "  more: all items, schedules and rejections: `offload-train plan ... --explain`"
+        return "\n".join([*lines, *last, more])
 
     def _describe_tiers(self, *, full: bool) -> list[str]:
         """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""

@@ -520,3 +520,5 @@ def test_a_long_plan_ends_within_its_screen() -> None:
     assert "DOES NOT FIT" in text
     assert "note: note 0" in text
     assert "note 19" not in text
+    plan = replace(plan, notes=("fp16",), rejected=tuple((f"home {number}", "fits " * 99) for number in range(2)))
+    assert "note: fp16" in screen_of(plan)  # rejections are left out before notes

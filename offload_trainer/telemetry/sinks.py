@@ -46,7 +46,7 @@ _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
-_BESIDES = 15  # columns of that line beside its numbers
+_BESIDES = len(_LINE.format(n_fmt="", total_fmt="", bar="", desc=""))  # its columns beside all numbers
 
 
 @lenient_record

@@ -186,6 +186,11 @@ class OptimSection(_Section):
         description="how moments are stored; bytes a parameter with the master weight: fp32 12; bf16 8, rounded "
         "stochastically (tiered only); 8bit 6, in blocks of 256 (adamw only)",
     )
+    master_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="how master weights are stored; bf16: rounded stochastically after each update, 2 bytes a "
+        "parameter less (tiered, adamw and --dtype bf16 only)",
+    )
     kernel: Literal["auto", "torch", "native"] = Field(
         "auto",
         description="tiered only: implementation of the update; native: compiled C++; auto: native if there is a "

@@ -241,6 +241,7 @@ _VALUES = {
     "optim.schedule": "constant: constant_with_warmup warmuplr cosine: cosine_with_min_lr warmupcosinelr true "
     "linear: warmupdecaylr wsd: warmup_stable_decay",
     "optim.moment_dtype": "8bit: 8 8_bit int8 bf16: bfloat16 fp32: float32",
+    "optim.master_dtype": "bf16: bfloat16 fp32: float32",
     "placement.engine": "deepspeed: zero zero1 zero2 zero3 ds",
     # --optimizer places the optimizer state; other trainers use the same flag to choose the optimizer.
     "placement.optimizer": f"optim.name=adamw: adamw {_ADAMW} {_EIGHT_BITS} optim.name=muon: muon {_WHERE}",

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from offload_trainer.optim import triton_adam
 from offload_trainer.optim.cuda_adam import constants
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 
 CARDS = (70, 75, 80, 86, 89, 90, 100, 120)  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # The fp32 instructions allowed in PTX: arithmetic that rounds to nearest even, and instructions without arithmetic.
@@ -24,7 +25,7 @@ EXACT = re.compile(
     r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|add\.rn\.f32\.f16|cvt\.rn\.(f32\.[us]32|f16(x2)?\.f32)|cvt\.f32\.f16"
     r"|(ld|st|mov|selp|setp|neg|abs)\b.*"
 )
-TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments
+TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments, and of masters
 
 
 def faults_of(ptx: str, *, fuses: bool) -> list[str]:
@@ -40,11 +41,11 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
     return faults
 
 
-def ptx_for(card: int, *, moments: str, given: str | None, whole: bool) -> str:
+def ptx_for(card: int, *, masters: str, moments: str, given: str | None, whole: bool) -> str:
     """Compile the function for a card; `given` is the type of gradients and new weights (None: fp32, no weights)."""
     signature = dict.fromkeys(triton_adam.adamw.arg_names, "*fp32")
     signature |= dict.fromkeys(("table", "nearest", "lower"), "*i32")
-    signature |= dict.fromkeys(("first_moments", "second_moments"), TYPES[moments])
+    signature |= dict.fromkeys(("first_moments", "second_moments"), TYPES[moments]) | {"master": TYPES[masters]}
     fixed = constants(whole=whole)
     if moments != "8bit":
         fixed |= {"first_scales": None, "second_scales": None}
@@ -70,19 +71,20 @@ def ptx_of_addition(card: int, *, given: str) -> str:
 
 
 def main() -> int:
-    """Compile the functions for each card with each type once, and print a line for each format of moments."""
+    """Compile the functions for each card with each type once, and print a line for each format of state."""
     wrong = False
     for card in CARDS:
         added = [ptx_of_addition(card, given=given) for given in ("*i16", "*fp16", "*fp32")]
         faults = [fault for code in added for fault in faults_of(code, fuses=False)]
         wrong |= bool(faults)
         print(f"triton {triton.__version__}  sm_{card}  gradients: {'; '.join(faults) or 'right'}")
-        for moments in TYPES:
+        for format in ADAMW_FORMATS:
+            types = {"masters": format.masters.name, "moments": format.moments.name}
             faults = []
             for given, whole in (("*i16", True), ("*fp16", True), (None, False)):
-                faults += faults_of(ptx_for(card, moments=moments, given=given, whole=whole), fuses=True)
+                faults += faults_of(ptx_for(card, **types, given=given, whole=whole), fuses=True)
             wrong |= bool(faults)
-            print(f"triton {triton.__version__}  sm_{card}  {moments}: {'; '.join(faults) or 'right'}")
+            print(f"triton {triton.__version__}  sm_{card}  {format.name}: {'; '.join(faults) or 'right'}")
     return int(wrong)
 
 

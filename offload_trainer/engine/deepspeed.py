@@ -336,7 +336,7 @@ class DeepSpeedEngine:
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
-        for kind in KINDS if state.optimizer_steps else KINDS[:1]:
+        for kind in KINDS if state.optimizer_steps else ["master"]:
             for name, tensor in read_tensors(directory, kind, shapes=self._trained):
                 self._write(name, kind, tensor)
         if self._fixed:

@@ -16,11 +16,11 @@ from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
+from offload_trainer.optim.moments import Noise, empty_fields, stored_field
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, StateFormat, state_format
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat, state_format
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
 
@@ -34,25 +34,25 @@ Step = Callable[[int], None]  # called with the step's number, from 1
 
 @dataclass(frozen=True)
 class TimedUpdate:
-    """AdamW with a kernel and a format of moments. Without a kernel it is DeepSpeed's step."""
+    """AdamW with a kernel and a format of its state. Without a kernel it is DeepSpeed's step."""
 
     kernel: Kernel | None
-    moments: str = "fp32"
+    format: StateFormat = ADAMW_FORMATS[0]
 
     @property
     def name(self) -> str:
         """Return the key of its rate in `Rates.update`."""
-        return update_key(self.kernel.name, self.moments) if self.kernel else "deepspeed"
+        return update_key(self.kernel.name, self.format.name) if self.kernel else "deepspeed"
 
     def begin(self, elements: int, page: int) -> Step:
         """Allocate `elements` parameters in pages of at most `page`; return a function that runs one step on them."""
         if self.kernel is None:
             return _stock_step(elements)
-        kernel, format, on_gpu = self.kernel, state_format("adamw", self.moments), self.kernel.name == "cuda"
+        kernel, format, on_gpu = self.kernel, self.format, self.kernel.name == "cuda"
         pages = make_pages(elements, page=page, format=format, place="cuda" if on_gpu else "cpu")
 
         def update(step: int) -> None:
-            noise = Noise(0, step) if format.moments.stochastic else None
+            noise = Noise(0, step) if format.stochastic else None
             for one in pages:
                 kernel.update_page(replace(one, parts=[replace(part, step=step) for part in one.parts], noise=noise))
             if on_gpu:
@@ -71,7 +71,7 @@ def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "c
     values = empty_fields(format, _PATTERN)
     values["master"].copy_(master)
     for moment in MOMENTS.values():
-        stored_moment(moment, values).write(first if moment.signed else first.square())
+        stored_field(moment, values).write(first if moment.signed else first.square())
     pages = []
     for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
         fields = table.fields(number, data)
@@ -93,7 +93,7 @@ def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
 def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
     """Return the updates that can run here. `say` receives the reason for each one left out.
 
-    These are this package's kernels, the fastest of them with each format of moments; DeepSpeed's step, if its kernel
+    These are this package's kernels, the fastest of them with each format of state; DeepSpeed's step, if its kernel
     is built; and the kernel for state on the GPU.
     """
     found: list[TimedUpdate] = []
@@ -103,7 +103,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
         except UserError as error:
             say(f"bench: {name} kernel left out: {error}")
             continue
-        found += [TimedUpdate(kernel, moments) for moments in (["fp32"] if found else MOMENT_FORMATS)]
+        found += [TimedUpdate(kernel, format) for format in ADAMW_FORMATS[: 1 if found else None]]
     if is_built("cpu_adam"):
         load_kernel("cpu_adam")
         found.append(TimedUpdate(None))
@@ -112,16 +112,16 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
         if there is None:
             say(f"bench: {words}")
         else:
-            found += [TimedUpdate(there, moments) for moments in MOMENT_FORMATS]
+            found += [TimedUpdate(there, format) for format in ADAMW_FORMATS]
     return found
 
 
-def updates_of_run(kernel: str, moments: str) -> list[TimedUpdate]:
-    """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses."""
+def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
+    """Return the updates that a run with `optim.kernel` and AdamW's state in `format` uses."""
     chosen, _ = choose_kernel(kernel)
     there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
-    found = [TimedUpdate(chosen, moments)]
-    return found if there is None else [*found, TimedUpdate(there, moments)]
+    found = [TimedUpdate(chosen, format)]
+    return found if there is None else [*found, TimedUpdate(there, format)]
 
 
 def _stock_step(elements: int) -> Step:

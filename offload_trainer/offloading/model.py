@@ -61,7 +61,7 @@ class OffloadedModel:
             parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
                 replaced and their values are lost; `put` sets the values.
             parts: the placement, the device, the drives and the kernels. The caller closes them after this object.
-            seed: seed of the stochastic rounding of moments that are not fp32.
+            seed: seed of the stochastic rounding of masters and moments that are not fp32.
         """
         self.node, self.units, self.parameters = parts.node, parts.units, parameters
         self._module, self._device, self._drives, self._seed = module, parts.device, parts.drives, seed
@@ -407,7 +407,7 @@ class OffloadedModel:
 
     def _step_params(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
         refuse_other_default()
-        noise_seed = self._seed if self.store.format.moments.stochastic else None
+        noise_seed = self._seed if self.store.format.stochastic else None
         return step_params_of(self.units, rules, steps, scale=scale, noise_seed=noise_seed)
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from offload_trainer.optim.norms import norm_of
 from offload_trainer.optim.rules import AdamStep, step_constants
 from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import MOMENTS, scales_of
+from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
@@ -113,7 +113,7 @@ class _Table(ctypes.Structure):
         ("apart", ctypes.c_int32),  # fp32 words from a page's state to the next page's
         ("elements", ctypes.c_int32),  # of each page
         ("begin", ctypes.c_int32),  # start of the first part
-        ("keys", (ctypes.c_uint32 * 2) * len(MOMENTS)),  # keys of the random bits
+        ("keys", (ctypes.c_uint32 * 2) * len(KINDS)),  # keys of the random bits
         ("part", _Part * _PARTS),  # in elements of all pages, ascending
     )
 
@@ -160,13 +160,13 @@ class CudaKernel:
     def update_page(self, page: PageUpdate) -> None:
         self._check(page)
         fields, parts, scale = page.fields, page.parts, page.scale
-        assert page.noise is not None or not page.format.moments.stochastic
+        assert page.noise is not None or not page.format.stochastic
         master = fields["master"]
         table = _Table(apart=_apart(master) // 4, elements=master.shape[-1])
-        for keys, moment in zip(table.keys, MOMENTS, strict=True):
-            bits = page.bits(moment) or Bits()
+        for keys, kind in zip(table.keys, KINDS, strict=True):
+            bits = page.bits(kind) or Bits()
             table.first, keys[:] = bits.first, bits.keys
-        names = ["master", *MOMENTS, *(scales_of(moment) for moment in MOMENTS)]
+        names = [*KINDS, *(scales_of(moment) for moment in MOMENTS)]
         tensors = [*(fields.get(name) for name in names), page.grad, page.out]
         given = [_without_bf16(tensor) for tensor in tensors]
         for start in range(0, len(parts), _PARTS - 1):

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from offload_trainer.optim.moments import Bits, Noise, stored_moment
+from offload_trainer.optim.moments import Bits, Noise, stored_field
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import Hyper, Muon
-from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import KINDS, StateFormat
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class PageUpdate:
     """One step on one page of `n` elements. All tensors are 1-D, contiguous and on one device.
 
     Args:
-        fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
+        fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32 or bf16.
             exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
             fp32[ceil(n / 256)].
         grad: bf16, fp16 or fp32 [n]; not modified.
-        out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even.
+        out: bf16, fp16 or fp32 [n], or None; receives the masters, as stored, rounded to nearest even.
         parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Nothing
             outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and its rule is
             that of `format`. The list may be empty.
         format: storage format of the fields.
         scale: factor on the gradient.
-        noise: random bits for moments that are rounded stochastically; None for fp32 moments.
+        noise: random bits for fields that are rounded stochastically; None if all are fp32.
         unit, first: the page's unit, and its first element there; the random bits depend on them.
     """
 
@@ -74,8 +74,8 @@ class Kernel(Protocol):
     def update_page(self, page: PageUpdate) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
 
-        For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
-        moments. bf16 moments and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
+        For each element a kernel decodes master and moments to fp32 (`moments.py`), applies the rule, and encodes the
+        new ones. bf16 fields and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
         operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose function `adam` lists
         the operations; `step_constants` in rules.py computes the constants. An element's result depends only on that
         element and, in 8 bits, on the 256 elements that share its scale. So results depend neither on where pages are
@@ -115,7 +115,7 @@ CHUNK = 2**19
 class TorchKernel:
     """A kernel of torch operations that matches torch.optim.AdamW(fused=True), except for padding (`AdamW.update`).
 
-    The rules only support fp32. Moments in 16 and 8 bits are converted to fp32 before the update and back after it, one
+    The rules only support fp32. Fields in 16 and 8 bits are converted to fp32 before the update and back after it, one
     chunk at a time.
     """
 
@@ -137,17 +137,17 @@ class TorchKernel:
         ]
         for part in parts:
             here = slice(part.start, part.end)
-            stored = [stored_moment(moment, fields, here) for moment in MOMENTS.values()]
-            wide, master = [moment.read() for moment in stored], fields["master"][here]
+            stored = [stored_field(kind, fields, here) for kind in KINDS.values()]
+            master, *moments = wide = [field.read() for field in stored]
             scaled = self._scratch[: part.end - part.start].copy_(page.grad[here])
             if page.scale != 1.0:
                 scaled.mul_(page.scale)
             assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
-            part.hyper.update(master, wide, scaled, step=part.step)
+            part.hyper.update(master, moments, scaled, step=part.step)
+            for field, values in zip(stored, wide, strict=True):
+                field.write(values, noise=page.bits(field.kind.name, here.start))
             if page.out is not None:
-                page.out[here].copy_(master)
-            for moment, values in zip(stored, wide, strict=True):
-                moment.write(values, noise=page.bits(moment.moment.name, here.start))
+                page.out[here].copy_(fields["master"][here])
 
     def add(
         self,

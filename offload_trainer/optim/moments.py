@@ -1,17 +1,18 @@
-"""Encode and decode Adam's moments in bf16 and in bitsandbytes' blockwise 8-bit format, with stochastic rounding.
+"""Encode and decode masters and moments in bf16, and moments in bitsandbytes' blockwise 8-bit format.
 
     fp32 values ──encode──> bf16 or 8 bits ──decode──> fp32 values
 
-A running average that changes by less than half a unit in the last place never moves if it is rounded to nearest;
-stochastic rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
+A number that changes by less than half a unit in the last place never moves if it is rounded to nearest; stochastic
+rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
 zero, times the largest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
 https://arxiv.org/abs/2110.02861). 8-bit first moments decay fast enough to be rounded to nearest.
 
-The functions here are the reference; adam.cpp computes the same bits faster. `StoredMoment` is a moment of a page:
+The functions here are the reference; adam.cpp computes the same bits faster. `StoredField` is the master or a moment
+of a page:
 
     fp32   unchanged       bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
 
-Without random bits, as in a conversion, moments are rounded to nearest. 8-bit first moments always are.
+Without random bits, as in a conversion, numbers are rounded to nearest. 8-bit first moments always are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import Moment, StateFormat, scales_of
+from offload_trainer.plan.tiered.state_formats import Kind, StateFormat, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 _PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
@@ -88,14 +89,14 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
         out[piece].view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
 
 
-# -- moments of a page ------------------------------------------------------------------------------------------------
+# -- fields of a page -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class StoredMoment:
-    """A moment of a page: `values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]), views of its fields."""
+class StoredField:
+    """A master or moment: `values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]), views of its fields."""
 
-    moment: Moment
+    kind: Kind
     values: torch.Tensor
     scales: torch.Tensor | None
 
@@ -103,13 +104,13 @@ class StoredMoment:
         """Return the values as fp32[n]; fp32 values are not copied."""
         if self.scales is None:
             return self.values.float()
-        wide = dynamic_map(self.moment.signed)[self.values.long()]
+        wide = dynamic_map(self.kind.signed)[self.values.long()]
         return wide.mul_(self.scales.repeat_interleave(BLOCK_8BIT)[: wide.numel()])
 
     def write(self, values: torch.Tensor, *, noise: Bits | None = None) -> None:
         """Store `values` (fp32[n]), rounded stochastically by the bits of `noise` if the format is stochastic."""
         if self.scales is not None:
-            self._write_codes(values, noise=None if self.moment.signed else noise)
+            self._write_codes(values, noise=None if self.kind.signed else noise)
         elif self.values.dtype is torch.bfloat16 and noise is not None:
             encode_bf16(values, self.values, noise=noise)
         else:
@@ -128,7 +129,7 @@ class StoredMoment:
         usable = (absmax.isfinite() & (absmax > 0))[:, None]
         scaled = torch.where(usable, blocks / absmax[:, None], 0.0).view(-1)[:n]
         if noise is None:
-            self.values.copy_(torch.bucketize(scaled, _bounds(self.moment.signed)))
+            self.values.copy_(torch.bucketize(scaled, _bounds(self.kind.signed)))
             return
         lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
         end, way = cells()[lower].T
@@ -137,18 +138,18 @@ class StoredMoment:
         self.values.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
 
     def start_at_zero(self) -> None:
-        """Set a moment whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""
+        """Set a field whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""
         if self.scales is not None:
-            self.values.fill_(int((dynamic_map(self.moment.signed) == 0).nonzero()))
+            self.values.fill_(int((dynamic_map(self.kind.signed) == 0).nonzero()))
 
 
-def stored_moment(moment: Moment, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredMoment:
-    """Return a moment of a page's elements `here`, which start at a multiple of 256, or of all elements."""
-    values, scales = fields[moment.name], fields.get(scales_of(moment.name))
+def stored_field(kind: Kind, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredField:
+    """Return the master or a moment of a page's elements `here`, which start at a multiple of 256, or of all."""
+    values, scales = fields[kind.name], fields.get(scales_of(kind.name))
     if here is not None:
         values = values[here]
         scales = None if scales is None else scales[here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]
-    return StoredMoment(moment, values, scales)
+    return StoredField(kind, values, scales)
 
 
 def empty_fields(format: StateFormat, n: int) -> dict[str, torch.Tensor]:

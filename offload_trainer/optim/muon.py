@@ -25,7 +25,7 @@ from offload_trainer.optim.kernel_api import Kernel, PageUpdate
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Muon, to_fp32
 from offload_trainer.plan.step_time import ITERATIONS
-from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
+from offload_trainer.plan.tiered.state_formats import ADAMW
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial
 _EPS = 1e-7
@@ -165,7 +165,7 @@ class MatrixKernel:
         if not page.parts:
             return
         if not isinstance(page.parts[0].hyper, Muon):
-            self._elementwise.update_page(replace(page, format=StateFormat(ADAMW, page.format.moments)))
+            self._elementwise.update_page(replace(page, format=replace(page.format, rule=ADAMW)))
             return
         for part in page.parts:
             assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"

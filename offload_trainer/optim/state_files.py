@@ -6,7 +6,7 @@
         engine.json                                                         optimizer steps, loss scale
 
 The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
-and an export needs no engine. Masters are fp32. Moments have their storage format and are read as fp32.
+and an export needs no engine. Masters and moments have their storage format and are read as fp32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pydantic import Field
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
-from offload_trainer.optim.moments import StoredMoment
+from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
     KINDS,
+    MASTER_FORMATS,
     MOMENT_FORMATS,
-    MOMENTS,
     StateFormat,
     UpdateRule,
     is_signed,
@@ -45,6 +45,7 @@ from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, Te
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
+MastersName = Annotated[str, Field(pattern=f"^({'|'.join(MASTER_FORMATS)})$")]
 
 
 @exact_record
@@ -56,13 +57,14 @@ class EngineState:
     states: MomentsName = "fp32"  # storage format of the moments
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # steps of weights that had no gradient in some steps
     rule: RuleName = "adamw"
+    masters: MastersName = "fp32"  # storage format of the masters
 
     def __post_init__(self) -> None:
-        state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
+        state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination
 
     @property
     def format(self) -> StateFormat:
-        return state_format(self.rule, self.states)
+        return state_format(self.rule, self.states, self.masters)
 
     def steps_of(self, name: str) -> int:
         """Return the number of steps that changed the weight `name`."""
@@ -177,7 +179,7 @@ class StoredKind:
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
-        self._moment = MOMENTS.get(kind)
+        self._kind = KINDS.get(kind)
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
@@ -195,15 +197,14 @@ class StoredKind:
         return {entry.dtype for entry in self._file.entries.values()}
 
     def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless masters are fp32 and moments are fp32, bf16, or 8-bit codes with scales."""
-        known = [torch.float32] if self._file.path.stem == "master" else [torch.float32, torch.bfloat16]
+        """Raise UserError unless masters are fp32 or bf16, and moments are fp32, bf16, or 8-bit codes with scales."""
         scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
         if self._scales is None:
-            right = self.dtypes <= {known[0]} or self.dtypes <= {known[-1]}
+            right = self.dtypes <= {torch.float32} or self.dtypes <= {torch.bfloat16}
         else:
             held = {name: entry.shape for name, entry in self._scales.entries.items()}
             wide = {entry.dtype for entry in self._scales.entries.values()}
-            right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled and len(known) > 1
+            right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled
         if not right:
             listing = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
             raise UserError(f"{self._file.path}: holds {listing}, which is no state of these weights. {_FIX}")
@@ -224,7 +225,7 @@ class StoredKind:
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
         """Return `count` elements from `start` (a multiple of 256) as fp32; frozen weights in their dtype."""
         values, scales = self.as_stored(name, start, count)
-        return values if self._moment is None else StoredMoment(self._moment, values, scales).read()
+        return values if self._kind is None else StoredField(self._kind, values, scales).read()
 
 
 def read_tensors(

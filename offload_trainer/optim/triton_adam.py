@@ -2,8 +2,7 @@
 
 `add_gradient`, below it, adds a gradient to sums that are kept there, and measures the sums.
 
-    grad -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
-                                             master (fp32, in place) -> out
+    grad -> x scale -> moments and master as stored -> fp32 -> Adam -> moments and master as stored -> out
 
 Its results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements,
 which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 # The table that cuda_adam.py's `_Table` describes, in words of 32 bits.
-_APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 9))
+_APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 11))
 _WORDS = tl.constexpr(11)  # of a part: start, end, and the constants of its step
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of fp32 infinity; the magnitude of a NaN is larger
 
@@ -28,7 +27,7 @@ _INFINITE = tl.constexpr(0x7F800000)  # the bits of fp32 infinity; the magnitude
 @triton.jit
 def adamw(
     table,  # int32: the numbers of this launch
-    master,  # fp32; a page's state is `apart` words from the next page's
+    master,  # fp32 or int16 (bf16); a page's state is `apart` words from the next page's
     first_moments,  # fp32, int16 (bf16) or uint8
     second_moments,
     first_scales,  # fp32, a scale for each row, or None
@@ -58,10 +57,11 @@ def adamw(
     page = (row // elements).to(tl.int64) * apart  # in words
     within = row % elements
 
-    flat, wide = _offsets(row.to(tl.int64), lanes), _offsets(page + within, lanes)
+    flat = _offsets(row.to(tl.int64), lanes)
+    wide = _offsets(page * (32 // master.dtype.element_ty.primitive_bitwidth) + within, lanes)
     narrow = _offsets(page * (32 // first_moments.dtype.element_ty.primitive_bitwidth) + within, lanes)
     g = _widened(tl.load(grad + flat, mask=mask, other=0)) * _constant(part, 0)
-    w = tl.load(master + wide, mask=mask, other=0)
+    w = _widened(tl.load(master + wide, mask=mask, other=0))
     stored_m = tl.load(first_moments + narrow, mask=mask, other=0)
     stored_v = tl.load(second_moments + narrow, mask=mask, other=0)
     if first_scales is None:
@@ -78,17 +78,22 @@ def adamw(
     denominator = tl.div_rn(tl.sqrt_rn(v), _constant(part, 6)) + _constant(part, 7)
     w = w * _constant(part, 1) + tl.div_rn(_constant(part, 8) * m, denominator)
 
-    tl.store(master + wide, w, mask=mask)
+    element = tl.load(table.to(tl.pointer_type(tl.int64))) + flat
+    if master.dtype.element_ty == tl.float32:
+        tl.store(master + wide, w, mask=mask)
+    else:
+        stored_w = _cut_bf16(w, _random_bits(table + _KEYS, element))
+        tl.store(master + wide, stored_w, mask=mask)
+        w = _widened(stored_w)
     if out is not None:
         tl.store(out + flat, _rounded(w, out.dtype.element_ty), mask=mask)
     if first_scales is None and first_moments.dtype.element_ty == tl.float32:
         tl.store(first_moments + narrow, m, mask=mask)
         tl.store(second_moments + narrow, v, mask=mask)
     else:
-        element = tl.load(table.to(tl.pointer_type(tl.int64))) + flat
-        noise = _random_bits(table + _KEYS + 2, element)
+        noise = _random_bits(table + _KEYS + 4, element)
         if first_scales is None:
-            m, v = _cut_bf16(m, _random_bits(table + _KEYS, element)), _cut_bf16(v, noise)
+            m, v = _cut_bf16(m, _random_bits(table + _KEYS + 2, element)), _cut_bf16(v, noise)
         else:
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
             m, greatest_m = _scaled(m)

@@ -108,7 +108,7 @@ def layer_key(dtype: str, part: str, phase: str) -> str:
 
 
 def update_key(kernel: str, states: str) -> str:
-    """Return the key of a rate in `Rates.update`. fp32 moments add no suffix."""
+    """Return the key of a rate in `Rates.update`. `states` is a StateFormat's name; "fp32" adds no suffix."""
     return kernel if states == "fp32" else f"{kernel}.{states}"
 
 

@@ -117,7 +117,8 @@ def saved_items(work: Workload, *, output: str) -> list[Item]:
     if work.checkpoints == 0:
         return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, written at the end")]
     size, keep = checkpoint_bytes(work), work.checkpoints
-    why = f"{keep} kept and the one being written, {format_bytes(size)} each: fp32 master weights and moments"
+    masters = f"{work.state.masters.name} master weights and moments"
+    why = f"{keep} kept and the one being written, {format_bytes(size)} each: {masters}"
     return [Item(output, "checkpoints", (keep + 1) * size, why)]
 
 

@@ -25,7 +25,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.plan.tiered.state_formats import state_format
+from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
 from offload_trainer.plan.workload import Workload, chunks_of
@@ -258,23 +258,29 @@ def _slower(step: float, chosen: float) -> str:
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
-    """Yield (seconds per step, setting) of each smaller format of the moments that would be `WORTH` shorter again.
+    """Yield (seconds per step, settings) of each smaller format of the state that would be `WORTH` shorter again.
 
-    Smaller moments leave RAM for shadow memory and the GPU for more of the state. They change results, so `auto` never
-    takes them. They are only tried where the update keeps a step waiting, and state is not only in the RAM of a CPU.
+    These are the smaller moments, and at last bf16 masters with the smallest. Less state leaves RAM for shadow memory
+    and the GPU for more of the state. It changes results, so `auto` never takes it. Formats are only tried where the
+    update keeps a step waiting, and state is not only in the RAM of a CPU.
     """
-    found, formats = plan.forecast, work.state.rule.formats
+    found, state, formats = plan.forecast, work.state, work.state.rule.formats
     step, update = found.step, found.seconds["update"]
     if not isinstance(engine, Tiered) or not plan.fits or step is None or update is None:
         return
     if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
         return
     same = replace(work, checkpointed=plan.checkpointed, mlp_chunk=plan.mlp_chunk)
-    for moments in formats[formats.index(work.state.moments) + 1 :]:
-        smaller = _best(engine, replace(same, state=replace(work.state, moments=moments)), machine)
-        shorter = smaller.forecast.step
-        if smaller.fits and shorter is not None and shorter <= (1 - WORTH) * step:
-            yield shorter, f"optim.moment_dtype={moments.name}"
+    tried = [replace(state, moments=moments) for moments in formats[formats.index(state.moments) + 1 :]]
+    if work.dtype == "bf16" and BF16 in state.rule.masters and state.masters != BF16:
+        tried.append(replace(state, moments=formats[-1], masters=BF16))
+    for smaller in tried:
+        other = _best(engine, replace(same, state=smaller), machine)
+        shorter = other.forecast.step
+        if other.fits and shorter is not None and shorter <= (1 - WORTH) * step:
+            words = {"optim.moment_dtype": (state.moments, smaller.moments)}
+            words |= {"optim.master_dtype": (state.masters, smaller.masters)}
+            yield shorter, " ".join(f"{key}={new.name}" for key, (old, new) in words.items() if new != old)
             step = shorter
 
 
@@ -315,7 +321,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         offload_activations=kind_asked(model.offload_activations) or False,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
-        state=state_format(optim.name, optim.moment_dtype),
+        state=state_format(optim.name, optim.moment_dtype, optim.master_dtype),
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,

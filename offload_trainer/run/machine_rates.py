@@ -29,7 +29,7 @@ from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.state_formats import state_format
+from offload_trainer.plan.tiered.state_formats import ADAMW, state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.tensorfile import DTYPES
@@ -197,7 +197,8 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     )
     layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
     # This may build the kernel, as the run would.
-    updates = timed_updates.updates_of_run(config.optim.kernel, config.optim.moment_dtype)
+    state = state_format(config.optim.name, config.optim.moment_dtype, config.optim.master_dtype)
+    updates = timed_updates.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.
@@ -207,7 +208,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
                 replace(machine, drives=drives),
                 updates,
                 dtypes=[config.model.dtype],
-                matrices=state_format(config.optim.name, config.optim.moment_dtype).rule.matrices,
+                matrices=state.rule.matrices,
                 budget=budget,
                 say=lambda _: None,
                 layer=layer,

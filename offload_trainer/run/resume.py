@@ -340,6 +340,7 @@ _RESTORE = "Only a copy of that file can fix this"
 _WORDS = {
     "pages": "pages: tiered.page_size, the drives' measured speeds or the shares",
     "states": "optim.moment_dtype",
+    "masters": "optim.master_dtype",
     "rule": "optim.name",
     "model": "the run directory has moved",
 }

@@ -78,6 +78,7 @@ class SessionKeys(TypedDict, total=False):
     trust_remote_code: bool
     seq_len: int | Literal["auto"]
     moment_dtype: Literal["fp32", "bf16", "8bit"]
+    master_dtype: Literal["fp32", "bf16"]
     kernel: Literal["auto", "torch", "native"]
     micro_batch_size: int
     gradient_accumulation_steps: int

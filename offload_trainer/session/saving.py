@@ -126,7 +126,10 @@ def write_export(session: Session, destination: Path, *, dtype: str, merge: bool
         read=offloaded.master,
         model=session.configuration,
         description=f"a session after step {step}",
-        card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
+        card=lambda dtype: (
+            _CARD.format(dtype=dtype, masters=offloaded.store.format.masters.name, steps=step)
+            + _rounded(offloaded.units)
+        ),
     )
     several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
@@ -174,7 +177,7 @@ def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -
     return steps_done(session)
 
 
-_CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
+_CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from {masters} masters after {steps} steps.\n"
 
 
 def _refuse_to_replace(final: Path) -> None:

@@ -45,11 +45,12 @@ from pydantic import Field
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import DamagedPage, PageStore, PageTable
 from offload_trainer.optim.kernel_api import zlib_sum
-from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
+from offload_trainer.optim.state_files import EngineState, MastersName, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
+from offload_trainer.storage.tensorfile import DTYPES
 
 DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
@@ -83,13 +84,14 @@ class StoreManifest:
     model: str
     rule: RuleName
     run: Line  # the run's id, which its record contains as well
+    masters: MastersName = "fp32"
 
     def __post_init__(self) -> None:
-        state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
+        state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination
 
     @property
     def format(self) -> StateFormat:
-        return state_format(self.rule, self.states)
+        return state_format(self.rule, self.states, self.masters)
 
     @property
     def table(self) -> PageTable:
@@ -118,6 +120,7 @@ def manifest_of(
         drives=[str(drive.resolve()) for drive in drives],
         rule=format.rule.name,
         states=format.moments.name,
+        masters=format.masters.name,
         pages=list(pages),
         weights=[
             ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
@@ -275,6 +278,7 @@ class StoredMasters:
         """Raise ValueError if files are missing or too short, or if a weight is not on pages as a whole."""
         self.step, self.model = newest.step, Path(manifest.model)
         self.shapes = {weight.name: weight.shape for weight in manifest.weights}
+        self.dtype = manifest.format.masters.name  # as stored
         self._files, self._table, (self._copies, sums) = files_of(manifest), manifest.table, newest.pages
         self._sums = memoryview(sums).cast("I")[:: len(manifest.format.fields)]  # of masters, which are the first field
         self._weights = {weight.name: weight for weight in manifest.weights}
@@ -319,7 +323,7 @@ class StoredMasters:
                 f"{path}: {data.numel()} bytes of masters at {offset} are damaged or of another step or run: "
                 f"they do not have the CRC-32 that they were written with. {FIX}"
             )
-        return data.view(torch.float32)
+        return data.view(DTYPES[kind.dtype])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole fp32 master), one at a time; see `read` for errors."""

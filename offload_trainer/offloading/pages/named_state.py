@@ -23,7 +23,7 @@ from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.loss_scale import LossScale
-from offload_trainer.optim.moments import stored_moment
+from offload_trainer.optim.moments import stored_field
 from offload_trainer.optim.state_files import (
     EngineState,
     StoredKind,
@@ -62,6 +62,7 @@ class TieredState:
             optimizer_steps=most,
             loss_scale=loss_scale,
             states=self.store.format.moments.name,
+            masters=self.store.format.masters.name,
             rule=self.store.format.rule.name,
             weight_steps={name: count for name, count in steps.items() if count != most},
         )
@@ -100,7 +101,7 @@ class TieredState:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, directory: Path, node: Node) -> EngineState:
-        """Load the state in `directory`, from any engine and with any format of moments.
+        """Load the state in `directory`, from any engine and in any format.
 
         All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
@@ -127,7 +128,8 @@ class TieredState:
                 stored[kind] = StoredKind(directory, kind, shapes=shapes, stack=stack)
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
-                    raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
+                    told = state.masters if kind == "master" else state.states
+                    raise UserError(f"{directory}: its {kind} is not in {told}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
         self.store.flush()  # masters that were open before have the old values
@@ -136,15 +138,15 @@ class TieredState:
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
-        """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: moment formats differ."""
+        """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: the formats differ."""
         for moment in MOMENTS.values():  # the padding after a weight shares the weight's last scale
-            stored_moment(moment, fields).start_at_zero()
+            stored_field(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
             within = page.start + part.start - self.places[name][1].start
             master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
             for moment in (moment for moment in MOMENTS.values() if self.holds(moment.name, name)):
-                here, source = stored_moment(moment, fields, part), stored[moment.name]
+                here, source = stored_field(moment, fields, part), stored[moment.name]
                 count = here.values.numel()
                 if converted:
                     here.write(source.in_fp32(name, within, count))

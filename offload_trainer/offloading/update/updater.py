@@ -55,7 +55,7 @@ class StepParams:
 
     ranges: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
     scale: float  # factor on the gradients: clipping and the inverse of the loss scale
-    noise: Noise | None  # random bits for stochastically rounded moments
+    noise: Noise | None  # random bits for stochastically rounded masters and moments
 
     def same_for(self, other: StepParams, unit: int) -> bool:
         """Return whether both parameter sets give a unit's pages the same new state."""

@@ -150,7 +150,7 @@ class PlacedWeights:
             self.store.put(unit, start, values)
 
     def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
-        """Round a page's masters (fp32, on the CPU) to its weights; in a file no bytes outside the page are written."""
+        """Round a page's masters (on the CPU) to its weights; in a file no bytes outside the page are written."""
         if not on_drive(self.homes[unit]):
             self.put(unit, start, masters)
             return

@@ -1,5 +1,5 @@
-// The CPU update kernel: one step of AdamW over pages in host memory, in one pass. Moments are in fp32, bf16 or 8 bits.
-// Muon, below it, updates one matrix.
+// The CPU update kernel: one step of AdamW over pages in host memory, in one pass. Moments are in fp32, bf16 or 8 bits,
+// masters in fp32 or bf16. Muon, below it, updates one matrix.
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
@@ -87,16 +87,15 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
 
 extern "C" {
 
-// native_kernel.py has the same fields. Moments are F32, BF16 or CODES.
+// native_kernel.py has the same fields. Masters are F32 or BF16, moments F32, BF16 or CODES.
 struct Page {
-    float* master;
-    void *exp_avg, *exp_avg_sq;
+    void *master, *exp_avg, *exp_avg_sq;
     float *exp_avg_scales, *exp_avg_sq_scales;
     const void* grad;
     void* out;
     const Tables* tables;
-    Bits exp_avg_noise, exp_avg_sq_noise;
-    Type moments, grad_type, out_type;
+    Bits master_noise, exp_avg_noise, exp_avg_sq_noise;
+    Type masters, moments, grad_type, out_type;
 };
 
 struct Part {
@@ -109,12 +108,13 @@ struct Part {
 namespace {
 
 // Update `count` elements from `at` on, at most BLOCK.
-template <Type MOMENTS>
+template <Type MASTERS, Type MOMENTS>
 void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t at, int64_t count) {
-    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
+    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK], wide[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
-    float* const master = page.master + at;
+    float* const master = MASTERS == F32 ? static_cast<float*>(page.master) + at : wide;
+    if (MASTERS == BF16) widen(page.master, BF16, at, count, 1.0f, wide);
     widen(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
@@ -141,6 +141,12 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
         draw(page.exp_avg_sq_noise, at, count, chance);
         encode_8bit_stochastically(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
     }
+    if (MASTERS == BF16) {
+        uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
+        draw(page.master_noise, at, count, chance);
+        encode_bf16(wide, chance, stored, count);
+        widen(stored, BF16, 0, count, 1.0f, wide);
+    }
     write_rounded(master, page.out_type, at, count, page.out);
 }
 
@@ -148,13 +154,20 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
 
-template <Type MOMENTS>
+template <Type MASTERS, Type MOMENTS>
 void update_piece(const Page& page, const Part* part, int64_t piece) {
     for (; piece >= pieces_of(*part); part++) piece -= pieces_of(*part);
     const Divisor correction(part->step.root_correction);
     const int64_t start = part->start + piece * PIECE, end = std::min(start + PIECE, part->end);
     for (int64_t at = start; at < end; at += BLOCK)
-        update<MOMENTS>(page, part->step, correction, at, std::min(BLOCK, end - at));
+        update<MASTERS, MOMENTS>(page, part->step, correction, at, std::min(BLOCK, end - at));
+}
+
+template <Type MASTERS>
+auto update_of(Type moments) {
+    return moments == F32    ? update_piece<MASTERS, F32>
+           : moments == BF16 ? update_piece<MASTERS, BF16>
+                             : update_piece<MASTERS, CODES>;
 }
 
 // -- Muon --------------------------------------------------------------------------------------------------------------
@@ -185,9 +198,7 @@ extern "C" {
 void update_page(const Page* page, const Part* parts, int64_t count, int32_t threads) {
     int64_t pieces = 0;
     for (int64_t i = 0; i < count; i++) pieces += pieces_of(parts[i]);
-    const auto update = page->moments == F32    ? update_piece<F32>
-                        : page->moments == BF16 ? update_piece<BF16>
-                                                : update_piece<CODES>;
+    const auto update = page->masters == F32 ? update_of<F32>(page->moments) : update_of<BF16>(page->moments);
     share(pieces, threads, [=](int64_t piece) { update(*page, parts, piece); });
 }
 

@@ -1,4 +1,4 @@
-// Moments in bf16 and 8 bits, a block at a time. moments.py is the reference.
+// Masters and moments in bf16, and moments in 8 bits, a block at a time. moments.py is the reference.
 #pragma once
 
 #include "numbers.h"

@@ -207,6 +207,7 @@ class Tiered:
             activations=work.offload_activations,
             rule=work.state.rule.name,
             states=work.state.moments.name,
+            masters=work.state.masters.name,
             page=tiered.page_size,
             page_buffers=tiered.page_buffers,
             unit_buffers=tiered.weight_buffers,
@@ -435,7 +436,7 @@ class TieredCandidate:
             others = transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
-            timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
+            timed, wide = rates.get(update_key("cuda", work.state.name)), rates.get("cuda")
             rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
             seconds = inside / rate * longer + products * on_gpu if rate and products is not None else None
             what = f"{title} on {format_count(inside)} parameters on the GPU"
@@ -502,6 +503,8 @@ class TieredCandidate:
         work, machine = self.work, self.machine
         if machine.no_state_on_gpu:
             yield f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}"
+        if work.state.masters.stochastic:
+            yield "optim.master_dtype=bf16: masters are rounded stochastically after each update, and results change"
         if work.world > 1:
             nodes = f"{work.nodes} nodes" if work.nodes > 1 else "one node"
             yield f"{work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"

@@ -108,7 +108,7 @@ def tiered_items(
 
 def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: int) -> list[Item]:
     less = " (4 B less for Muon's matrices)" if sizes.format.rule.matrices else ""
-    why = f"fp32 master, {sizes.states} moments: {sizes.format.bytes_each:.3g} B a parameter{less}"
+    why = f"{sizes.masters} master, {sizes.states} moments: {sizes.format.bytes_each:.3g} B a parameter{less}"
     share = "of the optimizer state"
     items = []
     for home, tier in tiers.by_home.items():

@@ -57,6 +57,7 @@ class TierSizes:
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
+    masters: str = "fp32"  # optim.master_dtype
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
     keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
 
@@ -81,7 +82,7 @@ class TierSizes:
 
     @property
     def format(self) -> StateFormat:
-        return state_format(self.rule, self.states)
+        return state_format(self.rule, self.states, self.masters)
 
 
 @dataclass(frozen=True)

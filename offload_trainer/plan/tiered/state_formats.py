@@ -1,11 +1,10 @@
 """Storage formats of optimizer state: the fields that a page has for each update rule and dtype, and their bytes.
 
-    AdamW   master, exp_avg, exp_avg_sq        a moment as   fp32   4 bytes
-    Muon    master, exp_avg for its matrices,                bf16   2 bytes, rounded stochastically
-            as AdamW for all other weights                   8bit   1 byte, and a scale of fp32 for each 256
+    AdamW   master, exp_avg, exp_avg_sq        a field as   fp32   4 bytes
+    Muon    master, exp_avg for its matrices,               bf16   2 bytes, rounded stochastically
+            as AdamW for all other weights    a moment as   8bit   1 byte, and a scale of fp32 for each 256
 
-Masters are fp32. A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads
-and writes moments.
+A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes them.
 """
 
 from __future__ import annotations
@@ -21,32 +20,37 @@ _BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A running average that a rule keeps for each master weight. An average of squares is unsigned."""
+class Kind:
+    """A tensor that a rule keeps for each weight: master or running average. An average of squares is unsigned."""
 
     name: str
     signed: bool
 
 
-EXP_AVG, EXP_AVG_SQ = Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)
+MASTER, EXP_AVG, EXP_AVG_SQ = (
+    Kind("master", signed=True),
+    Kind("exp_avg", signed=True),
+    Kind("exp_avg_sq", signed=False),
+)
 MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
-KINDS = ("master", *MOMENTS)  # the tensors kept for each weight, in any format
+KINDS = {MASTER.name: MASTER, **MOMENTS}
 
 
 @dataclass(frozen=True)
-class MomentFormat:
-    """A storage format of a moment."""
+class FieldFormat:
+    """A storage format of masters or moments."""
 
-    name: str  # the value of optim.moment_dtype
+    name: str  # the value of optim.master_dtype or optim.moment_dtype
     dtype: str
     block: int = 0  # number of elements that share a scale; 0: no scales
     stochastic: bool = False  # rounded stochastically, which consumes random bits
 
 
-FP32 = MomentFormat("fp32", "fp32")
-BF16 = MomentFormat("bf16", "bf16", stochastic=True)
-EIGHT_BIT = MomentFormat("8bit", "uint8", block=BLOCK_8BIT, stochastic=True)
+FP32 = FieldFormat("fp32", "fp32")
+BF16 = FieldFormat("bf16", "bf16", stochastic=True)
+EIGHT_BIT = FieldFormat("8bit", "uint8", block=BLOCK_8BIT, stochastic=True)
 MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
+MASTER_FORMATS = {form.name: form for form in (FP32, BF16)}
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,14 @@ class UpdateRule:
 
     name: RuleName  # the value of optim.name
     title: str
-    formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
+    formats: tuple[FieldFormat, ...]  # the formats that its moments may be stored in
     no_other: str = ""  # why they may not be stored in another format, and what to use
+    masters: tuple[FieldFormat, ...] = (FP32,)  # the formats that its masters may be stored in
     note: str = ""  # a sentence of the plan; {matrices} is their number of parameters
     matrices: bool = False  # it updates whole matrices (`Weight.matrix`), with the first moment only; the rest as AdamW
 
 
-ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT))
+ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT), masters=(FP32, BF16))
 MUON = UpdateRule(
     "muon",
     "Muon",
@@ -103,18 +108,29 @@ class Field:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The state of one rule with its moments in one format."""
+    """The state of one rule with its moments in one format, and its masters in one."""
 
     rule: UpdateRule
-    moments: MomentFormat
+    moments: FieldFormat
+    masters: FieldFormat = FP32
 
     def __str__(self) -> str:
-        return f"{self.rule.name}_{self.moments.name}"
+        return f"{self.rule.name}_{self.name}"
+
+    @property
+    def name(self) -> str:
+        """Return a name that is unique within the rule; with fp32 masters that of the moments' format."""
+        return self.moments.name if self.masters == FP32 else f"{self.moments.name}_{self.masters.name}_masters"
+
+    @property
+    def stochastic(self) -> bool:
+        """Return whether a field is rounded stochastically."""
+        return self.moments.stochastic or self.masters.stochastic
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Return a page's fields by name, in storage order."""
-        fields = {"master": Field("fp32")}
+        fields = {MASTER.name: Field(self.masters.dtype)}
         for moment in MOMENTS.values():
             fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
             if self.moments.block:
@@ -154,17 +170,21 @@ def is_signed(field: str) -> bool:
     return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
 
 
-ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments) for moments in ADAMW.formats)  # of pages without matrices
+ADAMW_FORMATS = tuple(  # of pages without matrices
+    StateFormat(ADAMW, moments, masters) for masters in ADAMW.masters for moments in ADAMW.formats
+)
 
 
 @cache
-def state_format(rule: str, moments: str) -> StateFormat:
-    """Return the format for optim.name and optim.moment_dtype.
+def state_format(rule: str, moments: str, masters: str = "fp32") -> StateFormat:
+    """Return the format for optim.name, optim.moment_dtype and optim.master_dtype.
 
     Raises:
-        ValueError: the rule does not support moments in that format.
+        ValueError: the rule does not support moments or masters in that format.
     """
-    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments])
+    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments], MASTER_FORMATS[masters])
     if found.moments not in found.rule.formats:
         raise ValueError(f"{found.rule.title} has no moments in {moments}")
+    if found.masters not in found.rule.masters:
+        raise ValueError(f"{found.rule.title} has no masters in {masters}")
     return found

@@ -69,6 +69,7 @@ PAGE_FILES = (
     Kind([*PAGES, "tiered.overlap=off"]),
     Kind([*PAGES, "tiered.overlap=forward", "optim.moment_dtype=8bit"], drives=2),
     Kind([*PAGES, "tiered.overlap=backward"]),
+    Kind([*PAGES, "tiered.overlap=backward", "--dtype", "bf16", "optim.master_dtype=bf16"]),
     Kind([*PAGES, "tiered.overlap=forward", *ON_DRIVE]),
     Kind([*PAGES, "tiered.overlap=backward", "optim.name=muon"]),
     Kind([*PAGES, "tiered.overlap=forward", "optim.name=muon", *ON_DRIVE], drives=2),

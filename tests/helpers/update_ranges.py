@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
-from offload_trainer.optim.moments import Noise, stored_moment
+from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, state_format
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, KINDS
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
 NOISE, UNIT, FIRST = Noise(1, 2), 3, 4096  # the page begins at element 4096 of its unit
-FORMATS, form = MOMENT_FORMATS, partial(state_format, "adamw")  # by the values of optim.moment_dtype
+FORMATS = {format.name: format for format in ADAMW_FORMATS}  # of fp32 masters by the values of optim.moment_dtype
+form = FORMATS.__getitem__
 
 
 def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:
@@ -42,7 +42,7 @@ def updated(
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
-    noise, new = None if states == "fp32" else NOISE, None if wanted is None else out
+    noise, new = NOISE if form(states).stochastic else None, None if wanted is None else out
     there = grad.to(given, copy=True).to(place)
     before = there.clone()
     kernel.update_page(PageUpdate(here, there, new, parts, form(states), scale, noise, UNIT, first))
@@ -60,15 +60,15 @@ def torchs_adamw(
 ) -> list[torch.Tensor]:
     """Return what `updated` should, of a page that is one range: moments.py around torch.optim.AdamW(fused=True)."""
     (before, grad), hyper = page, whole.hyper
-    weight = torch.nn.Parameter(before["master"].clone())
+    wide = {name: stored_field(kind, before).read().clone() for name, kind in KINDS.items()}
+    weight = torch.nn.Parameter(wide["master"])
     words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
     optimizer = torch.optim.AdamW([weight], **words, fused=True)
-    wide = {kind: stored_moment(moment, before).read().clone() for kind, moment in MOMENTS.items()}
-    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
+    moments = {name: values for name, values in wide.items() if name != "master"}
+    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **moments}
     weight.grad = grad.to(given).float() * scale
     optimizer.step()
-    expected = {name: torch.empty_like(field) for name, field in before.items()} | {"master": weight.data}
-    for kind, values in wide.items():
-        noise = None if states == "fp32" else NOISE.bits(kind, UNIT, FIRST)
-        stored_moment(MOMENTS[kind], expected).write(values, noise=noise)
-    return [*expected.values(), weight.data.bfloat16()]
+    expected = {name: torch.empty_like(field) for name, field in before.items()}
+    for name, values in wide.items():
+        stored_field(KINDS[name], expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
+    return [*expected.values(), expected["master"].bfloat16()]

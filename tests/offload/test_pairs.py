@@ -1,6 +1,6 @@
 """Test that neither placement nor schedule changes a bit, on tables in which every pair of values occurs.
 
-Moments in fp32 are compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
+State in fp32 is compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
 update overlaps nothing. Transfers are immediate, or late: those of drives out of order, those of the device on a GPU's
 simulated streams. On a GPU they are its own.
 Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
@@ -43,6 +43,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
         "gpt2",
         DROPOUT | {"tied": False},
         ["--dtype", "fp32", "optim.moment_dtype=8bit", "optim.max_grad_norm=1000"],
+        3,
+    ),
+    "gpt2, bf16 masters, 8-bit moments": (
+        "gpt2",
+        DROPOUT,
+        ["optim.master_dtype=bf16", "optim.moment_dtype=8bit", "optim.max_grad_norm=2"],
         3,
     ),
     # The first block that is trained gets inputs that need no gradient.

@@ -38,6 +38,7 @@ MUON = ("optim.name=muon", "--dtype", "fp32", "optim.max_grad_norm=0.3")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "half, inputs away": ("gpt2", ("--params", "gpu", *HALF, ON, "model.offload_activations=nvme")),
     "half, 8-bit, frozen": ("gpt2", ("--params", "gpu", *HALF, *STORED)),
+    "half, bf16 masters": ("gpt2", ("--params", "gpu", *HALF, "optim.master_dtype=bf16")),
     "experts": ("mixtral", ("--params", "cpu", "--dtype", "fp32", *BEHIND)),
     "experts on the drive": ("mixtral", (*AWAY, *BEHIND)),
     "gathered": ("gpt2", (*GATHERED, *BEHIND)),
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "parts, gathered": ("qwen3", (*GATHERED, ON, BY_MODULE, "tiered.weight_buffers=2")),
     "Muon": ("gpt2", (*HALF, *MUON)),
 }
-RESUMED = ("half, 8-bit, frozen", "experts on the drive", "Muon")
+RESUMED = ("half, 8-bit, frozen", "half, bf16 masters", "experts on the drive", "Muon")
 ON_NODES = ("half, inputs away", "gathered", *RESUMED)  # also run on two nodes
 MODELS: dict[str, dict[str, Any]] = {"gpt2": DROPOUT, "mixtral": {}, "opt": {}, "qwen3": {"tied": False}}
 MICRO = 12  # micro-batches of a step on all ranks together

@@ -153,6 +153,7 @@ FP16 = ["--dtype", "fp16", "--accumulate", "3"]
         ("all on the device", [*HOMES["a part on the device"], BY_MODULE], []),
         ("a part on the device", HOMES["weights and gradients on the drive"], ["optim.moment_dtype=8bit"]),
         ("two copies on the drive", HOMES["sums on the drive"], []),
+        ("a third in RAM", HOMES["a part on the device"], ["optim.master_dtype=bf16"]),
     ],
 )
 def test_state_resumes_in_another_placement_bit_for_bit(
@@ -175,12 +176,29 @@ def test_state_resumes_in_another_placement_bit_for_bit(
         for name in [name for name in whole if name.endswith(".safetensors")]:
             assert_same(load(again.pop(name)), load(whole.pop(name)))
     assert again == whole
-    if "optim.moment_dtype=8bit" not in words:
+    if not any(word.startswith("optim.") for word in words):
         assert steps == plain(model, 4, *words, accumulate=accumulate)[0]
         with engine(model, *REFERENCE, *words) as other:
             other.load(tmp_path / "half")
             assert train(other, data[half:], accumulate=accumulate) == steps[2:]
             assert_same(masters(other), weights)
+
+
+def test_masters_are_converted_to_the_format_of_the_run_that_resumes(build: Build, tmp_path: Path) -> None:
+    """fp32 masters are rounded to nearest, and bf16 ones widened; the weights in use are the same."""
+    rounded = ["optim.master_dtype=bf16", "optim.moment_dtype=bf16"]
+    with build(ALL_ON_DRIVES) as ours:
+        train(ours, batches(2))
+        saved(ours, tmp_path / "fp32")
+        expected = {name: values.bfloat16() for name, values in masters(ours).items()}
+    for words, before, after in ((rounded, "fp32", "bf16"), ([], "bf16", "fp32 again")):
+        with build(HOMES["a third in RAM"], *words) as ours:
+            ours.load(tmp_path / before)
+            held = masters(ours)
+            assert all(values.dtype is torch.float32 and torch.equal(values, expected[n]) for n, values in held.items())
+            assert all(torch.equal(ours.offloaded.state.weight(name), values) for name, values in expected.items())
+            saved(ours, tmp_path / after)
+    assert load_file(tmp_path / "bf16/master.safetensors")["transformer.ln_f.weight"].dtype is torch.bfloat16
 
 
 def test_stored_moments_without_a_gradient_do_not_drift(build: Build, tmp_path: Path) -> None:
@@ -207,12 +225,13 @@ def test_bytes_are_the_planned_ones_and_no_more(build: Build) -> None:
 
     Gradients on the drive are written once and read once: a step does not read the sums of the step before.
     """
-    for share, gradients in ((0.0, "cpu"), (0.5, "cpu"), (0.0, "nvme")):
+    rounded = ["optim.master_dtype=bf16", "optim.moment_dtype=bf16"]
+    for share, gradients, each, more in ((0.0, "cpu", 12, []), (0.5, "cpu", 6, rounded), (0.0, "nvme", 12, [])):
         words = ["--optimizer", "nvme", "--ram-fraction", str(share), f"placement.gradients={gradients}"]
-        with build(words) as ours:
+        with build(words, *more) as ours:
             trained = sum(page.elements for page in ours.offloaded.store.pages)
             train(ours, batches(2))
-            wanted = 12 * (trained - layout.aligned(int(trained * share)))
+            wanted = each * (trained - layout.aligned(int(trained * share)))
             if gradients == "nvme":
                 wanted += ours.offloaded.gradients.dtype.itemsize * trained
             assert moved_in_step(ours, batches(1)) == (wanted, wanted)

@@ -1,8 +1,9 @@
-"""Tests of Adam's moments in 16 and 8 bits: bitsandbytes' format, and unbiased rounding."""
+"""Tests of masters in 16 bits and moments in 16 and 8: bitsandbytes' format, and unbiased rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from update_ranges import form
 from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel, random_page
-from offload_trainer.optim.moments import Bits, Noise, StoredMoment, random_bits, stored_moment
+from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits, stored_field
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.tiered.state_formats import EXP_AVG, EXP_AVG_SQ, MOMENTS
 
@@ -33,7 +34,7 @@ def encoded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
-    stored = StoredMoment(EXP_AVG if signed else EXP_AVG_SQ, codes, absmax)
+    stored = StoredField(EXP_AVG if signed else EXP_AVG_SQ, codes, absmax)
     stored.write(x, noise=noise)
     return codes, absmax, stored.read()
 
@@ -129,7 +130,7 @@ def largest_update(states: str, gradients: Iterator[torch.Tensor], *, beta2: flo
     (fields, _), largest = random_page(1024, form(states)), 0.0
     fields["master"].zero_()
     for moment in MOMENTS.values():
-        stored_moment(moment, fields).write(torch.zeros(1024))
+        stored_field(moment, fields).write(torch.zeros(1024))
     others = {name: field.clone() for name, field in fields.items()}
     both = (TorchKernel(), fields), (choose_kernel("native")[0], others)
     for step, gradient in enumerate(gradients, 1):
@@ -203,6 +204,37 @@ def test_stochastic_rounding_is_right_on_average(form: str) -> None:
         ups += up
     assert ((ups - steps * share).abs() - 5 * (steps * share * (1 - share)).sqrt()).max() < 2
     assert abs((ups / steps - share).mean()) < 5 / (4 * steps * n) ** 0.5
+
+
+@pytest.mark.parametrize("states", ["fp32_bf16_masters", "bf16_bf16_masters", "8bit_bf16_masters"])
+def test_bf16_masters_move_at_the_mean_rate_of_fp32_ones(states: str) -> None:
+    """Updates are a 26th of a bf16 master's last place, so that rounding to nearest keeps each as it was.
+
+    The errors of 10 million roundings have a mean of zero: all elements have equal gradients, so an fp32 master is
+    their expected value.
+    """
+    n, steps, rate = 2**17, 80, 3e-4
+    parts = [ParamRange(0, n, AdamW(rate, (0.9, 0.95), 1e-8, 0.0), 1)]
+    moved = {}
+    for name, masters in ((states, torch.bfloat16), (states.removesuffix("_bf16_masters"), torch.float32)):
+        fields = random_page(n, form(name))[0]
+        fields["master"].fill_(1.5)  # its last place is 2^-7
+        for moment in MOMENTS.values():
+            stored_field(moment, fields).write(torch.zeros(n))
+        out, kernel = torch.empty(n, dtype=torch.bfloat16), choose_kernel("native")[0]
+        for step in range(1, steps + 1):
+            now = [replace(part, step=step) for part in parts]
+            kernel.update_page(PageUpdate(fields, torch.ones(n), out, now, form(name), 1.0, Noise(5, step)))
+        assert torch.equal(out, fields["master"].bfloat16())
+        assert fields["master"].dtype is masters
+        moved[masters] = fields["master"].double() - 1.5
+    right, ours = moved[torch.float32].mean(), moved[torch.bfloat16]
+    assert right == pytest.approx(-steps * rate, rel=0.05)
+    assert (torch.tensor(1.5) - rate).bfloat16() == 1.5  # rounded to nearest, it would stand still
+    # An element moves by a last place, 2^-7, with a probability of rate / 2^-7 a step.
+    error = (steps * rate * 2**-7 / n) ** 0.5
+    assert abs(ours.mean() - right) < 5 * error
+    assert 0.8 * error < ours.std() / n**0.5 < 1.2 * error
 
 
 def test_bf16_keeps_nan_and_infinity() -> None:

@@ -152,7 +152,7 @@ def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monk
 def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the cache of all tests has compiled kernels
     made = {update.name: update for update in available_updates(say=lambda line: None)}
-    assert {"native", "native.bf16", "native.8bit", "torch"} <= set(made)
+    assert {"native", "native.bf16", "native.8bit", "native.8bit_bf16_masters", "torch"} <= set(made)
     pages = make_pages(70_000, page=32_768, format=form("8bit"))
     assert [(page.first, page.grad.numel()) for page in pages] == [(0, 32_768), (32_768, 32_768), (65_536, 4464)]
     for name in ("native", "native.bf16", "native.8bit"):

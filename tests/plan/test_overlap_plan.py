@@ -29,6 +29,7 @@ from offload_trainer.plan.step_time import (
 )
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
+from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
 from offload_trainer.units import format_seconds
 
@@ -516,6 +517,18 @@ def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
     assert plan.sizes.keeps_heap
 
 
+@pytest.mark.parametrize(("moments", "each"), [("fp32", 10), ("bf16", 6), ("8bit", 4 + 8 / 256)])
+def test_bf16_masters_take_two_bytes_less(moments: str, each: float) -> None:
+    words = ("--optimizer", "nvme", "--ram-fraction", "0", f"optim.moment_dtype={moments}", "optim.master_dtype=bf16")
+    plan = planned(*words)
+    (state,) = [item for item in plan.items if item.name == "state"]
+    assert state.bytes == pytest.approx(each * SHAPE.trainable, rel=0.01)
+    assert state.why.startswith(f"bf16 master, {moments} moments: {each:.3g} B a parameter")
+    moved = [one for one in plan.traffic if one.phase == "update" and one.place == "/ssd"]
+    assert sum(one.read for one in moved) == sum(one.written for one in moved) == state.bytes
+    assert "results change" in " ".join(plan.describe().split())
+
+
 def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() -> None:
     """They move fewer bytes of drives, or leave RAM for shadow memory. What changes results is for the user to take."""
 
@@ -523,13 +536,16 @@ def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() ->
         return [words.removeprefix("optim.moment_dtype=") for _, words in plan.faster]
 
     plan = planned(*DRIVES)
-    assert plan.sizes.states == "fp32"
-    assert advised(plan) == ["bf16", "8bit"]
+    assert plan.sizes.format == state_format("adamw", "fp32")
+    masters = "optim.master_dtype=bf16"
+    assert advised(plan) == ["bf16", "8bit", f"8bit {masters}"]
     for seconds, words in plan.faster:
-        assert seconds == planned(*DRIVES, words).forecast.step
+        assert seconds == planned(*DRIVES, *words.split()).forecast.step
         assert f"{format_seconds(seconds)} a step with {words}" in " ".join(plan.describe().split())
-    assert advised(planned(*DRIVES, "optim.moment_dtype=bf16")) == ["8bit"]
-    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit")) == []
+    assert advised(planned(*DRIVES, "optim.moment_dtype=bf16")) == ["8bit", f"8bit {masters}"]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit")) == [masters]
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit", masters)) == []
+    assert advised(planned(*DRIVES, "optim.moment_dtype=8bit", "--dtype", "fp16")) == []
     assert advised(planned(*DRIVES, "optim.name=muon")) == []  # has no other format
     assert advised(planned(*DRIVES, on=timed(drive=1e12, mixed=1e12))) == []  # drives take no time
     assert advised(planned(*DRIVES, on=replace(timed(), rates=machine().rates))) == []  # no rates

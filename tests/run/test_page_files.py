@@ -214,6 +214,7 @@ REFUSED = [
     (["--ram-fraction", "0.5"], "stores some of its state in memory"),
     (["tiered.page_size=65536"], "layout differs .*pages"),
     (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
+    (["optim.master_dtype=bf16"], "layout differs .*optim.master_dtype"),
     (["--seed", "1"], "another run: seed: it has 0, this run 1"),
     (["model.freeze=wpe"], "not trained"),
 ]

@@ -66,6 +66,7 @@ ENGINES = {
     "fp32": ["--engine", "tiered", "optim.moment_dtype=fp32"],
     "bf16": ["--engine", "tiered", "optim.moment_dtype=bf16"],
     "8bit": ["--engine", "tiered", "optim.moment_dtype=8bit"],
+    "bf16 masters": ["--engine", "tiered", "--dtype", "bf16", "optim.master_dtype=bf16"],
     "frozen": ["--engine", "tiered", "model.freeze=[ln_f]"],
 }
 PLANTED = [

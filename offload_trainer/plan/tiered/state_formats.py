@@ -27,11 +27,8 @@ class Kind:
     signed: bool
 
 
-MASTER, EXP_AVG, EXP_AVG_SQ = (
-    Kind("master", signed=True),
-    Kind("exp_avg", signed=True),
-    Kind("exp_avg_sq", signed=False),
-)
+MASTER = Kind("master", signed=True)
+EXP_AVG, EXP_AVG_SQ = Kind("exp_avg", signed=True), Kind("exp_avg_sq", signed=False)
 MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
 KINDS = {MASTER.name: MASTER, **MOMENTS}
 

@@ -215,12 +215,7 @@ def _page_files(directory: Path) -> Source:
         model=stored.model,
         description=text,
         card=lambda dtype: model_card(
-            stored.model.parent,
-            dtype=dtype,
-            source=text,
-            run=RunConfiguration({}),
-            updates=stored.step,
-            masters=stored.dtype,
+            stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
         ),
     )
 
@@ -246,7 +241,6 @@ def model_card(
     run: RunConfiguration,
     step: int | None = None,
     updates: int | None = None,
-    masters: str | None = None,
 ) -> str:
     """Return the card's text. `run` is a checkpoint's record of its run; metrics come from `run_directory`.
 
@@ -255,15 +249,14 @@ def model_card(
     """
     model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
     base, paths = model.get("base", "model"), data.get("path")
-    masters = masters or optim.get("master_dtype", "fp32")
-    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the {masters} masters of {source}")]
+    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the masters of {source}")]
     if run.config:
         changed = f" ({model['overrides']})" if model.get("overrides") else ""
         start = f"random weights{changed}" if run.random else "its weights"
         facts += [
             ("Model", f"{model.get('name')}, from {start}"),
             ("Base", None if base == "model" else f"frozen matrices of blocks, rounded to {base}"),
-            ("Trained in", f"{model.get('dtype')}, masters in {masters}"),
+            ("Trained in", f"{model.get('dtype')}, masters in {optim.get('master_dtype', 'fp32')}"),
             ("Text", ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None),
             ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
             ("Seed", train.get("seed")),

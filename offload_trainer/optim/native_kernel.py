@@ -1,9 +1,8 @@
 """The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
-AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, and 4 less with
-bf16 masters. The library also
-adds and measures gradients in one pass, computes the elementwise part of Muon, and the checksums of state on NVMe. All
-results equal those of torch's operations bit for bit.
+AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, 4 less with bf16
+masters. The library also adds and measures gradients in one pass, computes the elementwise part of Muon, and the
+checksums of state on NVMe. All results equal those of torch's operations bit for bit.
 """
 
 from __future__ import annotations

@@ -278,7 +278,6 @@ class StoredMasters:
         """Raise ValueError if files are missing or too short, or if a weight is not on pages as a whole."""
         self.step, self.model = newest.step, Path(manifest.model)
         self.shapes = {weight.name: weight.shape for weight in manifest.weights}
-        self.dtype = manifest.format.masters.name  # as stored
         self._files, self._table, (self._copies, sums) = files_of(manifest), manifest.table, newest.pages
         self._sums = memoryview(sums).cast("I")[:: len(manifest.format.fields)]  # of masters, which are the first field
         self._weights = {weight.name: weight for weight in manifest.weights}

@@ -524,7 +524,7 @@ def test_bf16_masters_take_two_bytes_less(moments: str, each: float) -> None:
     (state,) = [item for item in plan.items if item.name == "state"]
     assert state.bytes == pytest.approx(each * SHAPE.trainable, rel=0.01)
     assert state.why.startswith(f"bf16 master, {moments} moments: {each:.3g} B a parameter")
-    moved = [one for one in plan.traffic if one.phase == "update" and one.place == "/ssd"]
+    moved = [one for one in plan.traffic if one.phase == "update" and one.place == state.tier]
     assert sum(one.read for one in moved) == sum(one.written for one in moved) == state.bytes
     assert "results change" in " ".join(plan.describe().split())
 

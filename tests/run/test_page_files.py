@@ -170,6 +170,17 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_bf16_masters_are_resumed(place: Path, tmp_path: Path) -> None:
+    words = ["--nvme", place, *ALL, "--dtype", "bf16", "optim.master_dtype=bf16"]
+    done = faulty("none", *words, "tiered.state_copies=1", output=tmp_path / "alone")
+    assert done.code == 0, done.text
+    killed("record=4", *words, output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) is not None
+    assert left(run.output) == left(tmp_path / "alone")
+
+
+@pytest.mark.slow
 def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("saved=4", *words, output=tmp_path / "run")

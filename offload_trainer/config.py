@@ -55,7 +55,7 @@ class ModelSection(_Section):
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
         description="dtype of weights, activations and gradients; default fp16 on a GPU without bf16 units. "
-        "Master weights are fp32",
+        "Master weights: optim.master_dtype",
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto",
@@ -264,7 +264,7 @@ class PlacementSection(_Section):
         "auto", description="tiered: this package's own; deepspeed: stock ZeRO; auto: tiered"
     )
     params: Home = Field("auto", description="where the 16-bit weights are stored")
-    optimizer: Home = Field("auto", description="where the optimizer state (fp32 master weights, moments) is stored")
+    optimizer: Home = Field("auto", description="where the optimizer state (master weights, moments) is stored")
     nvme: tuple[str, ...] = Field((), description="directories on drives for weights and optimizer state")
     gradients: Home = Field(
         "auto",

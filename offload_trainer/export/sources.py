@@ -48,7 +48,7 @@ FINAL_RECORD = "export.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A readable set of weights: whole fp32 masters, frozen weights and buffers by the model's own names."""
+    """A readable set of weights: whole masters, frozen weights and buffers by the model's own names."""
 
     shapes: Mapping[str, tuple[int, ...]]  # `weights` iterates in this order
     weights: Callable[[], Iterator[NamedTensor]]

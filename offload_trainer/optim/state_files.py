@@ -29,9 +29,9 @@ from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
+    FORMATS,
     KINDS,
-    MASTER_FORMATS,
-    MOMENT_FORMATS,
+    MOMENTS,
     StateFormat,
     UpdateRule,
     is_signed,
@@ -44,8 +44,7 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
-MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
-MastersName = Annotated[str, Field(pattern=f"^({'|'.join(MASTER_FORMATS)})$")]
+FormatName = Annotated[str, Field(pattern=f"^({'|'.join(FORMATS)})$")]
 
 
 @exact_record
@@ -54,10 +53,10 @@ class EngineState:
 
     optimizer_steps: Steps  # steps that changed the weights, which Adam's bias correction counts
     loss_scale: LossScale = CONSTANT
-    states: MomentsName = "fp32"  # storage format of the moments
+    states: FormatName = "fp32"  # storage format of the moments
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # steps of weights that had no gradient in some steps
     rule: RuleName = "adamw"
-    masters: MastersName = "fp32"  # storage format of the masters
+    masters: FormatName = "fp32"  # storage format of the masters
 
     def __post_init__(self) -> None:
         state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination
@@ -187,7 +186,7 @@ class StoredKind:
             listing = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {listing}")
         scales = directory / f"{scales_of(kind)}.safetensors"
-        self._scales = stack.enter_context(TensorFileReader(scales)) if scales.exists() else None
+        self._scales = stack.enter_context(TensorFileReader(scales)) if kind in MOMENTS and scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
 

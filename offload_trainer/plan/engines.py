@@ -13,7 +13,7 @@ from offload_trainer.config import (
 )
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
-from offload_trainer.plan.tiered.state_formats import MASTER_FORMATS, MOMENT_FORMATS, RULES
+from offload_trainer.plan.tiered.state_formats import FORMATS, RULES
 from offload_trainer.plan.tiers import TierKind, kind_asked
 
 Engine = Tiered | DeepSpeed
@@ -76,13 +76,10 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             parallel.sequence > 1 and engine.name != "tiered"
         ),
         f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
-            MOMENT_FORMATS[optim.moment_dtype] not in rule.formats
+            FORMATS[optim.moment_dtype] not in rule.formats
         ),
         f"optim.master_dtype={optim.master_dtype} with optim.name={optim.name}: {rule.title}'s steps of matrices were "
-        "not tried on rounded masters; use fp32": MASTER_FORMATS[optim.master_dtype] not in rule.masters,
-        f"optim.master_dtype=bf16 with --dtype {model.dtype}: a bf16 master is the weight in use; use --dtype bf16": (
-            optim.master_dtype == "bf16" and model.dtype != "bf16"
-        ),
+        "not tried on rounded masters; use fp32": FORMATS[optim.master_dtype] not in rule.masters,
         f"optim.betas={list(optim.betas)}: both must be below 1": max(optim.betas) >= 1,
     }
     return [sentence for sentence, wrong in found.items() if wrong]

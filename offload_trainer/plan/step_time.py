@@ -38,9 +38,9 @@ class Traffic:
 
 PHASES = ("forward", "backward", "update")
 UPDATE_START = 0.005  # seconds that Python spends on iterating over pages and ranges
-_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # relative update speed, if only fp32 was measured
-# With bf16 masters; 0.74 of the speed was measured with fp32 moments, 0.87 with bf16 and 1.04 with 8-bit ones.
-_OF_FP32_STATES |= {f"{name}_bf16_masters": round(0.87 * speed, 2) for name, speed in _OF_FP32_STATES.items()}
+# Update speed relative to that with fp32 state, if only that was measured.
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}
+_OF_FP32_STATES |= {"fp32_bf16_masters": 0.74, "bf16_bf16_masters": 0.65, "8bit_bf16_masters": 0.47}
 
 
 @dataclass(frozen=True)

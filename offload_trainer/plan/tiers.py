@@ -31,7 +31,7 @@ def kind_asked(value: str | bool) -> TierKind | None:
 
 @dataclass(frozen=True)
 class Placement:
-    """The tiers of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
+    """The tiers of the 16-bit weights and of the optimizer state (masters and moments)."""
 
     params: TierKind
     optimizer: TierKind

@@ -145,7 +145,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
         (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
         (["optim.name=muon", "optim.master_dtype=bf16"], "rounded masters; use fp32"),
-        (["optim.master_dtype=bf16", "--dtype", "fp16"], "use --dtype bf16"),
         (["optim.master_dtype=bf16", "--engine", "deepspeed"], "belongs to --engine tiered"),
     ],
 )

@@ -408,6 +408,18 @@ def test_auto_dtype_depends_on_the_card() -> None:
         )
 
 
+@pytest.mark.parametrize(("words", "capability", "dtype"), [
+    ([], (7, 0), "fp16"), (["--dtype", "fp16"], (8, 0), "fp16"), (["--dtype", "fp32"], (8, 0), "fp32"),
+])  # fmt: skip
+def test_bf16_masters_are_refused_with_weights_of_another_dtype(
+    words: list[str], capability: tuple[int, int], dtype: str
+) -> None:
+    """Also where the card chooses the dtype."""
+    config = load_config(["--model", "gpt2", "optim.master_dtype=bf16", *words])
+    with pytest.raises(UserError, match=f"master_dtype=bf16 with --dtype {dtype}: .* use --dtype bf16"):
+        resolve_and_plan(config, SHAPES["gpt2"], card(capability, None))
+
+
 def missing(_: torch.device, **__: bool) -> None:
     raise TrainerError("no Triton")
 

@@ -45,7 +45,7 @@ from pydantic import Field
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.store import DamagedPage, PageStore, PageTable
 from offload_trainer.optim.kernel_api import zlib_sum
-from offload_trainer.optim.state_files import EngineState, MastersName, MomentsName, RuleName
+from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
@@ -78,13 +78,13 @@ class StoreManifest:
     """The content of store.json."""
 
     drives: list[str]
-    states: MomentsName
+    states: FormatName
     pages: list[Page]
     weights: list[ManifestWeight]
     model: str
     rule: RuleName
     run: Line  # the run's id, which its record contains as well
-    masters: MastersName = "fp32"
+    masters: FormatName = "fp32"
 
     def __post_init__(self) -> None:
         state_format(self.rule, self.states, self.masters)  # raises ValueError for an unsupported combination

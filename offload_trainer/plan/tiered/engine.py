@@ -151,6 +151,8 @@ class Tiered:
             "modules need their weights one after the other and are much smaller than the block; leave it out": (
                 section.fetch_granularity == "module" and not is_divided(shape)
             ),
+            f"optim.master_dtype=bf16 with --dtype {work.dtype}: a bf16 master is the weight in use; leave it out, or "
+            "use --dtype bf16": work.state.masters.stochastic and work.dtype != "bf16",
             f"optim.name={work.state.rule.name}: no repeated block of this model has a trainable matrix; use "
             "optim.name=adamw": work.state.rule.matrices and not any(weight.matrix for weight in shape.weights),
         }

@@ -46,8 +46,7 @@ class FieldFormat:
 FP32 = FieldFormat("fp32", "fp32")
 BF16 = FieldFormat("bf16", "bf16", stochastic=True)
 EIGHT_BIT = FieldFormat("8bit", "uint8", block=BLOCK_8BIT, stochastic=True)
-MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
-MASTER_FORMATS = {form.name: form for form in (FP32, BF16)}
+FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def state_format(rule: str, moments: str, masters: str = "fp32") -> StateFormat:
     Raises:
         ValueError: the rule does not support moments or masters in that format.
     """
-    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments], MASTER_FORMATS[masters])
+    found = StateFormat(RULES[rule], FORMATS[moments], FORMATS[masters])
     if found.moments not in found.rule.formats:
         raise ValueError(f"{found.rule.title} has no moments in {moments}")
     if found.masters not in found.rule.masters:

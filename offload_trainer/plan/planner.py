@@ -278,9 +278,8 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
         other = _best(engine, replace(same, state=smaller), machine)
         shorter = other.forecast.step
         if other.fits and shorter is not None and shorter <= (1 - WORTH) * step:
-            words = {"optim.moment_dtype": (state.moments, smaller.moments)}
-            words |= {"optim.master_dtype": (state.masters, smaller.masters)}
-            yield shorter, " ".join(f"{key}={new.name}" for key, (old, new) in words.items() if new != old)
+            pairs = ("moment", state.moments, smaller.moments), ("master", state.masters, smaller.masters)
+            yield shorter, " ".join(f"optim.{name}_dtype={new.name}" for name, old, new in pairs if new != old)
             step = shorter
 
 

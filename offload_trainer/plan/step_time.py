@@ -38,8 +38,7 @@ class Traffic:
 
 PHASES = ("forward", "backward", "update")
 UPDATE_START = 0.005  # seconds that Python spends on iterating over pages and ranges
-# Update speed relative to that with fp32 state, if only that was measured.
-_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # relative update speed, if only fp32 was measured
 _OF_FP32_STATES |= {"fp32_bf16_masters": 0.74, "bf16_bf16_masters": 0.65, "8bit_bf16_masters": 0.47}
 
 

@@ -118,6 +118,7 @@ def write_export(session: Session, destination: Path, *, dtype: str, merge: bool
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     offloaded, step = session._offloaded, steps_done(session)
+    masters = offloaded.store.format.masters.name
     source = Source(
         shapes={name: offloaded.places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
         weights=(lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()))
@@ -126,10 +127,7 @@ def write_export(session: Session, destination: Path, *, dtype: str, merge: bool
         read=offloaded.master,
         model=session.configuration,
         description=f"a session after step {step}",
-        card=lambda dtype: (
-            _CARD.format(dtype=dtype, masters=offloaded.store.format.masters.name, steps=step)
-            + _rounded(offloaded.units)
-        ),
+        card=lambda dtype: _CARD.format(dtype=dtype, masters=masters, steps=step) + _rounded(offloaded.units),
     )
     several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}

@@ -526,7 +526,6 @@ def test_bf16_masters_take_two_bytes_less(moments: str, each: float) -> None:
     assert state.why.startswith(f"bf16 master, {moments} moments: {each:.3g} B a parameter")
     moved = [one for one in plan.traffic if one.phase == "update" and one.place == state.tier]
     assert sum(one.read for one in moved) == sum(one.written for one in moved) == state.bytes
-    assert "results change" in " ".join(plan.describe().split())
 
 
 def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() -> None:

@@ -505,8 +505,6 @@ class TieredCandidate:
         work, machine = self.work, self.machine
         if machine.no_state_on_gpu:
             yield f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}"
-        if work.state.masters.stochastic:
-            yield "optim.master_dtype=bf16: masters are rounded stochastically after each update, and results change"
         if work.world > 1:
             nodes = f"{work.nodes} nodes" if work.nodes > 1 else "one node"
             yield f"{work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"

@@ -166,9 +166,7 @@ def is_signed(field: str) -> bool:
     return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
 
 
-ADAMW_FORMATS = tuple(  # of pages without matrices
-    StateFormat(ADAMW, moments, masters) for masters in ADAMW.masters for moments in ADAMW.formats
-)
+ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments, masters) for masters in ADAMW.masters for moments in ADAMW.formats)
 
 
 @cache

@@ -370,16 +370,6 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
 
 
-def values_given(words: list[str], name: str) -> list[str]:
-    """Return all values in `words` of a repeatable flag."""
-    queue, found = list(words), list[str]()
-    while queue:
-        flag, equals, text = queue.pop(0).partition("=")
-        if flag == name:
-            found += [text] if equals else [*queue[:1], *_more_values(queue[1:])]
-    return found
-
-
 def _more_values(queue: list[str]) -> list[str]:
     """Return the words after a repeatable flag's first value that are further values of it."""
     found = []
@@ -454,10 +444,11 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 
-def load_config(words: list[str]) -> TrainConfig:
+def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
     """Parse ``[CONFIG.yaml] [flags] [section.key=value ...]`` into a validated configuration.
 
-    Raises UserError that lists all mistakes, each with a suggestion if there is one.
+    `drives`: the directories of `placement.nvme` if neither the words nor the file give any. Raises UserError that
+    lists all mistakes, each with a suggestion if there is one.
     """
     refuse_unwritable(words)
     draft = _Draft()
@@ -471,6 +462,8 @@ def load_config(words: list[str]) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
+    if drives:
+        draft.values.setdefault("placement", {}).setdefault("nvme", list(drives))
     data = draft.values.get("data", {})
     for name in ("path", "validation_path"):
         if isinstance(given := data.get(name), list):

@@ -126,10 +126,10 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     plan, steps, early = found["plan"], found["steps"], found["early"]
     taken = [step["step"] for step in steps]
     middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
-    tokens, tiers = plan["chosen"]["tokens_per_step"], plan["tiers"]
+    tokens, tiers, seconds = plan["chosen"]["tokens_per_step"], plan["tiers"], plan["seconds"].values()
     planned: dict[str, Any] = {
-        "where the plan puts it": homes(plan),
-        "planned step s": planned_seconds(plan),
+        "where the plan puts it": placement(plan["chosen"]),
+        "planned step s": None if None in seconds else sum(seconds) - plan["hidden"],
         "GPU planned GB": tiers.get("gpu", {"need": 0})["need"] / 1e9,
         "host planned GB": tiers["ram"]["need"] / 1e9,
         "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')}",
@@ -155,24 +155,13 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     }
 
 
-def planned_seconds(plan: dict[str, Any]) -> float | None:
-    """Return the seconds of a step in a plan's JSON, less those of the update that are hidden; None: not known."""
-    seconds = plan["seconds"].values()
-    return None if None in seconds else sum(seconds) - plan["hidden"]
-
-
-def homes(plan: dict[str, Any]) -> str:
-    """Describe the placement of weights and state, the overlap and the checkpointed blocks in a plan's JSON."""
-    chosen, sizes = plan["chosen"], plan["chosen"]["sizes"] or {}
-    if chosen["engine"] != "tiered":
-        return f"{chosen['engine']}, {chosen['checkpointed_blocks']} blocks checkpointed"
-    gpu, ram = sizes["gpu_fraction"], sizes["ram_fraction"]
-    drive = max(0.0, 1 - gpu - ram)
-    overlap = "backward" if sizes["ahead"] else "forward" if sizes["overlap"] else "off"
-    state = f"state {gpu:.1%} GPU, {ram:.1%} RAM, {drive:.1%} drive, {sizes['shadow_fraction']:.0%} with shadows"
-    return (
-        f"weights {chosen['params']}; {state}; overlap {overlap}; {chosen['checkpointed_blocks']} blocks checkpointed"
-    )
+def placement(chosen: dict[str, Any]) -> str:
+    """Describe what a plan has chosen: the placement of weights and state, the overlap and the checkpointed blocks."""
+    sizes, said = chosen["sizes"], [chosen["homes"]]
+    if chosen["engine"] == "tiered":
+        overlap = "backward" if sizes["ahead"] else "forward" if sizes["overlap"] else "off"
+        said.append(f"overlap {overlap}, {sizes['shadow_fraction']:.0%} with shadows")
+    return "; ".join([*said, f"{chosen['checkpointed_blocks']} blocks checkpointed"])
 
 
 def _missing(stage: Stage, case: Case) -> str | None:

@@ -38,16 +38,10 @@ class Case:
     least_gib: float = 0.0  # GPU memory without which the case is not tried
     traced: bool = False  # one more step is recorded for chrome://tracing and https://ui.perfetto.dev
 
-    @property
-    def kind(self) -> tuple[str | None, list[str]]:
-        """What distinguishes cases in a rehearsal: the engine, where weights are, and the overlap."""
-        shares = ("--gpu-fraction", "--ram-fraction", "0", "1", "0.5", "auto")
-        return self.peer, [word for word in self.words if word not in shares and "checkpointing" not in word]
-
 
 @dataclass(frozen=True)
 class Group:
-    """Cases of one model, the most important ones first. A rehearsal runs one of each kind."""
+    """Cases of one model, the most important ones first."""
 
     title: str
     words: Callable[[Stage], list[str]]
@@ -58,7 +52,7 @@ class Group:
     def carry_out(self, stage: Stage) -> None:
         words = [*self.words(stage), UNCLIPPED]
         stage.record.note(f"All cases: `{' '.join(words)}`")
-        for case in rehearsed(self.cases) if stage.rehearsal else self.cases:
+        for case in self.cases:
             whole = [*words, *case.words]
             stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=whole)
             _relate(stage.record)
@@ -80,11 +74,6 @@ class Group:
         if self.cap_bytes is not None and found["reserved"] > self.cap_bytes:
             return "failed: more than the cap"
         return outcome_of(found, steps=WARM + len(row["steps"]))
-
-
-def rehearsed(cases: Sequence[Case]) -> list[Case]:
-    """Return the first case of each kind."""
-    return [case for at, case in enumerate(cases) if case.kind not in [other.kind for other in cases[:at]]]
 
 
 def _relate(record: Record) -> None:

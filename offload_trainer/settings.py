@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.synonyms import nearest, plain, term_of, value_of
@@ -343,8 +343,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
     try:
         content = read_yaml(path, _Loader)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        draft.mistakes.append(f"{path}: {reason}{file_hint(path)}")
+        draft.mistakes.append(f"{path}: {reason(error)}{file_hint(path)}")
         return
     if content is None:
         return

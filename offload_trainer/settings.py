@@ -446,8 +446,8 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
 def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
     """Parse ``[CONFIG.yaml] [flags] [section.key=value ...]`` into a validated configuration.
 
-    `drives`: the directories of `placement.nvme` if neither the words nor the file give any. Raises UserError that
-    lists all mistakes, each with a suggestion if there is one.
+    `drives`: the directories of `placement.nvme` unless a word gives some; the file's are of another machine. Raises
+    UserError that lists all mistakes, each with a suggestion if there is one.
     """
     refuse_unwritable(words)
     draft = _Draft()
@@ -461,8 +461,8 @@ def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
-    if drives:
-        draft.values.setdefault("placement", {}).setdefault("nvme", list(drives))
+    if drives and "placement.nvme" not in draft.worded | draft.repeated:
+        draft.values.setdefault("placement", {})["nvme"] = list(drives)
     data = draft.values.get("data", {})
     for name in ("path", "validation_path"):
         if isinstance(given := data.get(name), list):

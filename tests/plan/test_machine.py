@@ -231,15 +231,17 @@ def test_named_machines() -> None:
         read_machine("v100")
 
 
-def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
+def test_drives_of_a_named_machine_are_where_nvme_says(tmp_path: Path) -> None:
     """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
     machine = described(named, ["/my/path"])
     assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
     assert machine.notes == ("--nvme /my/path stands for /mnt/nvme of that machine",)
     assert described(named, ["/mnt/nvme"]) == named
+    (tmp_path / "run.yaml").write_text("placement: {nvme: []}")
     for words, nvme in (([], ("/mnt/nvme",)), (["--nvme=/x"], ("/x",)), (["placement.nvme=[]"], ())):
-        assert load_config(words, drives=["/mnt/nvme"]).placement.nvme == nvme
+        for file in ([], [str(tmp_path / "run.yaml")]):
+            assert load_config([*file, *words], drives=["/mnt/nvme"]).placement.nvme == nvme
     two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
     assert [drive.directory for drive in described(two, ["/x", "/mnt/nvme"]).drives] == ["/mnt/nvme", "/x"]
     for other, nvme in ((named, ("/a", "/b")), (replace(named, origin="measured"), ("/a",))):

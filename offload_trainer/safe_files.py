@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar, dataclass_transform
 import yaml
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError, with_config
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 
 Kind = TypeVar("Kind")
 
@@ -162,8 +162,7 @@ def open_given(path: Path) -> BinaryIO:
     try:
         return open(open_file(path, links=True), "rb", buffering=0)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown(str(path))} cannot be read: {reason}") from error
+        raise UserError(f"{shown(str(path))} cannot be read: {reason(error)}") from error
 
 
 def refuse_pipes(directory: Path) -> None:

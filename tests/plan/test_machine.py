@@ -231,23 +231,22 @@ def test_named_machines() -> None:
         read_machine("v100")
 
 
-def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
+def test_drives_of_a_named_machine_are_where_nvme_says(tmp_path: Path) -> None:
     """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
-    machine, words = described(named, ["--nvme", "/my/path"])
-    assert words == ["--nvme", "/my/path"]
+    machine = described(named, ["/my/path"])
     assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
     assert machine.notes == ("--nvme /my/path stands for /mnt/nvme of that machine",)
-    assert described(named, ["--nvme=/mnt/nvme"]) == (named, ["--nvme=/mnt/nvme"])
-    assert described(named, []) == (named, ["--nvme", "/mnt/nvme"])
+    assert described(named, ["/mnt/nvme"]) == named
+    (tmp_path / "run.yaml").write_text("placement: {nvme: []}")
+    for words, nvme in (([], ("/mnt/nvme",)), (["--nvme=/x"], ("/x",)), (["placement.nvme=[]"], ())):
+        for file in ([], [str(tmp_path / "run.yaml")]):
+            assert load_config([*file, *words], drives=["/mnt/nvme"]).placement.nvme == nvme
     two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
-    assert [drive.directory for drive in described(two, ["--nvme", "/x", "--nvme", "/mnt/nvme"])[0].drives] == [
-        "/mnt/nvme",
-        "/x",
-    ]
-    for other, words in ((named, ["--nvme", "/a", "--nvme", "/b"]), (replace(named, origin="measured"), ["--nvme=/a"])):
+    assert [drive.directory for drive in described(two, ["/x", "/mnt/nvme"]).drives] == ["/mnt/nvme", "/x"]
+    for other, nvme in ((named, ("/a", "/b")), (replace(named, origin="measured"), ("/a",))):
         with pytest.raises(UserError, match="--nvme /a: the machine has /mnt/nvme"):
-            described(other, words)
+            described(other, nvme)
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])

@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import _models, described, plan_elsewhere
+from offload_trainer.run.commands.plan import _models, plan_elsewhere
 from offload_trainer.run.planning import planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
@@ -469,8 +469,9 @@ def screen_of(plan: Plan, steps: int = 300) -> str:
 
 @pytest.mark.parametrize("name", ["a100-40gb", "8xa100-80gb", "4xrtx4090-10gbe"])
 def test_the_screen_of_a_named_machine(name: str) -> None:
-    here, words = described(read_machine(name), ["--model", "gpt2-10b", "--save-every", "0"])
-    plan = make_plan(load_config(words), SHAPES["gpt2-10b"], here, world=here.gpus)
+    here, words = read_machine(name), ["--model", "gpt2-10b", "--save-every", "0"]
+    config = load_config(words, drives=[drive.directory for drive in here.drives])
+    plan = make_plan(config, SHAPES["gpt2-10b"], here, world=here.gpus)
     text, whole = screen_of(plan), plan.describe(full=True)
     assert "10.3 G parameters" in text
     assert " tokens/s" in text

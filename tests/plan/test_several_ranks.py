@@ -132,7 +132,7 @@ def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> No
 def test_more_machines_share_the_state_and_use_the_network() -> None:
     """They keep the rows of each GPU."""
     config, machines = load_config(["--model", "gpt2-medium", "--engine", "tiered"]), read_machine("8xh100-80gb")
-    plans = [plan_elsewhere(config, machines, nodes=nodes) for nodes in ("1", "2", "4")]
+    plans = [plan_elsewhere(config, machines, nodes=nodes) for nodes in (1, 2, 4)]
     assert [(plan.world, plan.tokens_per_step // plan.world) for plan in plans] == [
         (8 * nodes, plans[0].tokens_per_step // 8) for nodes in (1, 2, 4)
     ]

@@ -150,7 +150,7 @@ def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
 @pytest.mark.slow
 def test_nodes_and_modes_use_the_same_fallbacks() -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
-    for gpus, nodes in ((2, "1"), (1, "2")):
+    for gpus, nodes in ((2, 1), (1, 2)):
         words, least = [*ALWAYS, *AWAY, "--gpus", str(gpus)], ["tiered.fetch_granularity=module"]
         smallest = plan_elsewhere(
             load_config([*words, *least, "tiered.weight_buffers=1"]), machine(gpu=ROOMY), nodes=nodes

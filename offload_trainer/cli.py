@@ -227,7 +227,7 @@ def _export(given: Namespace, _: list[str]) -> None:
         shard_bytes=given.max_shard_size,
         check=given.check,
     )
-    compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
+    compared = f"; read back: every header, and a sample of {done.compared} tensors, equal" if given.check else ""
     where = f"exported {done.source} in {given.dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
 

@@ -245,7 +245,7 @@ def describe_rates(machine: MachineProfile) -> str:
         )
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
-        add("computation lost to transfers", drive.rates.computation_lost, 1e9, "GB per s lost")
+        add("moved per second of products lost", drive.rates.computation_lost, 1e9, "GB")
     return "\n".join(lines)
 
 

@@ -8,13 +8,10 @@ import itertools
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,20 +310,19 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits for it in vain."""
-    monkeypatch.setattr(bench, "get_context", lambda _: SimpleNamespace(Process=without_a_second))
+    monkeypatch.setattr(bench, "run_rank", without_a_second)
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
         bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
-def without_a_second(*, target: Any, args: tuple[int, int, Path, Path], daemon: bool) -> Any:
-    rank, *_, answer = args
-    given = (answer,) if rank else args
-    return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)
+def without_a_second(rank: int, **how: Any) -> Links:
+    if rank == 1:
+        bench.all_ranks.join = no_second  # in a process of its own
+    return bench.run_rank(rank, **how)
 
 
-def second(answer: Path) -> None:
-    answer.write_text("OSError: no second rank")
-    sys.exit(1)
+def no_second() -> None:
+    raise OSError("no second rank")
 
 
 @pytest.mark.slow

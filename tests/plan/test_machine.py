@@ -326,12 +326,11 @@ def no_second() -> None:
 
 
 @pytest.mark.slow
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "probe_machine", lambda *_, **__: read_machine("v100-32gb"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    how = {"output": str(tmp_path), "dtype": "fp32", "page": 1, "drive_bytes": None, "say": lambda line: None}
     with pytest.raises(UserError, match="--gpus 4: there are 2"):
-        machine_rates.bench_here(PlacementSection(), ranks=4, **how)
+        machine_rates.bench_here(load_config(["--gpus", "4"]), drive_bytes=None, say=lambda line: None)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 from offload_trainer.plan.machine import (
-    Latency,
     Links,
     MachineProfile,
     Rate,
@@ -286,7 +285,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 @pytest.mark.slow
 def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
-    known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
+    known = Links(message=Rate(1e4, "specified", "of a data sheet"))
     messages: list[str] = []
     found = bench.bench_links(known, ranks=2, say=messages.append)
     assert messages == ["bench: links between 2 ranks"]

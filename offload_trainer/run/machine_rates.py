@@ -20,7 +20,7 @@ import torch
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine import timed_updates
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
 from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
@@ -32,6 +32,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
+from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import format_bytes, format_count
 
@@ -85,8 +86,7 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
     try:
         keep_rates(timed)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        say(f"note: these rates could not be saved for later plans: {why}")
+        say(f"note: these rates could not be saved for later plans: {reason(error)}")
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------

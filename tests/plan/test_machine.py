@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -115,21 +116,12 @@ def test_lost_computation_is_what_products_alone_would_have_done_more(monkeypatc
     moved = [10**9, 2 * 10**9], 2.0
     for of_product, lost in ((0.0, 2.0), (1e6, 0.002)):
         monkeypatch.setattr(bench, "_repeat", lambda work, seconds, its=of_product: [its])
-        begun = threading.Event()
-        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=begun: _Product(its))
+        begun, matrix = threading.Event(), MagicMock()
+        matrix.__matmul__.side_effect = lambda _, its=begun: its.set()
+        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=matrix: its)
         found = bench._computation_lost(lambda its=begun: (its.wait(60), moved)[1], seconds=1.0)
         assert found.value == pytest.approx(3e9 / lost)
         assert "3 GB read and written in 2.0 s" in found.source
-
-
-class _Product:
-    """A matrix whose product says that it has begun."""
-
-    def __init__(self, begun: threading.Event) -> None:
-        self.begun = begun
-
-    def __matmul__(self, other: object) -> None:
-        self.begun.set()
 
 
 def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,18 +394,15 @@ def test_auto_dtype_depends_on_the_card() -> None:
         )
 
 
-def missing(_: torch.device, **__: bool) -> None:
-    raise TrainerError("no Triton")
-
-
 def faked(
     monkeypatch: pytest.MonkeyPatch,
     *,
     hip: str | None = None,
     cuda: str | None = "13.0",
     capability: tuple[int, int] = (7, 0),
+    without_triton: Exception | None = None,
 ) -> None:
-    """Fake what torch reports for a GPU without any driver files."""
+    """Fake what torch reports for a GPU without any driver files, on which no kernel can run."""
     there = {
         "is_available": lambda: True,
         "mem_get_info": lambda: (30 << 30, 32 << 30),
@@ -424,7 +413,7 @@ def faked(
     }
     for name, told in there.items():
         monkeypatch.setattr(torch.cuda, name, told)
-    monkeypatch.setattr(cuda_adam, "CudaKernel", missing)  # nothing can run on a fake card
+    monkeypatch.setattr(cuda_adam, "CudaKernel", MagicMock(side_effect=without_triton or TrainerError("no Triton")))
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
@@ -474,13 +463,9 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
 def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def busy() -> None:
-        raise RuntimeError(
-            "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
-        )
-
+    busy = "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
     faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", MagicMock(side_effect=RuntimeError(busy)))
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err
     assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in printed
@@ -497,11 +482,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
 def test_without_a_usable_triton_plan_and_doctor_work(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(_: torch.device, **__: bool) -> None:
-        raise error
-
-    faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(cuda_adam, "CudaKernel", broken)
+    faked(monkeypatch, capability=(9, 0), without_triton=error)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
     assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0

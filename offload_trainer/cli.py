@@ -164,15 +164,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.machine_rates import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        machine = bench_here(
-            config.placement,
-            output=config.save.output,
-            dtype=config.model.dtype,
-            page=config.tiered.page_size,
-            ranks=config.placement.gpus,
-            drive_bytes=given.drive_gigabytes * 10**9 or None,
-            say=_say,
-        )
+        machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"kept for plans from now on, with how each was measured: {cache_file()}"
     _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
 

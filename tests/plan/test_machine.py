@@ -8,14 +8,12 @@ import itertools
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 from offload_trainer.plan.machine import (
-    Latency,
     Links,
     MachineProfile,
     Rate,
@@ -119,21 +116,12 @@ def test_lost_computation_is_what_products_alone_would_have_done_more(monkeypatc
     moved = [10**9, 2 * 10**9], 2.0
     for of_product, lost in ((0.0, 2.0), (1e6, 0.002)):
         monkeypatch.setattr(bench, "_repeat", lambda work, seconds, its=of_product: [its])
-        begun = threading.Event()
-        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=begun: _Product(its))
+        begun, matrix = threading.Event(), MagicMock()
+        matrix.__matmul__.side_effect = lambda _, its=begun: its.set()
+        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=matrix: its)
         found = bench._computation_lost(lambda its=begun: (its.wait(60), moved)[1], seconds=1.0)
         assert found.value == pytest.approx(3e9 / lost)
         assert "3 GB read and written in 2.0 s" in found.source
-
-
-class _Product:
-    """A matrix whose product says that it has begun."""
-
-    def __init__(self, begun: threading.Event) -> None:
-        self.begun = begun
-
-    def __matmul__(self, other: object) -> None:
-        self.begun.set()
 
 
 def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +276,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 @pytest.mark.slow
 def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
-    known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
+    known = Links(message=Rate(1e4, "specified", "of a data sheet"))
     messages: list[str] = []
     found = bench.bench_links(known, ranks=2, say=messages.append)
     assert messages == ["bench: links between 2 ranks"]
@@ -312,29 +300,27 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits for it in vain."""
-    monkeypatch.setattr(bench, "get_context", lambda _: SimpleNamespace(Process=without_a_second))
+    monkeypatch.setattr(bench, "run_rank", without_a_second)
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
         bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
-def without_a_second(*, target: Any, args: tuple[int, int, Path, Path], daemon: bool) -> Any:
-    rank, *_, answer = args
-    given = (answer,) if rank else args
-    return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)
+def without_a_second(rank: int, **how: Any) -> Links:
+    if rank == 1:
+        bench.all_ranks.join = no_second  # in a process of its own
+    return bench.run_rank(rank, **how)
 
 
-def second(answer: Path) -> None:
-    answer.write_text("OSError: no second rank")
-    sys.exit(1)
+def no_second() -> None:
+    raise OSError("no second rank")
 
 
 @pytest.mark.slow
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "probe_machine", lambda *_, **__: read_machine("v100-32gb"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    how = {"output": str(tmp_path), "dtype": "fp32", "page": 1, "drive_bytes": None, "say": lambda line: None}
     with pytest.raises(UserError, match="--gpus 4: there are 2"):
-        machine_rates.bench_here(PlacementSection(), ranks=4, **how)
+        machine_rates.bench_here(load_config(["--gpus", "4"]), drive_bytes=None, say=lambda line: None)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -407,18 +393,15 @@ def test_auto_dtype_depends_on_the_card() -> None:
         )
 
 
-def missing(_: torch.device, **__: bool) -> None:
-    raise TrainerError("no Triton")
-
-
 def faked(
     monkeypatch: pytest.MonkeyPatch,
     *,
     hip: str | None = None,
     cuda: str | None = "13.0",
     capability: tuple[int, int] = (7, 0),
+    without_triton: Exception | None = None,
 ) -> None:
-    """Fake what torch reports for a GPU without any driver files."""
+    """Fake what torch reports for a GPU without any driver files, on which no kernel can run."""
     there = {
         "is_available": lambda: True,
         "mem_get_info": lambda: (30 << 30, 32 << 30),
@@ -429,7 +412,7 @@ def faked(
     }
     for name, told in there.items():
         monkeypatch.setattr(torch.cuda, name, told)
-    monkeypatch.setattr(cuda_adam, "CudaKernel", missing)  # nothing can run on a fake card
+    monkeypatch.setattr(cuda_adam, "CudaKernel", MagicMock(side_effect=without_triton or TrainerError("no Triton")))
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
@@ -479,13 +462,9 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
 def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def busy() -> None:
-        raise RuntimeError(
-            "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
-        )
-
+    busy = "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
     faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", MagicMock(side_effect=RuntimeError(busy)))
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err
     assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in printed
@@ -502,11 +481,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
 def test_without_a_usable_triton_plan_and_doctor_work(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(_: torch.device, **__: bool) -> None:
-        raise error
-
-    faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(cuda_adam, "CudaKernel", broken)
+    faked(monkeypatch, capability=(9, 0), without_triton=error)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
     assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0

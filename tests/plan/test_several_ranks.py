@@ -33,7 +33,7 @@ from offload_trainer.plan.communication import (
     zero_collectives,
 )
 from offload_trainer.plan.deepspeed import gathered, zero_sizes
-from offload_trainer.plan.machine import Latency, Links, MachineProfile, read_machine
+from offload_trainer.plan.machine import Links, MachineProfile, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import Weight
@@ -95,7 +95,7 @@ def test_seconds_of_the_links() -> None:
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
     assert computing.slowest("backward").kind == "compute"
-    told = replace(slow, links=replace(slow.links, message=Latency(1e-3, "assumed", "for a test")))
+    told = replace(slow, links=replace(slow.links, message=rate(1e3)))
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPE)), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)

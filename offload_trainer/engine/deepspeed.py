@@ -10,7 +10,6 @@ DeepSpeed's configuration is a pure function that golden files test. No other mo
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -164,8 +163,6 @@ def _zero(
 
 def start_processes() -> tuple[int, int]:
     """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed

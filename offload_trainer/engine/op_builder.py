@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
@@ -51,6 +52,8 @@ def importing(package: str, *, feature: str) -> Iterator[None]:
 
     Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # without it, DeepSpeed warns that it found none
     try:
         yield
     except Exception as error:

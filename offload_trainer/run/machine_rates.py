@@ -66,7 +66,7 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
     if machine.drives:
         # written when a file is filled, and twice while it is read: alone, and while the cores compute
         most = format_bytes(3 * budget.drive_bytes * len(machine.drives))
-        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
+        say(f"bench: takes minutes, writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench.bench_machine(
         machine,
         timed_updates.available_updates(say=say),

@@ -54,7 +54,6 @@ from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
     make_directories,
-    put_in_place,
     sync_directory,
     sync_file,
     write_text,
@@ -279,7 +278,7 @@ def write_checkpoint(
         def finish() -> None:
             files.update(also(new))
             finish_checkpoint(new, files, state, record)
-            put_in_place(new, final)
+            stack.close()  # renames it
 
         group.first(begin)
         files = snapshot.write(new, group)

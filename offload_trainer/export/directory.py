@@ -46,7 +46,6 @@ from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
     make_directories,
-    put_in_place,
     sync_directory,
     write_text,
 )
@@ -115,7 +114,6 @@ def write_model(
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
-            put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
             f"{destination}: {reason(error)}; nothing is left there. The export takes {format_bytes(total)}"

@@ -14,7 +14,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given, open_regular
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
-REPLACED = "replaced"  # name in a scratch directory for the replaced directory
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
@@ -116,18 +115,6 @@ def copy_tree(source: Path, destination: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     sync_directory(destination)
-
-
-def put_in_place(new: Path, final: Path) -> None:
-    """Rename `new`, from a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory there.
-
-    A replaced directory is for an instant only in the scratch directory, from which `owned_dirs.clear` restores it
-    after a kill. It is left there.
-    """
-    if final.exists():
-        os.rename(final, new.with_name(REPLACED))
-    os.rename(new, final)
-    sync_directory(final.parent)
 
 
 def sync_directory(path: Path) -> None:

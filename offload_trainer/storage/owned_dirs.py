@@ -23,12 +23,13 @@ from pathlib import Path
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
-from offload_trainer.storage.atomic_io import REPLACED, sync_directory
+from offload_trainer.storage.atomic_io import sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
 MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
+_REPLACED = "replaced"  # name in a scratch directory for the replaced directory
 
 Say = Callable[[str], None]
 
@@ -119,14 +120,20 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
-    """Yield a path in a scratch directory next to `final`, for content to be renamed with `atomic_io.put_in_place`.
+    """Yield a path in a scratch directory next to `final`. What the context makes there replaces `final` at its end.
 
-    A scratch directory left by a killed process is removed first. Raises TrainerError if that is impossible.
+    After an exception `final` stays as it was. A replaced directory is for an instant only in the scratch directory,
+    from which `clear` restores it after a kill. A scratch directory left by a killed process is removed first. Raises
+    TrainerError if that is impossible, and OSError.
     """
     clear(final, what=what)
     with ScratchDirectory(workplace_of(final), what=what, say=say) as place:
         try:
             yield name_in_workplace(final)
+            if final.exists():
+                os.rename(final, place.path / _REPLACED)
+            os.rename(name_in_workplace(final), final)
+            sync_directory(final.parent)
         finally:
             _restore(final, place.path)
 
@@ -142,9 +149,9 @@ def name_in_workplace(final: Path) -> Path:
 
 
 def _restore(final: Path, place: Path) -> None:
-    """Undo an interrupted `put_in_place`, which has moved `final` into the scratch directory `place`."""
-    if not final.exists() and (place / REPLACED).is_dir():
-        os.rename(place / REPLACED, final)
+    """Undo an interrupted replacement, which has moved `final` into the scratch directory `place`."""
+    if not final.exists() and (place / _REPLACED).is_dir():
+        os.rename(place / _REPLACED, final)
         sync_directory(final.parent)
 
 

@@ -42,7 +42,7 @@ SINGLE_FILES = {  # the calls of each module, and what they concern
     "retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
     "run/checks.py": {"unlink"},  # the token by which nodes see that they share the run directory
     "run/directory.py": {"ftruncate"},  # the lock file that this run holds
-    "storage/atomic_io.py": {"unlink", "replace", "rename"},  # our temporary, with our process's number; its new name
+    "storage/atomic_io.py": {"unlink", "replace"},  # our temporary, with our process's number; its new name
     "storage/host_memory.py": {"ftruncate"},  # memory without a name gets its size
     "storage/tensorfile.py": {"ftruncate"},  # a file just made gets its size; ranks write in it
     "trainer.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
@@ -226,8 +226,8 @@ def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
     """A directory that a killed exchange left in the workplace, where it is alone for an instant, is restored."""
     final = tmp_path / "hf"
     place = ScratchDirectory(owned_dirs.workplace_of(final), what="the export to")
-    (place.path / owned_dirs.REPLACED).mkdir()
-    (place.path / owned_dirs.REPLACED / "weights").write_text("whole")
+    (place.path / owned_dirs._REPLACED).mkdir()
+    (place.path / owned_dirs._REPLACED / "weights").write_text("whole")
     died(place)
     with pytest.raises(ZeroDivisionError), replacing(final, what="the export to"):
         1 / 0  # noqa: B018

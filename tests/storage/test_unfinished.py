@@ -14,7 +14,7 @@ from offload_trainer import retention
 from offload_trainer.errors import TrainerError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.atomic_io import bytes_below, put_in_place
+from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
 from offload_trainer.storage.scratch_dir import dead_runs, hold, leased, named_in, wait_for_ranks
 
@@ -66,7 +66,6 @@ def test_an_interrupted_replacement_leaves_what_was_there(
         with replacing(final, what="the export to") as new:
             new.mkdir()
             (new / content).touch()
-            put_in_place(new, final)
     rename = os.rename
 
     def interrupted(old: Path, new: Path) -> None:
@@ -77,7 +76,6 @@ def test_an_interrupted_replacement_leaves_what_was_there(
     with pytest.raises(KeyboardInterrupt), replacing(final, what="the export to") as new:  # noqa: PT012 - as a run
         new.mkdir()
         monkeypatch.setattr(os, "rename", interrupted)
-        put_in_place(new, final)
     assert list(tmp_path.iterdir()) == [final]
     assert list(final.iterdir()) == [final / "second"]
 

@@ -163,17 +163,9 @@ def clear(final: Path, *, what: str) -> None:
     """
     place = workplace_of(final)
     try:
-        if _remove_empty(place):
-            return
-        lock = _lock_dead(place, what=what)
-        try:
-            _restore(final, place)
-        except BaseException:
-            os.close(lock)
-            raise
-        _remove(place, what, lock=lock)
+        remove_dead(place, what=what, final=final)
     except FileNotFoundError:
-        return
+        pass
     except BlockingIOError:
         raise TrainerError(f"{place}: another process is writing {final.name} there; wait for it") from None
     except (OSError, TrainerError) as error:
@@ -194,14 +186,14 @@ def is_removable(directory: Path, *, what: str) -> bool:
     return True
 
 
-def remove_dead(directory: Path, *, what: str) -> None:
-    """Remove a scratch directory whose process has died.
+def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
+    """Remove a scratch directory whose process has died. `final`: first restore what it was replacing there.
 
     Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
     that cannot be found out, NotOwned, and OSError.
     """
     if not _remove_empty(directory):
-        _remove(directory, what, lock=_lock_dead(directory, what=what))
+        _remove(directory, what, lock=_lock_dead(directory, what=what), final=final)
 
 
 def _lock_dead(directory: Path, *, what: str) -> int:
@@ -229,9 +221,11 @@ def _remove_empty(directory: Path) -> bool:
     return True
 
 
-def _remove(directory: Path, what: str, *, lock: int) -> None:
+def _remove(directory: Path, what: str, *, lock: int, final: Path | None = None) -> None:
     """Remove a scratch directory and close `lock`, the descriptor of its mark. Raises NotOwned and OSError."""
     with open(lock):  # closed before rmdir: NFS keeps a name for an open file that was removed
+        if final:
+            _restore(final, directory)
         _remove_content(_opened(directory, what), last=MARK)
     os.rmdir(directory)
 

@@ -36,7 +36,7 @@ from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
-from offload_trainer.ranks import ALONE, Group, everybody, new_group, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
     Count,
@@ -180,7 +180,7 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         """Open the group that the background thread communicates over. Collective: all ranks enter together."""
-        self._beside_training = new_group()
+        self._beside_training = group_of(in_step=False)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -389,12 +389,9 @@ class RunConfiguration:
     environment: Environment = field(default_factory=Environment)
 
 
-def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
-    """Return the manifest after checking every file against it; without `moments`, skip the files of moments.
-
-    Raises UserError that names the file, the mismatch and the previous checkpoint, if there is one.
-    """
-    return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
+def read_manifest(checkpoint: Path, *, moments: bool = True, contents: bool = True) -> Manifest:
+    """Return `checked_manifest`, whose UserError names the previous checkpoint, if there is one."""
+    return checked_manifest(checkpoint, fix=_fix(checkpoint), moments=moments, contents=contents)
 
 
 def _fix(checkpoint: Path) -> str:
@@ -420,9 +417,7 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     Raises UserError if the checkpoint is damaged or has another seed, data, model shape or set of trained weights.
     Writes nothing.
     """
-    manifest = read_manifest(checkpoint)
-    refuse_other_run(checkpoint, manifest.identity, record.identity)
-    refuse_other_run(checkpoint, manifest.layout, record.layout)
+    refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])
 
 
@@ -448,8 +443,4 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
     """Raise UserError if, by its manifest alone, the checkpoint is of a run of another identity or layout."""
-    manifest = _read(checkpoint, MANIFEST, Manifest)
-    if manifest.format != FORMAT:
-        raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")
-    refuse_other_run(checkpoint, manifest.identity, identity)
-    refuse_other_run(checkpoint, manifest.layout, layout)
+    refuse_other_run(checkpoint, read_manifest(checkpoint, contents=False), identity=identity, layout=layout)

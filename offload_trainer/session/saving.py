@@ -146,10 +146,10 @@ def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -
     save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
     if save is None:
         return 0
-    manifest = checked_manifest(save, moments=True, fix=_FIX)
+    manifest = checked_manifest(save, fix=_FIX)
     residents, buffers, record = optimizer.residents, session._kept_buffers, session._record
-    refuse_other_run(save, manifest.identity, record.identity)
-    refuse_other_run(save, manifest.layout, {**record.layout, **layout_of({**residents, **buffers})})
+    layout = {**record.layout, **layout_of({**residents, **buffers})}
+    refuse_other_run(save, manifest, identity=record.identity, layout=layout)
     held = read_back(save / _STATE, _SessionState, fix=_FIX)
     if len(held.stateful) != len(stateful):
         raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")

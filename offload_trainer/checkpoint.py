@@ -35,7 +35,7 @@ from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
+from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
@@ -236,8 +236,8 @@ class Checkpoints:
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 
-    def _report_save(self, final: Path, files: dict[str, Any], *, seconds: float, in_background: bool) -> None:
-        size = sum(about["bytes"] for about in files.values())
+    def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, in_background: bool) -> None:
+        size = sum(about.bytes for about in files.values())
         while_ = ", while training went on" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
@@ -259,9 +259,9 @@ def write_checkpoint(
     *,
     state: TrainState,
     record: RunRecord,
-    also: Callable[[Path], dict[str, Any]] = lambda new: {},
+    also: Callable[[Path], dict[str, StoredFile]] = lambda new: {},
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> dict[str, StoredFile]:
     """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.
 
     Collective over `group`. `also`: called on the first rank with the hidden directory before the manifest is written;
@@ -286,7 +286,7 @@ def write_checkpoint(
     return files
 
 
-def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
+def finish_checkpoint(directory: Path, files: dict[str, StoredFile], state: TrainState, record: RunRecord) -> None:
     """Write what the engine does not write, add size and CRC-32 of each file to `files`, then write the manifest."""
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
     write_text(directory / MADE, json.dumps(record.run, indent=1))
@@ -295,16 +295,9 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files:
             data = path.read_bytes()
-            files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    manifest = {
-        "format": FORMAT,
-        "offload_trainer": __version__,
-        "torch": torch.__version__,
-        "step": state.step,
-        "identity": dict(record.identity),
-        "layout": dict(record.layout),
-        "files": files,
-    }
+            files[name] = StoredFile(len(data), zlib.crc32(data))
+    manifest = asdict(Manifest(FORMAT, state.step, dict(record.identity), dict(record.layout), files))
+    manifest |= {"offload_trainer": __version__, "torch": torch.__version__}
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died
+from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died, dying_after
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs
@@ -185,31 +185,16 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
     assert not place.path.exists()
 
 
-def test_an_interrupted_removal_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("removals", range(5))
+def test_an_interrupted_removal_is_repeated(removals: int, tmp_path: Path) -> None:
     """A removal that was killed is completed later, since the mark is removed last."""
-    unlink, left = os.unlink, 0
-
-    def dying(*args: object, **words: object) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        unlink(*args, **words)  # type: ignore[arg-type]
-
-    for left_alone in range(6):
-        place = ScratchDirectory(tmp_path / "place", what="a test in")
-        for name in "abcd":
-            (place.path / name).write_text(name)
-        monkeypatch.setattr(os, "unlink", dying)
-        left = left_alone
-        if left_alone < 5:
-            with pytest.raises(KeyboardInterrupt):
-                place.close()
-            monkeypatch.setattr(os, "unlink", unlink)
-            remove_dead(place.path, what="a test in")
-        else:
-            place.close()
-        assert not place.path.exists()
+    place = ScratchDirectory(tmp_path / "place", what="a test in")
+    for name in "abcd":
+        (place.path / name).write_text(name)
+    with dying_after(removals):
+        place.close()
+    remove_dead(place.path, what="a test in")
+    assert not place.path.exists()
 
 
 def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:

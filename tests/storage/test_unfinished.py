@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dead_run_files import dying_after
 from synthetic_checkpoints import save
 
 from offload_trainer import retention
@@ -80,22 +81,13 @@ def test_an_interrupted_replacement_leaves_what_was_there(
     assert list(final.iterdir()) == [final / "second"]
 
 
-def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path) -> None:
     """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    root, unlink, left = newest.parent, os.unlink, [newest, newest]
-
-    def dying(*args: object, **words: object) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        unlink(*args, **words)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", dying)
-        with pytest.raises(KeyboardInterrupt):
-            retention.prune(root, keep=1)
+    root = newest.parent
+    with dying_after(2):
+        retention.prune(root, keep=1)
     (hidden,) = root.glob(".*")
     assert retention.bytes_that_go(root) > bytes_below(newest)
     (hidden / "mine").touch()

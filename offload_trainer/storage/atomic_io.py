@@ -65,10 +65,8 @@ def open_to_append(path: Path) -> int:
     try:
         return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe without a reader
-            raise UserError(f"{path}: a link or a pipe is not written to; move it away") from error
-        if error.errno == errno.EINVAL:
-            raise UserError(f"{path}: not a regular file, and not written to; move it away") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EINVAL):  # ENXIO: a pipe without a reader
+            raise UserError(f"{path}: a link or a pipe is not written to, only a regular file; move it away") from error
         raise
 
 

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,13 +34,20 @@ from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
+from offload_trainer.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    checked_manifest,
+    crc32_of,
+    refuse_other_run,
+)
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
     Count,
     Flag,
-    Kind,
     Line,
     Steps,
     exact_record,
@@ -294,8 +300,7 @@ def finish_checkpoint(directory: Path, files: dict[str, StoredFile], state: Trai
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files:
-            data = path.read_bytes()
-            files[name] = StoredFile(len(data), zlib.crc32(data))
+            files[name] = StoredFile(path.stat().st_size, crc32_of(path))
     manifest = asdict(Manifest(FORMAT, state.step, dict(record.identity), dict(record.layout), files))
     manifest |= {"offload_trainer": __version__, "torch": torch.__version__}
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
@@ -394,14 +399,9 @@ def _fix(checkpoint: Path) -> str:
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 
-def _read(checkpoint: Path, name: str, kind: type[Kind]) -> Kind:
-    """Return a JSON file of a checkpoint as `kind`. Raises UserError if it cannot be read."""
-    return read_back(checkpoint / name, kind, fix=_fix(checkpoint))
-
-
 def read_state(checkpoint: Path) -> TrainState:
     """Return the training progress in a checkpoint. Raises UserError if its state.json cannot be read."""
-    return _read(checkpoint, "state.json", TrainState)
+    return read_back(checkpoint / "state.json", TrainState, fix=_fix(checkpoint))
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
@@ -416,7 +416,7 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
 
 def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration in run.json of a checkpoint or of page files. Raises UserError if it cannot be read."""
-    return _read(directory, MADE, RunConfiguration).config
+    return read_back(directory / MADE, RunConfiguration, fix=_fix(directory)).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -17,14 +17,7 @@ from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died, dying_after
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs
-from offload_trainer.storage.owned_dirs import (
-    MARK,
-    NotOwned,
-    ScratchDirectory,
-    clear,
-    remove_dead,
-    replacing,
-)
+from offload_trainer.storage.owned_dirs import MARK, NotOwned, ScratchDirectory, clear, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import dead_runs, leased
 
 HOUSE = Path(__file__).resolve().parents[2]

@@ -87,7 +87,7 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
     for other, words, told in (
         ({}, ["--seed", "1"], "seed: it has 0, this run 1"),
         ({}, [], "transformer.wte.weight: it has none"),  # the weights are missing
-        ({"format": 1}, [], "written in format 1, this version reads 2"),
+        ({"format": 1, "layout": None}, [], "written in format 1, this version reads 2"),
     ):
         (checkpoint / MANIFEST).write_text(json.dumps(manifest | other))
         code, errors = plan("--output", str(output), *words, capsys=capsys)

@@ -244,7 +244,7 @@ class Checkpoints:
 
     def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, in_background: bool) -> None:
         size = sum(about.bytes for about in files.values())
-        while_ = ", while training went on" if in_background else ""
+        while_ = ", in the background" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):

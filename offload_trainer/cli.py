@@ -162,6 +162,7 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
 
 def _bench(given: Namespace, words: list[str]) -> None:
     config = prepared(words)
+    from offload_trainer.machine.rate_cache import cache_file
     from offload_trainer.run.machine_rates import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
@@ -174,7 +175,8 @@ def _bench(given: Namespace, words: list[str]) -> None:
             drive_bytes=given.drive_gigabytes * 10**9 or None,
             say=_say,
         )
-    _answer(machine.to_json(), as_json=given.json, told=lambda: describe_rates(machine))
+    kept = f"kept for plans from now on, with how each was measured: {cache_file()}"
+    _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
 
 
 def _tune(given: Namespace, words: list[str]) -> None:
@@ -289,6 +291,7 @@ def _report(given: Namespace, _: list[str]) -> None:
     found = compared(given.runs)
     if given.html is not None:
         write_page(given.html, found)
+        _say(f"{given.html}: written")
     _answer([run.to_json() for run in found], as_json=given.json, told=lambda: aligned(comparison(found)))
 
 

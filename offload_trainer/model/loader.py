@@ -271,7 +271,10 @@ def _directory(section: ModelSection) -> Path:
         return Path(snapshot_download(section.name, allow_patterns=wanted))
     except Exception as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"--model {section.name}: could not be downloaded{offline}: {one_line(error)}") from error
+        raise UserError(
+            f"--model {section.name}: could not be downloaded{offline}: {one_line(error)}. A model here is named "
+            "by its directory: --model DIRECTORY"
+        ) from error
 
 
 def _override(config: Any, overrides: dict[str, Any]) -> None:

@@ -258,8 +258,11 @@ def describe_links(links: Links) -> list[str]:
 
 
 def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]:
-    """Return the line of a rate, none if it is unknown."""
-    return [] if rate is None else [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}: {rate.source}"]
+    """Return the line of a rate, with its source if it was not measured; none if it is unknown."""
+    if rate is None:
+        return []
+    source = "" if rate.origin == "measured" else f": {rate.source}"
+    return [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}{source}"]
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

@@ -91,8 +91,8 @@ def _load(builder: Any) -> Any:
             "TORCH_EXTENSIONS_DIR"
         ) from error
     turn = directory.with_name(f"{builder.name}.turn")
-    with exclusive_lock(turn, say=write_now, patience=_LONGEST) as alone:  # exclude other builds of this program
-        for name in _BUILDS[builder.name] if alone else ():
+    with exclusive_lock(turn, say=write_now, patience=_LONGEST) as (_, unlocked):  # exclude our other builds
+        for name in () if unlocked else _BUILDS[builder.name]:
             remove_stale_lock(_build_directory(name))
         try:
             return builder.load(verbose=False)

@@ -179,7 +179,7 @@ class Case:
             counted = dict(counts)
             done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]
             self.out.mkdir(parents=True, exist_ok=True)
-            snapshot, group = made.snapshot(), ranks.new_group() if self.meanwhile else ranks.everybody()
+            snapshot, group = made.snapshot(), ranks.group_of(in_step=False) if self.meanwhile else ranks.everybody()
             with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):
                 writing = thread.submit(snapshot.write, self.out, group)
                 if more:

@@ -168,7 +168,7 @@ def test_8bit_moments_resume_from_the_newest_save_in_another_placement(tmp_path:
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
-    "before the new name": (saving, "put_in_place", 1, 2),
+    "before the new name": (os, "rename", 3, 2),
     "with the new name": (owned_dirs, "_empty", 1, 4),
     "in the middle of an update": (UnitStore, "write", 3, 2),
 }
@@ -467,7 +467,7 @@ def test_exports_and_saves_of_any_module_have_its_buffers(drive: Path, tmp_path:
     # A kill while a save is replaced leaves the old one in the scratch directory, from which a resume takes it.
     os.rename(tmp_path / "saves/last", tmp_path / "moved")
     left = tmp_path / "left"
-    with owned_dirs.replacing(tmp_path / "saves/last", what=WORK):
+    with owned_dirs.ScratchDirectory(tmp_path / "saves/.last.tmp", what=WORK):
         shutil.copytree(tmp_path / "saves/.last.tmp", left)
     os.rename(tmp_path / "moved", left / "replaced")
     os.rename(left, tmp_path / "saves/.last.tmp")

@@ -12,7 +12,7 @@ from commands import TINY
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import CONFIG, MANIFEST, differences, refuse_other_run
+from offload_trainer.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
 SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}
@@ -55,13 +55,14 @@ def test_differences_are_described(changes: dict[str, object], lines: list[str])
 
 
 def test_the_advice_is_one_that_works() -> None:
+    many = {f"w{i}": 0 for i in range(30)}
+    saved = Manifest(FORMAT, 2, identity=SAVED, layout=many, files={})
     with pytest.raises(UserError) as caught:
-        refuse_other_run(Path("runs/a/checkpoints/step-00000002"), SAVED, SAVED | {"text": 1})
+        refuse_other_run(Path("runs/a/checkpoints/step-2"), saved, identity=SAVED | {"text": 1}, layout={})
     assert "name another --output, or move runs/a/checkpoints away" in str(caught.value)
     assert "--resume never" not in str(caught.value)
-    many = {f"w{i}": 0 for i in range(30)}
     with pytest.raises(UserError, match="and 20 more"):
-        refuse_other_run(Path("c"), many, dict.fromkeys(many, 1))
+        refuse_other_run(Path("c"), saved, identity=SAVED, layout=dict.fromkeys(many, 1))
 
 
 # -- what `plan` checks before anything is read or written -------------------------------------------------------------
@@ -86,7 +87,7 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
     for other, words, told in (
         ({}, ["--seed", "1"], "seed: it has 0, this run 1"),
         ({}, [], "transformer.wte.weight: it has none"),  # the weights are missing
-        ({"format": 1}, [], "written in format 1, this version reads 2"),
+        ({"format": 1, "layout": None}, [], "written in format 1, this version reads 2"),
     ):
         (checkpoint / MANIFEST).write_text(json.dumps(manifest | other))
         code, errors = plan("--output", str(output), *words, capsys=capsys)

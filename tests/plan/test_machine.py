@@ -245,7 +245,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(process_setup.numa, "nodes", list)
+    monkeypatch.setattr(process_setup, "numa_nodes", list)
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
 
     def prepared(*more: str, **environment: str) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_chats
+from seen_calls import calls_of
 
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
@@ -141,9 +142,7 @@ def test_an_unchanged_text_is_not_read_again(
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
     its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
-    read: list[Path] = []
-    real = preparing._sum
-    monkeypatch.setattr(preparing, "_sum", lambda path: read.append(path) or real(path))
+    read = calls_of(monkeypatch.setattr, preparing, "_sum")
     now = [source.stat().st_ctime_ns + 10**9]
     monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 
@@ -189,19 +188,12 @@ def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token file and its sidecar are absent or whole at every rename."""
     path = tmp_path / "t.bin"
-    seen: list[tuple[str, bool]] = []
-    replace = os.replace
-
-    def watched(old: str, new: Path) -> None:
-        if new.parent == tmp_path:
-            seen.append((new.name, sidecar_path(path).exists()))
-        replace(old, new)
-
-    monkeypatch.setattr(tokenfile.os, "replace", watched)
+    there = lambda _, new: (new, sidecar_path(path).exists())  # noqa: E731
+    seen = calls_of(monkeypatch.setattr, tokenfile.os, "replace", there)
     for count in (3, 4):
         write_tokens(path, [[1] * count], vocabulary=9)
         assert len(TokenFile.open(path)) == count
-    assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
+    assert [each for each in seen if each[0].parent == tmp_path] == [(path, False), (sidecar_path(path), False)] * 2
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from commands import KILL, TINY, call, faulty, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer, lines, message, token_spec, turns
+from seen_calls import calls_of
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -102,10 +103,7 @@ def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each record that a stream reads."""
-    read: list[int] = []
-    real = stream._characters
-    monkeypatch.setattr(stream, "_characters", lambda record: read.append(0) or real(record))
-    return read
+    return calls_of(monkeypatch.setattr, stream, "_characters")
 
 
 prepared = partial(sample_chats.prepared, seq_len=LENGTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
+from seen_calls import kill_in
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import offload_trainer.plan.tiered.layout as layout
@@ -120,18 +120,9 @@ def ours(model: PreTrainedModel, output: Path, **changes: Any) -> Trainer:
     return Ours(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
 
 
-def train_and_die(folder: Path, output: Path, drive: Path, when: str) -> None:
-    """Run `ours` until SIGKILL: `step:N` after step N, `saving:N` during the checkpoint of step N."""
-    moment, _, step = when.partition(":")
+def train_and_die(folder: Path, output: Path, drive: Path, name: str, nth: int) -> None:
+    """Run `ours` until SIGKILL, at the `nth` call of its method `name`."""
     with loaded(folder, drive) as model:
         trainer = ours(model, output)
-        name = {"step": "log", "saving": "_save_rng_state"}[moment]
-        method = getattr(trainer, name)
-
-        def dies(*given: Any, **words: Any) -> None:
-            if trainer.state.global_step == int(step):
-                os.kill(os.getpid(), signal.SIGKILL)
-            method(*given, **words)
-
-        setattr(trainer, name, dies)
+        kill_in(trainer, name, nth=nth)
         trainer.train()

@@ -20,6 +20,7 @@ from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import late_transfers
 from safetensors.torch import load_file
+from seen_calls import calls_of, kill_in, run_before
 from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -111,13 +112,11 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
 
     A backward waits for the last page, whose unit its forward has skipped.
     """
-    update = Updater._update
 
-    def slowly(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
+    def sleep(updater: Updater, _: Any, route: Any, *__: Any, **___: Any) -> None:
         time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0.001)
-        update(updater, kernel, route, *given, **words)
 
-    monkeypatch.setattr(Updater, "_update", slowly)
+    run_before(monkeypatch.setattr, Updater, "_update", sleep)
     torch.manual_seed(3)
     model = Spare()
 
@@ -186,18 +185,7 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
             session.save(folder / "save", scheduler)
         if number == 2:
             where, name, nth, _ = MOMENTS[moment]
-            _kill_in(where, name, nth=nth)
-
-
-def _kill_in(where: Any, name: str, *, nth: int) -> None:
-    whole, calls = getattr(where, name), iter(range(1, 1 << 30))
-
-    def killing(*args: Any, **words: Any) -> Any:
-        if next(calls) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(*args, **words)
-
-    setattr(where, name, killing)
+            kill_in(where, name, nth=nth)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -250,12 +238,6 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
     home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each step `named_weights` and `named_masters` give every new weight once, and keep none of them."""
-    read: list[tuple[int, int]] = []
-    get = PlacedWeights.get
-
-    def counted(self: PlacedWeights, unit: int, start: int, count: int) -> torch.Tensor:
-        read.append((unit, start))
-        return get(self, unit, start, count)
 
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
@@ -278,8 +260,7 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
             loss_of(model, batch).backward()
             optimizer.step()
             with monkeypatch.context() as patch:
-                patch.setattr(PlacedWeights, "get", counted)
-                read.clear()
+                read = calls_of(patch.setattr, PlacedWeights, "get", lambda _, unit, start, count: (unit, start))
                 taken = streamed(session.named_weights)
             assert len(read) == len(set(read)) == len(names)
             assert taken.keys() == names

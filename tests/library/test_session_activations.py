@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_bench import assert_same
+from seen_calls import calls_of
 from session_loop import ACCUMULATE, ROWS, by_torch, of_rows, one_cycle, opened, trained
 from transformers import AutoModelForCausalLM
 
@@ -28,11 +29,7 @@ def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
     """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again
     (`anew`), and if only two blocks are checkpointed.
     """
-    kept: list[int] = []
-    keep = Activations.pack_input
-    monkeypatch.setattr(
-        Activations, "pack_input", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1]
-    )
+    kept = calls_of(monkeypatch.setattr, Activations, "pack_input", lambda _, tensor: tensor.nbytes)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     expected = by_torch(reference, steps=STEPS)
     keys = {"offload_activations": away, "activation_checkpointing": count, "freeze": [], "micro_batch_size": 1}

@@ -114,8 +114,7 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     """Repeating it with another setting, or resuming from it elsewhere, writes nothing, and says how to go on."""
-    output, other, text = tmp_path / "out", tmp_path / "other", tmp_path / "other.txt"
-    text.write_text("Another text. " * 2000)
+    output, other = tmp_path / "out", tmp_path / "other"
     words = [*SAVING, "--lr", "0.01"]
     call(*words, output=output)
     before = everything(tmp_path)
@@ -131,9 +130,8 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     refused = call(*words, "--resume", output, output=other, check=False)
     assert refused.code == 2
     assert "so nothing would be trained or saved in" in refused.text
-    for other_run, told in ((["--seed", 5], "seed: it has 0, this run 5"), (["--data", text], "the text of --data is")):
-        refused = call(*words, *other_run, output=output, check=False)
-        assert (refused.code, told in refused.text) == (2, True), refused.text
+    refused = call(*words, "--seed", 5, output=output, check=False)
+    assert (refused.code, "seed: it has 0, this run 5" in refused.text) == (2, True), refused.text
     with open(output / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another run is using this directory" in call(*words, output=output, check=False).text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_bench import assert_near, batches, engine, masters, model_directory, train
+from engine_bench import assert_near, assert_same, batches, engine, masters, model_directory, train
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -71,8 +71,7 @@ def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], clip: float, 
         expected, weights = plain_loop(pretrained, dtype=torch_dtype, clip=clip, steps=6)
         assert all((norm > clip) == (clip < 1) for _, norm in expected)
         assert steps == expected
-        for name, tensor in masters(ours).items():
-            assert torch.equal(tensor, weights[name]), name
+        assert_same(masters(ours), weights)
 
 
 # -- the mean over all counted targets ---------------------------------------------------------------------------------

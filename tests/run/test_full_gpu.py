@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import re
 import weakref
@@ -64,9 +65,8 @@ def run(
         return made
 
     with pytest.MonkeyPatch.context() as patch, emulated_gpu(patch, seed=seed, haste=0.3) as gpu:
-        for name, value in {"OMP_NUM_THREADS": 1, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
-            patch.setenv(name, str(value))
-        patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
+        os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder / "cache")
         gpu.bytes, gpu.fails = size, fails
         patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)

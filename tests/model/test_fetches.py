@@ -18,6 +18,7 @@ import pytest
 import tiny_models
 import torch
 from every_architecture import RAM, Result, Subject, Trained, examine, in_a_child, one_line, ours, same_bits
+from seen_calls import run_before
 from small_architectures import ARCHITECTURES
 from transformers import LlamaConfig
 
@@ -70,15 +71,6 @@ class Fetched:
 def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
     """Train the subject with its weights in RAM; return also the fetches of each unit."""
     counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
-    start, begin = WeightPrefetcher._start, WeightPrefetcher.begin
-
-    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
-        counts[-1][unit] += 1
-        start(stream, unit, number)
-
-    def begun(stream: WeightPrefetcher) -> None:
-        counts.append(Counter())
-        begin(stream)
 
     def look(made: Any) -> None:
         candidate, planned = made.candidate, Counter[int]()
@@ -89,11 +81,10 @@ def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
         found.extend(Fetched(unit, counts[-2][unit.index], planned[unit.index]) for unit in away)
 
     found: list[Fetched] = []
-    with (
-        mock.patch.object(WeightPrefetcher, "_start", started),
-        mock.patch.object(WeightPrefetcher, "begin", begun),
-        mock.patch.object(layout, "SMALL", 4096),  # elements of an aligned unit of vectors
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        run_before(patch.setattr, WeightPrefetcher, "_start", lambda _, unit, number: counts[-1].update([unit]))
+        run_before(patch.setattr, WeightPrefetcher, "begin", lambda _: counts.append(Counter()))
+        patch.setattr(layout, "SMALL", 4096)  # elements of an aligned unit of vectors
         trained, _ = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data, look=look)
     return trained, found
 

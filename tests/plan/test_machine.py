@@ -251,10 +251,8 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     def prepared(*more: str, **environment: str) -> int:
         of_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
         for name in (*of_rank, "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
-            monkeypatch.setenv(name, "")  # monkeypatch then restores it at the end
-            monkeypatch.delenv(name)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+            os.environ.pop(name, None)
+        os.environ.update(environment)
         return prepare_process(load_config([*words, *more]))
 
     each = 3 if words else 64 // 6

@@ -91,8 +91,7 @@ def test_seconds_of_the_links() -> None:
     seconds = plan.forecast.seconds
     assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
     assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9, rel=1e-3)
-    slow = cluster(network=rate(1e9))
-    slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
+    slow = cluster(network=rate(1e9), matmul=1e12)
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
     assert computing.slowest("backward").kind == "compute"
     told = replace(slow, links=replace(slow.links, message=rate(1e3)))

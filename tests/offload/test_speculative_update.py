@@ -237,3 +237,12 @@ def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytes
         ours.synchronize()
         assert slept
         assert ours.offloaded.update_progress.hidden >= 0.1
+
+
+def test_ranks_meet_before_an_update_changes_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, start = [], Updater.start
+    with build(ALL, IN_LINE) as ours:
+        monkeypatch.setattr(ours.offloaded.node, "barrier", lambda: seen.append("ranks meet"))
+        monkeypatch.setattr(Updater, "start", lambda *given, **words: (seen.append("update"), start(*given, **words)))
+        train(ours, batches(1))
+    assert seen == ["ranks meet", "update"]

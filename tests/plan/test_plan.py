@@ -523,3 +523,11 @@ def test_a_long_plan_ends_within_its_screen() -> None:
     assert "note 19" not in text
     plan = replace(plan, notes=("fp16",), rejected=tuple((f"home {number}", "fits " * 99) for number in range(2)))
     assert "note: fp16" in screen_of(plan)  # rejections are left out before notes
+
+
+def test_room_is_planned_for_one_checkpoint_more_than_are_kept() -> None:
+    """The oldest one is removed only when the new one is complete."""
+    each = 12 * SHAPES["gpt2"].parameters  # fp32 master and moments
+    for keep in (1, 3):
+        plan = make_plan(wish("--save-every", "5", f"save.keep={keep}"), SHAPES["gpt2"], machine())
+        assert [item.bytes for item in plan.items if item.name == "checkpoints"] == [(keep + 1) * each]

@@ -111,7 +111,7 @@ def table(cases: list[Case]) -> Iterator[str]:
     yield row(["---"] * 10)
     for case in cases:
         drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]
-        peak = max(step["peak_rss"] for step in case.steps)
+        peak = max(step["host_rss_bytes"] for step in case.steps)
         numbers = [*drive, peak / 1e9, max(peak, case.facts["build_peak"]) / 1e9, case.facts["build_seconds"]]
         yield row([case.name, *(spread(case.timed(key)) for key in SECONDS), *(f"{number:.2f}" for number in numbers)])
 
@@ -121,7 +121,7 @@ def predictions(cases: list[Case]) -> Iterator[str]:
     yield row(["case", "peak host GB", "read GB", "written GB", "update s", "step s"])
     yield row(["---"] * 6)
     for case in cases:
-        plan, peak = case.facts["plan"], max(step["peak_rss"] for step in case.steps)
+        plan, peak = case.facts["plan"], max(step["host_rss_bytes"] for step in case.steps)
         seconds, moved = plan["seconds"], [moved for moved in plan["traffic"] if moved["place"] != "device"]
         known = None not in seconds.values()
         pairs = [(plan["tiers"]["ram"]["need"] / 1e9, peak / 1e9)]

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,13 +34,20 @@ from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
-from offload_trainer.ranks import ALONE, Group, everybody, new_group, wait_for_all
+from offload_trainer.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    checked_manifest,
+    crc32_of,
+    refuse_other_run,
+)
+from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import (
     Count,
     Flag,
-    Kind,
     Line,
     Steps,
     exact_record,
@@ -54,7 +60,6 @@ from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
     make_directories,
-    put_in_place,
     sync_directory,
     sync_file,
     write_text,
@@ -181,7 +186,7 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         """Open the group that the background thread communicates over. Collective: all ranks enter together."""
-        self._beside_training = new_group()
+        self._beside_training = group_of(in_step=False)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -237,8 +242,8 @@ class Checkpoints:
         if group.rank == 0:
             self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 
-    def _report_save(self, final: Path, files: dict[str, Any], *, seconds: float, in_background: bool) -> None:
-        size = sum(about["bytes"] for about in files.values())
+    def _report_save(self, final: Path, files: dict[str, StoredFile], *, seconds: float, in_background: bool) -> None:
+        size = sum(about.bytes for about in files.values())
         while_ = ", in the background" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
@@ -260,9 +265,9 @@ def write_checkpoint(
     *,
     state: TrainState,
     record: RunRecord,
-    also: Callable[[Path], dict[str, Any]] = lambda new: {},
+    also: Callable[[Path], dict[str, StoredFile]] = lambda new: {},
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> dict[str, StoredFile]:
     """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.
 
     Collective over `group`. `also`: called on the first rank with the hidden directory before the manifest is written;
@@ -279,7 +284,7 @@ def write_checkpoint(
         def finish() -> None:
             files.update(also(new))
             finish_checkpoint(new, files, state, record)
-            put_in_place(new, final)
+            stack.close()  # renames it
 
         group.first(begin)
         files = snapshot.write(new, group)
@@ -287,7 +292,7 @@ def write_checkpoint(
     return files
 
 
-def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
+def finish_checkpoint(directory: Path, files: dict[str, StoredFile], state: TrainState, record: RunRecord) -> None:
     """Write what the engine does not write, add size and CRC-32 of each file to `files`, then write the manifest."""
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
     write_text(directory / MADE, json.dumps(record.run, indent=1))
@@ -295,17 +300,9 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files:
-            data = path.read_bytes()
-            files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    manifest = {
-        "format": FORMAT,
-        "offload_trainer": __version__,
-        "torch": torch.__version__,
-        "step": state.step,
-        "identity": dict(record.identity),
-        "layout": dict(record.layout),
-        "files": files,
-    }
+            files[name] = StoredFile(path.stat().st_size, crc32_of(path))
+    manifest = asdict(Manifest(FORMAT, state.step, dict(record.identity), dict(record.layout), files))
+    manifest |= {"offload_trainer": __version__, "torch": torch.__version__}
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
 
 
@@ -390,12 +387,9 @@ class RunConfiguration:
     environment: Environment = field(default_factory=Environment)
 
 
-def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
-    """Return the manifest after checking every file against it; without `moments`, skip the files of moments.
-
-    Raises UserError that names the file, the mismatch and the previous checkpoint, if there is one.
-    """
-    return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
+def read_manifest(checkpoint: Path, *, moments: bool = True, contents: bool = True) -> Manifest:
+    """Return `checked_manifest`, whose UserError names the previous checkpoint, if there is one."""
+    return checked_manifest(checkpoint, fix=_fix(checkpoint), moments=moments, contents=contents)
 
 
 def _fix(checkpoint: Path) -> str:
@@ -405,14 +399,9 @@ def _fix(checkpoint: Path) -> str:
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 
-def _read(checkpoint: Path, name: str, kind: type[Kind]) -> Kind:
-    """Return a JSON file of a checkpoint as `kind`. Raises UserError if it cannot be read."""
-    return read_back(checkpoint / name, kind, fix=_fix(checkpoint))
-
-
 def read_state(checkpoint: Path) -> TrainState:
     """Return the training progress in a checkpoint. Raises UserError if its state.json cannot be read."""
-    return _read(checkpoint, "state.json", TrainState)
+    return read_back(checkpoint / "state.json", TrainState, fix=_fix(checkpoint))
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
@@ -421,15 +410,13 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     Raises UserError if the checkpoint is damaged or has another seed, data, model shape or set of trained weights.
     Writes nothing.
     """
-    manifest = read_manifest(checkpoint)
-    refuse_other_run(checkpoint, manifest.identity, record.identity)
-    refuse_other_run(checkpoint, manifest.layout, record.layout)
+    refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])
 
 
 def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration in run.json of a checkpoint or of page files. Raises UserError if it cannot be read."""
-    return _read(directory, MADE, RunConfiguration).config
+    return read_back(directory / MADE, RunConfiguration, fix=_fix(directory)).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -449,8 +436,4 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
     """Raise UserError if, by its manifest alone, the checkpoint is of a run of another identity or layout."""
-    manifest = _read(checkpoint, MANIFEST, Manifest)
-    if manifest.format != FORMAT:
-        raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")
-    refuse_other_run(checkpoint, manifest.identity, identity)
-    refuse_other_run(checkpoint, manifest.layout, layout)
+    refuse_other_run(checkpoint, read_manifest(checkpoint, contents=False), identity=identity, layout=layout)

@@ -26,7 +26,7 @@ from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.plan.machine import describe_rates
+from offload_trainer.plan.machine import describe_rates, read_machine
 from offload_trainer.run.launcher import has_launcher, start_ranks
 from offload_trainer.run.process_setup import (
     go_offline,
@@ -116,13 +116,11 @@ def _plan(given: Namespace, words: list[str]) -> None:
     if given.machine is None and not given.parallel:
         _plan_here(given, words)
         return
-    from offload_trainer.plan.machine import read_machine
     from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
 
-    machine = None
-    if given.machine is not None:
-        machine, words = described(read_machine(given.machine), words)
-    config = load_config(words)
+    machine = None if given.machine is None else read_machine(given.machine)
+    config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else ())
+    machine = described(machine, config.placement.nvme) if machine else None
     quieten(loads=machine is None)
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
@@ -166,15 +164,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.machine_rates import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        machine = bench_here(
-            config.placement,
-            output=config.save.output,
-            dtype=config.model.dtype,
-            page=config.tiered.page_size,
-            ranks=config.placement.gpus,
-            drive_bytes=given.drive_gigabytes * 10**9 or None,
-            say=_say,
-        )
+        machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"kept for plans from now on, with how each was measured: {cache_file()}"
     _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
 
@@ -229,7 +219,7 @@ def _export(given: Namespace, _: list[str]) -> None:
         shard_bytes=given.max_shard_size,
         check=given.check,
     )
-    compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""
+    compared = f"; read back: every header, and a sample of {done.compared} tensors, equal" if given.check else ""
     where = f"exported {done.source} in {given.dtype} to {given.destination}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
 
@@ -327,29 +317,20 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{shown(message.removeprefix('argument '))}; `{self.prog} --help` says more")
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: it should be a whole number, at least {least}")
-        return int(text)
+def _number(wanted: str, read: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """Return a function that reads a number from `least` to `most`, or says what is `wanted`."""
 
-    return whole
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (found := read(text)) <= most and found < math.inf:
+                return found
+        raise argparse.ArgumentTypeError(f"{text}: it should be {wanted}")
 
-
-def _temperature(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: it should be a number, at least 0")
-    return found
+    return number
 
 
-def _size(text: str) -> int:
-    if not (found := parse_bytes(text)):
-        raise argparse.ArgumentTypeError(f"{text}: a number with a unit, such as 500MB or 5GB")
-    return found
+def _whole(least: int) -> Callable[[str], Any]:
+    return _number(f"a whole number, at least {least}", int, least)
 
 
 def _writable(text: str) -> Path:
@@ -365,13 +346,15 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **more}
 
 
+_NODES = _number("one whole number from 1 to 1024", int, 1, 1024)
+_SIZE = _number("a number with a unit, such as 500MB or 5GB", parse_bytes, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),
     "--temperature": _value(
         "X",
         "sampling temperature (default %(default)s); 0: always the most likely token",
-        type=_temperature,
+        type=_number("a number, at least 0", float, 0),
         default=0.8,
     ),
     "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
@@ -422,7 +405,7 @@ COMMANDS = {
                 "plan for another machine: a known one, such as v100-32gb, or a file that `bench --json` printed",
             ),
             "--explain": _switch("show every item, phase, update schedule and rejected placement"),
-            "--nodes": _value("K", "plan for K machines with --gpus ranks each"),
+            "--nodes": _value("K", "plan for K machines with --gpus ranks each", type=_NODES),
             "--parallel": _switch("compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence"),
         },
         _PLANNED,
@@ -477,7 +460,7 @@ COMMANDS = {
             "destination": _value("DEST", "the new directory", type=_writable),
             "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32"), default="fp16"),
             "--max-shard-size": _value(
-                "SIZE", "largest file of a directory, such as 500MB (default %(default)s)", type=_size, default="5GB"
+                "SIZE", "largest file of a directory, such as 500MB (default %(default)s)", type=_SIZE, default="5GB"
             ),
             "--check": _switch("read every header back and compare a sample of the tensors"),
         },

@@ -119,6 +119,6 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def reason(error: OSError) -> str:
-    """Return the operating system's message."""
-    return error.strerror or str(error)
+def reason(error: BaseException) -> str:
+    """Return the operating system's message of an OSError, and the message of any other error."""
+    return getattr(error, "strerror", None) or str(error)

@@ -55,22 +55,22 @@ class Manifest:
     files: dict[FileName, StoredFile]
 
 
-def checked_manifest(checkpoint: Path, *, moments: bool, fix: str) -> Manifest:
+def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, contents: bool = True) -> Manifest:
     """Return the manifest after checking that every file exists and has the listed size and CRC-32.
 
-    Without `moments`, the files of moments are skipped. Raises UserError that names the file, the mismatch and `fix`,
-    a sentence that says what to do.
+    Without `moments`, the files of moments are skipped, and without `contents` all files. Raises UserError that names
+    the file, the mismatch and `fix`, a sentence that says what to do.
     """
     content = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
     if content.get("format") != FORMAT and isinstance(content.get("format"), int):
         raise UserError(f"{checkpoint}: written in format {content['format']}, this version reads {FORMAT}")
     try:
         manifest = as_kind(content, Manifest)
-        if unnamed := _NEEDED - manifest.files.keys():
+        if contents and (unnamed := _NEEDED - manifest.files.keys()):
             raise ValueError(f"{', '.join(sorted(unnamed))} is not named")
     except ValueError as error:
         raise UserError(f"{checkpoint} is damaged: {MANIFEST}: {error}. {fix}") from error
-    for name, expected in manifest.files.items():
+    for name, expected in manifest.files.items() if contents else ():
         if moments or not name.startswith("exp_avg"):
             wrong = _difference(checkpoint, name, expected)
             if wrong:
@@ -107,13 +107,14 @@ def crc32_of(path: Path) -> int:
     return crc
 
 
-def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError that lists the differences between a checkpoint's identity, `saved`, and this run's, `now`.
+def refuse_other_run(
+    checkpoint: Path, manifest: Manifest, *, identity: Mapping[str, Any], layout: Mapping[str, Any]
+) -> None:
+    """Raise UserError that lists the differences between a checkpoint's identity or layout and this run's.
 
     A value of None on either side means not known and is not compared.
     """
-    found = differences(saved, now)
-    if found:
+    if found := differences(manifest.identity, identity) or differences(manifest.layout, layout):
         lines = "\n".join(f"  {line}" for line in found[:_MOST])
         more = f"\n  and {len(found) - _MOST} more" if len(found) > _MOST else ""
         raise UserError(

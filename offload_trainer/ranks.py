@@ -338,10 +338,12 @@ def nodes() -> tuple[range, ...]:
 def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpus: bool = False) -> Any:
     """Create groups of ranks and return the one that contains this rank; without `members`, one group of all ranks.
 
-    Collective: all ranks call it with the same arguments. `in_step`: use the short timeout of a training step.
-    `gpus`: return a NCCL process group, for tensors on GPUs, instead of a Group.
+    Each is for one thread of its ranks. Collective: all ranks call it with the same arguments in their training thread.
+    `in_step`: use the short timeout of a training step. `gpus`: return a NCCL process group, for tensors on GPUs,
+    instead of a Group.
     """
-    assert _store is not None
+    if _store is None:
+        return ALONE
     patience = STALLED + _LATER if in_step else _SETTING_UP
     every = [list(ranks) for ranks in members] or [list(_everybody.members)]
     if gpus:
@@ -405,19 +407,19 @@ def join_torch(backend: str) -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def exchange_numbers(number: int, *, group: Group, stalled: float = STALLED) -> list[int]:
+def exchange_numbers(number: int, *, group: Group) -> list[int]:
     """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
 
-    After `stalled` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
+    After `STALLED` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
     ranks; the others, which wait longer than rank 0 so that it reports first, raise PeerFailed.
     """
     try:
-        return group.all_gather_numbers(number, patience=stalled + (_LATER if group.rank else 0))
+        return group.all_gather_numbers(number, patience=STALLED + (_LATER if group.rank else 0))
     except PeerTimeout as error:
         if group.rank != min({*group.members} - {*error.missing}):
             raise
         raise TrainerError(
-            f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
+            f"after {STALLED:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
             f"{error}; {RERUN_HINT}"
         ) from error
 
@@ -493,11 +495,6 @@ def everybody() -> Group:
     return _everybody
 
 
-def new_group() -> Group:
-    """Return a new group of all ranks for use in one background thread. Collective, called in the training thread."""
-    return ALONE if _everybody is ALONE else group_of(in_step=False)
-
-
 def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
     """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
     return _everybody.each(lambda: [work()] if _everybody.rank == 0 else [], list[kind])[0][0]
@@ -514,10 +511,9 @@ def rank_zero_first(work: Callable[[], T]) -> T:
         if not done:
             done.append(work())
 
-    if _everybody is not ALONE:
-        _everybody.first(once)
-        rank, each = place_here()[0], len(nodes()[0])
-        _everybody.some(once, mine=rank > 0 and rank % each == 0)
+    _everybody.first(once)
+    rank, each = place_here()[0], len(nodes()[0])
+    _everybody.some(once, mine=rank > 0 and rank % each == 0)
     once()
     return done[0]
 

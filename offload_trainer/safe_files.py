@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar, dataclass_transform
 import yaml
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError, with_config
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 
 Kind = TypeVar("Kind")
 
@@ -130,8 +130,6 @@ def open_file(path: Path, *, links: bool = False) -> int:
     symbolic link at the end of the path.
     """
     try:
-        if not links and stat.S_ISLNK(os.lstat(path).st_mode):
-            raise ValueError("it is a link")
         return open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise
@@ -162,8 +160,7 @@ def open_given(path: Path) -> BinaryIO:
     try:
         return open(open_file(path, links=True), "rb", buffering=0)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown(str(path))} cannot be read: {reason}") from error
+        raise UserError(f"{shown(str(path))} cannot be read: {reason(error)}") from error
 
 
 def refuse_pipes(directory: Path) -> None:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.synonyms import nearest, plain, term_of, value_of
@@ -343,8 +343,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
     try:
         content = read_yaml(path, _Loader)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        draft.mistakes.append(f"{path}: {reason}{file_hint(path)}")
+        draft.mistakes.append(f"{path}: {reason(error)}{file_hint(path)}")
         return
     if content is None:
         return
@@ -368,16 +367,6 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for name, value in content.items():
         inside = isinstance(value, dict) and value != {}
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
-
-
-def values_given(words: list[str], name: str) -> list[str]:
-    """Return all values in `words` of a repeatable flag."""
-    queue, found = list(words), list[str]()
-    while queue:
-        flag, equals, text = queue.pop(0).partition("=")
-        if flag == name:
-            found += [text] if equals else [*queue[:1], *_more_values(queue[1:])]
-    return found
 
 
 def _more_values(queue: list[str]) -> list[str]:
@@ -454,10 +443,11 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 
-def load_config(words: list[str]) -> TrainConfig:
+def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
     """Parse ``[CONFIG.yaml] [flags] [section.key=value ...]`` into a validated configuration.
 
-    Raises UserError that lists all mistakes, each with a suggestion if there is one.
+    `drives`: the directories of `placement.nvme` unless a word gives some; the file's are of another machine. Raises
+    UserError that lists all mistakes, each with a suggestion if there is one.
     """
     refuse_unwritable(words)
     draft = _Draft()
@@ -471,6 +461,8 @@ def load_config(words: list[str]) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
+    if drives and "placement.nvme" not in draft.worded | draft.repeated:
+        draft.values.setdefault("placement", {})["nvme"] = list(drives)
     data = draft.values.get("data", {})
     for name in ("path", "validation_path"):
         if isinstance(given := data.get(name), list):

@@ -44,12 +44,7 @@ class StopRequest:
 @contextmanager
 def stop_at_once() -> Iterator[None]:
     """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
-
-    def stop(number: int, _frame: object) -> None:
-        _restore_defaults()
-        _raise_until_caught(number)
-
-    with _handled({**dict.fromkeys(_STOPPING, stop), signal.SIGUSR1: signal.SIG_IGN}):
+    with _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN}):
         yield
 
 
@@ -72,11 +67,9 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
         if asked.insisted and time.monotonic() - since < same_within:
             return
         if asked.insisted and not hangup:
-            _restore_defaults()
             _raise_until_caught(number, unsaved="the second signal; stopped at once, unsaved")
         first = not asked.stop
         if first and (why := asked.too_late()):
-            _restore_defaults()
             _raise_until_caught(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
         if not hangup and not asked.insisted:
@@ -91,8 +84,14 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
         yield asked
 
 
-def _raise_until_caught(number: int, *, unsaved: str = "") -> None:
-    """Raise Stopped, and again on a timer until it propagates: destructors and callbacks from C swallow exceptions."""
+def _raise_until_caught(number: int, _frame: object = None, *, unsaved: str = "") -> None:
+    """Raise Stopped, and again on a timer until it propagates: destructors and callbacks from C swallow exceptions.
+
+    From now on a further signal has its default action, except for SIGHUP, which is ignored.
+    """
+    for stopping in _STOPPING:
+        if signal.getsignal(stopping) != signal.SIG_IGN:
+            signal.signal(stopping, signal.SIG_IGN if stopping == signal.SIGHUP else signal.SIG_DFL)
 
     def again(_number: int, _frame: object) -> None:
         under_way = sys.exception()
@@ -120,12 +119,6 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
             hid = str(frame.f_globals.get("__name__")).partition(".")[0] != __package__  # raised by another package
         error = error.__context__ if hid else error.__cause__
     return error
-
-
-def _restore_defaults() -> None:
-    for number in _STOPPING:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
 
 @contextmanager

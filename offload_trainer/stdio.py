@@ -13,44 +13,36 @@ import select
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 
-class LastingStream(io.RawIOBase):
+class LastingStream(io.FileIO):
     """Raw writer to a descriptor that drops output once the reader is gone.
 
     `must_arrive`: raise OSError if output to a file fails, for output that the user asked for.
     """
 
     def __init__(self, descriptor: int, *, must_arrive: bool) -> None:
-        self._descriptor, self._must_arrive = descriptor, must_arrive
+        super().__init__(descriptor, "w", closefd=False)
+        self._must_arrive = must_arrive
 
-    def write(self, data: object) -> int:
+    def write(self, data: Any) -> int:
         """Write all of `data` and return its size in bytes."""
-        left = whole = memoryview(data).cast("B")  # type: ignore[arg-type]
+        left = whole = memoryview(data).cast("B")
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                left = left[os.write(self.fileno(), left) :]
             except BlockingIOError:  # another program made the terminal that both share non-blocking
-                select.select([], [self._descriptor], [])
+                select.select([], [self.fileno()], [])
             except OSError as error:
-                if error.errno != errno.ENOSPC and not _is_file(self._descriptor):
-                    _point_at_nothing(self._descriptor)
+                if error.errno != errno.ENOSPC and not _is_file(self.fileno()):
+                    _point_at_nothing(self.fileno())
                 elif self._must_arrive:
                     error.filename = "the standard output"
                     raise
                 break
         return len(whole)
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
 
 @contextmanager
@@ -78,7 +70,8 @@ def lasting_streams() -> Iterator[None]:
 
 def write_now(line: str) -> None:
     """Write one line to stderr's descriptor. It is safe in signal handlers, unlike Python's buffered files."""
-    LastingStream(2, must_arrive=False).write(f"{line}\n".encode(errors="backslashreplace"))
+    with suppress(OSError):  # there is no such descriptor
+        LastingStream(2, must_arrive=False).write(f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextIO:
@@ -87,7 +80,7 @@ def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextI
         before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"
     raw = LastingStream(descriptor, must_arrive=must_arrive)
-    return io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _is_file(descriptor: int) -> bool:

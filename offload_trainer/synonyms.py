@@ -26,14 +26,10 @@ _FEWER_BITS = (
 _PREFERENCES = (
     "preference training uses TRL with the Python library: docs/integrations.md; `offload-train cp dpo` writes a script"
 )
-_LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it"
 _UPLOADS = (
     "`hf upload USER/NAME DIR`, a command of huggingface_hub, uploads what `offload-train export RUN DIR` wrote; "
     "it has a switch for private repositories"
 )
-_SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`"
-_OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
-_CACHED = "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set"
 _ROWS_OF_STEP = "a step has --micro-batch x --accumulate rows on each rank"
 
 
@@ -57,7 +53,7 @@ def _terms(tables: dict[str, str]) -> Iterator[tuple[str, Term]]:
 
 
 # Other trainers' words behind the name of their equivalent here, each in a table with a note; the note says what
-# differs, or without an equivalent what to do instead.
+# differs, or without an equivalent what to do instead. `lora_*` stands for all words with this beginning.
 _TERMS: dict[str, str] = {
     "": """
         model.name: model_name_or_path base_model model_id model_name checkpoint_dir checkpointer.checkpoint_dir
@@ -157,16 +153,21 @@ _TERMS: dict[str, str] = {
     "models run eagerly, since compiled code would keep weights that have moved": """
         torch_compile compile torch_compile_backend
     """,
-    _ADAPTERS: "lora use_lora qlora dora use_dora peft use_peft adapter finetuning_type adapter_name_or_path",
-    _FEWER_BITS: "load_in_4bit load_in_8bit quantize quantization_bit quantization_config fp8",
+    _ADAPTERS: """
+        lora use_lora qlora dora use_dora peft use_peft adapter finetuning_type adapter_name_or_path lora_* peft_*
+    """,
+    _FEWER_BITS: "load_in_4bit load_in_8bit quantize quantization_bit quantization_config fp8 bnb_*",
     _PREFERENCES: "dpo beta reward_model kto grpo ppo orpo rlhf rl pref_beta pref_loss simpo_gamma",
-    _LOGGED: """
+    "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it": """
         logging_steps log_interval log_every_n_steps steps_per_print disable_tqdm log_level plot_loss
-        wall_clock_breakdown log_freq
+        wall_clock_breakdown log_freq logging_*
     """,
     "a tracker names the run by --output": "run_name wandb_run_name",
-    _UPLOADS: "push_to_hub upload",
-    _SHARDING: "fsdp strategy ddp num_nodes nnodes distributed_type",
+    "trackers read their own environment variables, such as WANDB_PROJECT": "save.trackers: wandb_*",
+    _UPLOADS: "push_to_hub upload hub_*",
+    "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`": """
+        fsdp strategy ddp num_nodes nnodes distributed_type ddp_* fsdp_*
+    """,
     "not implemented: docs/scaling.md explains why": """
         parallel.pipeline pipeline_parallel_size pp_size pipeline_parallel pipeline_model_parallel_size
     """,
@@ -179,12 +180,16 @@ _TERMS: dict[str, str] = {
     "to start over, name another directory with --output": "overwrite_output_dir overwrite_cache",
     "conversations in --data are enough (docs/tutorial.md); ZeRO's stage is deepspeed.zero_stage": "stage sft",
     "--data reads the whole file; --steps ends a run earlier": "max_samples max_train_samples streaming",
-    _CACHED: "preprocessing_num_workers dataset_num_proc num_workers dataset_processes",
+    "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set": """
+        preprocessing_num_workers dataset_num_proc num_workers dataset_processes dataloader_*
+    """,
     "fp16's loss scale follows its overflows": "initial_scale_power loss_scale fp16.loss_scale loss_scale_window",
     "`offload-train plan` with the same words writes nothing": "dry_run",
     "the configuration file is the first word: `offload-train CONFIG.yaml`": "config config_file",
     "tokens at a time": "model.loss_chunk: num_output_chunks",
-    _OWN_MODULES: "enable_liger_kernel",
+    "the model runs its own modules, and model.loss_chunk limits the logits in memory": """
+        enable_liger_kernel liger_* use_liger_*
+    """,
     "names of what stays fixed": "model.freeze: unfrozen_parameters freeze_trainable_layers freeze_trainable_modules",
     "a weight for each --data": "data.mixture: interleave_probs mix_strategy",
     "docs/data.md lists the file formats of --data": "data.format: prompt_style",
@@ -206,22 +211,8 @@ _TERMS: dict[str, str] = {
         dataset_train_split dataset_test_split dataset_config dataset_split split
     """,
     "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon": "optim.name: use_muon muon",
-    "optim.name is adamw or muon": "use_galore use_badam use_apollo use_adam_mini adafactor",
+    "optim.name is adamw or muon": "use_galore use_badam use_apollo use_adam_mini adafactor galore_* badam_* apollo_*",
     "each of these has its own key: docs/config.md": "lr_scheduler_kwargs optim_args dataset_kwargs",
-}
-
-# Families of words that share a prefix.
-_FAMILIES = {
-    **dict.fromkeys(("lora_", "peft_"), Term("", _ADAPTERS)),
-    **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
-    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or muon")),
-    "wandb_": Term("save.trackers", "trackers read their own environment variables, such as WANDB_PROJECT"),
-    "hub_": Term("", _UPLOADS),
-    "bnb_": Term("", _FEWER_BITS),
-    "logging_": Term("", _LOGGED),
-    "dataloader_": Term("", _CACHED),
-    "liger_": Term("", _OWN_MODULES),
-    "use_liger_": Term("", _OWN_MODULES),
 }
 
 # Values of other trainers behind the equivalent value, or the replacement for key and value.
@@ -286,6 +277,7 @@ _COMMANDS = {
     _ADAPTERS: "lora qlora peft finetune_lora finetune_adapter",
 }
 _BY_WORD, _BY_COMMAND = dict(_terms(_TERMS)), dict(_terms(_COMMANDS))
+_FAMILIES = {word[:-1]: _BY_WORD.pop(word) for word in [*_BY_WORD] if word.endswith("*")}  # by their prefix
 _BY_VALUE = {key: {word: term.here for word, term in _terms({"": table})} for key, table in _VALUES.items()}
 
 

@@ -345,10 +345,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
         rate = learning_rate(number, job.optim, steps=train.steps)
         _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
-        memory = memory_of_step(())
-        kinds = {"peak_rss": "host_rss_bytes", "device_peak": "device_peak_bytes", "retries": "allocation_retries"}
-        peaks = {name: memory[kind] for name, kind in kinds.items()}
-        yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
+        yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **memory_of_step(())}
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:

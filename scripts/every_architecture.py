@@ -1,6 +1,6 @@
 """Check a tiny model of every causal language architecture in transformers.
 
-    every_architecture.py [--only NAME ...] [--checks training packing] [--table docs/architectures.csv]
+    every_architecture.py [--only NAME ...] [--table docs/architectures.csv]
 
 transformers initialises and saves each model.
 
@@ -90,6 +90,9 @@ class Subject:
     @property
     def checkpointing(self) -> str:
         return f"model.activation_checkpointing={'on' if self.model.supports_gradient_checkpointing else 'auto'}"
+
+
+Check = Callable[[Subject], Result]
 
 
 @dataclass(frozen=True)
@@ -197,29 +200,23 @@ def check_packing(subject: Subject) -> Result:
     return Result("right")
 
 
-CHECKS: dict[str, Callable[[Subject], Result]] = {
-    "training": check_training,
-    "packing": check_packing,
-}
-
-
-def examine(name: str, folder: Path, *checks: str) -> dict[str, Result]:
+def examine(name: str, folder: Path, *checks: Check) -> list[Result]:
     """Return the results of an architecture's checks; a failure becomes an outcome, and no exception escapes."""
-    data = batches()
+    data, found = batches(), list[Result]()
     try:
         model = saved(tiny(name), folder / "model")
         expected, labels = reference(model, data)
     except Exception as error:
-        return dict.fromkeys(checks, Result("transformers", one_line(error)))
-    subject, found = Subject(name, folder, model, data, expected, labels), dict[str, Result]()
+        return [Result("transformers", one_line(error))] * len(checks)
+    subject = Subject(name, folder, model, data, expected, labels)
     for check in checks:
         try:
-            found[check] = CHECKS[check](subject)
+            found.append(check(subject))
         except TrainerError as error:
-            found[check] = Result("refused", one_line(error))
+            found.append(Result("refused", one_line(error)))
         except Exception as error:
             traceback.print_exc()
-            found[check] = Result("traceback", one_line(error))
+            found.append(Result("traceback", one_line(error)))
     return found
 
 
@@ -301,24 +298,23 @@ def one_line(error: BaseException) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(name: str, *checks: str) -> dict[str, Result]:
+def in_a_child(name: str, *checks: Check) -> list[Result]:
     """Run `examine` in a forked process, so that a crash or hang ends one architecture only."""
     fork = {"mp_context": multiprocessing.get_context("fork"), "initializer": signal.alarm, "initargs": (SECONDS,)}
     with scratch(f"architecture-{name}") as folder, ProcessPoolExecutor(1, **fork) as child:
         try:
             return child.submit(examine, name, folder, *checks).result()
         except BrokenProcessPool as error:
-            return dict.fromkeys(checks, Result("traceback", str(error)))
+            return [Result("traceback", str(error))] * len(checks)
 
 
-def rows_of(found: dict[str, dict[str, Result]]) -> Iterator[list[str]]:
+def rows_of(found: dict[str, list[Result]]) -> Iterator[list[str]]:
     """Yield the rows of the table: results of training and packing, what the plan says, and random weights.
 
     `random_weights` is empty if they have the bits of transformers' own initialisation.
     """
     yield ["architecture", "training", "packing", "the plan says", "random_weights"]
-    for name, results in found.items():
-        training, packing = results["training"], results["packing"]
+    for name, (training, packing) in found.items():
         says = "; ".join(note.split(",")[0] for note in training.notes)
         why = f": {training.why[:120]}" if training.why else ""
         yield [name, training.outcome + why, packing.outcome, says, training.drawn.removeprefix("equal")]
@@ -328,24 +324,22 @@ def main() -> None:
     """Read the command line, examine each architecture, write the results, and exit with 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
-    parser.add_argument("--checks", nargs="*", choices=tuple(CHECKS), default=tuple(CHECKS))
-    parser.add_argument("--table", type=Path, help="the CSV to write, with the results of training and packing")
+    parser.add_argument("--table", type=Path, help="the CSV to write")
     asked = parser.parse_args()
-    if asked.table and not {"training", "packing"} <= set(asked.checks):
-        parser.error("--table needs the checks training and packing")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    found: dict[str, dict[str, Result]] = {}
+    found: dict[str, list[Result]] = {}
     for name in asked.only or kinds():
-        found[name] = in_a_child(name, *asked.checks)
-        print(*(f"{name} {check}: {one.outcome} {one.why}" for check, one in found[name].items()), sep="\n", flush=True)
+        found[name] = in_a_child(name, check_training, check_packing)
+        for check, one in zip(("training", "packing"), found[name], strict=True):
+            print(f"{name} {check}: {one.outcome} {one.why}", flush=True)
     if asked.table:
         with asked.table.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows_of(found))
-    for check in asked.checks:
-        outcomes = Counter(results[check].outcome for results in found.values()).most_common()
+    for check, results in zip(("training", "packing"), zip(*found.values(), strict=True), strict=True):
+        outcomes = Counter(one.outcome for one in results).most_common()
         print(f"{check}:", ", ".join(f"{count} {outcome}" for outcome, count in outcomes))
-    sys.exit(any(one.outcome in ("wrong", "traceback") for each in found.values() for one in each.values()))
+    sys.exit(any(one.outcome in ("wrong", "traceback") for each in found.values() for one in each))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from build_release import build_release
-from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
+from commands import LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.optim import kernels
@@ -159,13 +160,16 @@ def wheel(shared: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Undo what a command that ran in this process set for it: the kernel, torch's 16-bit products, its rank."""
+    """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,
+    threads and default dtype, and the environment.
+    """
     kernels._checked_native.cache_clear()
-    before = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    before, threads = dict(os.environ), torch.get_num_threads()
     yield
     products_of_torch()
-    for name in LAUNCHED:
-        os.environ.pop(name, None)
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    os.environ.clear()
     os.environ.update(before)
 
 

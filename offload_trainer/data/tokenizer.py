@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 from offload_trainer.safe_files import file_bytes, read_back, refuse_pipes
 from offload_trainer.storage.atomic_io import write_text
 
@@ -144,8 +144,7 @@ def read_template(path: Path) -> str:
     try:
         return file_bytes(path, links=True).decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error
+        raise UserError(f"data.chat_template: {path} cannot be read: {reason(error)}") from error
 
 
 def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

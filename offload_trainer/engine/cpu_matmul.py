@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
-            products: dict[str, Callable[..., Any]] = {"mm": _mm, "bmm": _bmm, "addmm": _addmm}
+            products: dict[str, Callable[..., Any]] = {"mm": partial(_addmm, None), "bmm": _bmm, "addmm": _addmm}
             products |= {f"{name}.out": function for name, function in products.items()}
             for name, function in {**products, _ATTENTION.__name__: _attention_backward}.items():
                 _library.impl(name, _replacing(name, function), "CPU", with_keyset=True)
@@ -76,10 +77,6 @@ def _attention_backward(
         attn_mask = attn_mask.float()
     gradients = _ATTENTION(*widened, attn_mask=attn_mask, scale=scale)
     return tuple(gradient.to(given[0].dtype) for gradient in gradients)
-
-
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return _addmm(None, left, right)
 
 
 def _addmm(

@@ -10,7 +10,6 @@ DeepSpeed's configuration is a pure function that golden files test. No other mo
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -164,8 +163,6 @@ def _zero(
 
 def start_processes() -> tuple[int, int]:
     """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
@@ -234,14 +231,9 @@ class DeepSpeedEngine:
             config=words,
         )
         self._parts = parts_of(source.shape, count=tensor)
-        self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
-            if name in self._trained:
-                self._write(name, "master", value.float())
-            else:
-                part = self._parts.of(name, value)
-                _write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
+            self._write(name, "master" if name in self._trained else "fixed", value)
         for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
             set_buffer(module.model, name, value.to(_device()))
         self._module = module
@@ -336,12 +328,10 @@ class DeepSpeedEngine:
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
-        for kind in KINDS if state.optimizer_steps else ["master"]:
-            for name, tensor in read_tensors(directory, kind, shapes=self._trained):
+        shapes = dict.fromkeys(KINDS if state.optimizer_steps else ["master"], self._trained)
+        for kind, of_kind in (shapes | ({"fixed": self._fixed} if self._fixed else {})).items():
+            for name, tensor in read_tensors(directory, kind, shapes=of_kind):
                 self._write(name, kind, tensor)
-        if self._fixed:
-            for name, tensor in read_tensors(directory, "fixed", shapes=self._fixed):
-                _write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         scaler = self._optimizer.loss_scaler
         if self._dtype is torch.float16 and state.loss_scale.window:  # None: the earlier run was not in fp16
             scaler.cur_scale, scaler.scale_window = state.loss_scale.value, state.loss_scale.window
@@ -366,16 +356,17 @@ class DeepSpeedEngine:
             return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        """Set a weight and its master ("master"), a frozen weight ("fixed"), or a moment."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
-        part = self._parts.of(name, tensor)
-        value = part.to(_device())
+        part = self._parts.of(name, tensor, _full_shape(parameter))
         if kind == "master":
-            safe_set_full_fp32_param(parameter, value)
+            safe_set_full_fp32_param(parameter, part.to(_device(), torch.float32))
+        elif kind != "fixed":
+            safe_set_full_optimizer_state(parameter, part.to(_device()), kind)
+        if kind in ("master", "fixed"):
             _write_weight(name, parameter, as_parameter(part, self._dtype))
-        else:
-            safe_set_full_optimizer_state(parameter, value, kind)
         # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
         # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
         swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
@@ -468,7 +459,6 @@ def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> No
     `value` has the whole shape and the weight's dtype, and is the same on every rank. Raises TrainerError if the weight
     reads back differently.
     """
-    assert tuple(value.shape) == _full_shape(parameter), f"{name}: {tuple(value.shape)} for {_full_shape(parameter)}"
     with _gathered(parameter, modify=True) as whole:
         whole.copy_(value)
     with _gathered(parameter) as whole:
@@ -493,10 +483,16 @@ class Parts:
     place: int
     group: Any
 
-    def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a whole weight, or of a tensor of the same shape."""
+    def of(self, name: str, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return this rank's shard of a whole weight, or of a tensor of the same shape.
+
+        Raises TrainerError if DeepSpeed has split the weight differently from the plan: its shard has another `shape`.
+        """
         dim = self._dim(name)
-        return whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
+        part = whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
+        if part.shape != shape:
+            raise TrainerError(f"{name} was not split as planned: {list(shape)} for {list(part.shape)}")
+        return part
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
@@ -506,18 +502,6 @@ class Parts:
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
-
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
-        wrong = []
-        for name, found in shapes.items():
-            expected, dim = list(self.weights[name].shape), self._dim(name)
-            if dim is not None:
-                expected[dim] //= self.count
-            if list(found) != expected:
-                wrong.append(f"{name} {list(found)} for {expected}")
-        if wrong:
-            raise TrainerError(f"{len(wrong)} weights were not split as planned: {', '.join(wrong[:3])}")
 
     def _dim(self, name: str) -> int | None:
         return _DIVIDED.get(self.weights[name].split) if self.count > 1 else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
@@ -51,6 +52,8 @@ def importing(package: str, *, feature: str) -> Iterator[None]:
 
     Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # without it, DeepSpeed warns that it found none
     try:
         yield
     except Exception as error:
@@ -88,8 +91,8 @@ def _load(builder: Any) -> Any:
             "TORCH_EXTENSIONS_DIR"
         ) from error
     turn = directory.with_name(f"{builder.name}.turn")
-    with exclusive_lock(turn, say=write_now, patience=_LONGEST) as alone:  # exclude other builds of this program
-        for name in _BUILDS[builder.name] if alone else ():
+    with exclusive_lock(turn, say=write_now, patience=_LONGEST) as (_, unlocked):  # exclude our other builds
+        for name in () if unlocked else _BUILDS[builder.name]:
             remove_stale_lock(_build_directory(name))
         try:
             return builder.load(verbose=False)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from offload_trainer.data.rows import Batch
+from offload_trainer.manifest import StoredFile
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -37,7 +38,7 @@ class Snapshot(Protocol):
     def concurrent(self) -> bool:
         """Return whether another thread may write it while the engine continues to train."""
 
-    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         """Write the state into `directory` and return the manifest's entries for the files on rank 0.
 
         All ranks call it. `group` connects all ranks for the thread that writes.

@@ -129,7 +129,7 @@ class TieredEngine:
         update_progress = self.offloaded.update_progress
         hidden = update_progress.hidden - self._hidden
         self._hidden = update_progress.hidden
-        mean = torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean()
+        mean = torch.stack([torch.as_tensor(loss, device=self._place) for loss in self._of_all(losses)]).mean()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
             self.offloaded.begin()
@@ -215,10 +215,8 @@ class TieredEngine:
         if self._node.world == 1:
             return values
         self._node.barrier()  # its error names a rank that stalls
-        gathered = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in values])
-        like = [one.dtype if isinstance(one, torch.Tensor) else None for one in values]
-        every = [(its[number], like[number]) for number in range(len(values)) for its in gathered]
-        return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
+        gathered = all_gather_json([float(value) for value in values])
+        return [value for each in zip(*gathered, strict=True) for value in each]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
         rule, optim = self.offloaded.store.format.rule, self._optim

@@ -16,7 +16,7 @@ from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.moments import Noise, empty_fields, stored_field
+from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
@@ -54,7 +54,8 @@ class TimedUpdate:
         def update(step: int) -> None:
             noise = Noise(0, step) if format.stochastic else None
             for one in pages:
-                kernel.update_page(replace(one, parts=[replace(part, step=step) for part in one.parts], noise=noise))
+                parts = [ParamRange(0, len(one.grad), _ADAMW, step)]
+                kernel.update_page(replace(one, parts=parts, noise=noise))
             if on_gpu:
                 torch.cuda.synchronize()
 
@@ -62,32 +63,26 @@ class TimedUpdate:
 
 
 def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "cpu") -> list[PageUpdate]:
-    """Return updates of `elements` parameters with typical values, in pages of at most `page`."""
+    """Return updates of `elements` parameters in pages of at most `page`, without their ranges.
+
+    Masters and gradients have typical values. Moments are zero; the first step, which is not timed, fills them.
+    """
     table = PageTable([Page(0, at, min(page, elements - at), RAM) for at in range(0, elements, page)], format)
     memory, sizes = host_buffer(sum(table.sizes)).split(table.sizes), [one.elements for one in table.pages]
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
-    random = torch.Generator().manual_seed(0)
-    master, first, gradient = 0.02 * torch.randn(3, _PATTERN, generator=random)
-    values = empty_fields(format, _PATTERN)
-    values["master"].copy_(master)
-    for moment in MOMENTS.values():
-        stored_field(moment, values).write(first if moment.signed else first.square())
+    master, gradient = 0.02 * torch.randn(2, _PATTERN, generator=torch.Generator().manual_seed(0))
     pages = []
     for number, (data, grad, out) in enumerate(zip(memory, *narrow, strict=True)):
         fields = table.fields(number, data)
-        for name, field in fields.items():
-            _repeat(values[name], field)
-        _repeat(gradient.bfloat16(), grad)
+        for values, field in ((master, fields["master"]), (gradient, grad)):
+            for part in field.split(_PATTERN):
+                part.copy_(values[: part.numel()])
+        for moment in MOMENTS.values():
+            stored_field(moment, fields).start_at_zero()
         there = {name: field.to(place) for name, field in fields.items()}
-        parts = [ParamRange(0, len(grad), _ADAMW, step=1)]
         start = table.pages[number].start
-        pages.append(PageUpdate(there, grad.to(place), out.to(place), parts, format, _SCALE, None, first=start))
+        pages.append(PageUpdate(there, grad.to(place), out.to(place), [], format, _SCALE, None, first=start))
     return pages
-
-
-def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
-    for part in out.split(values.numel()):
-        part.copy_(values[: part.numel()])
 
 
 def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:

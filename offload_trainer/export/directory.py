@@ -42,14 +42,7 @@ from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import INDEX, ShardIndex
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import as_kind, is_there, read_back
-from offload_trainer.storage.atomic_io import (
-    bytes_below,
-    copy_tree,
-    make_directories,
-    put_in_place,
-    sync_directory,
-    write_text,
-)
+from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import replacing
 from offload_trainer.storage.tensorfile import DTYPES, SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
@@ -115,7 +108,6 @@ def write_model(
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
-            put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
             f"{destination}: {reason(error)}; nothing is left there. The export takes {format_bytes(total)}"

@@ -17,14 +17,14 @@ rate is the slowest rank's, since all ranks wait for it.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import TimeoutError as ProcessTimeout
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -53,7 +53,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
-from offload_trainer.safe_files import one_line, parsed
+from offload_trainer.safe_files import one_line
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import leased
@@ -500,35 +500,20 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
     """
     say(f"bench: links between {ranks} ranks")
-    spawn = get_context("spawn")
-    with scratch("offload-trainer-links-") as folder:
-        answers = [folder / str(rank) for rank in range(ranks)]
-        processes = [
-            spawn.Process(target=run_rank, args=(rank, ranks, folder / "store", answers[rank]), daemon=True)
-            for rank in range(ranks)
-        ]
+    with scratch("offload-trainer-links-") as folder, get_context("spawn").Pool(ranks) as pool:
+        timed = pool.imap_unordered(partial(run_rank, ranks=ranks, store=folder / "store"), range(ranks))
         until = time.monotonic() + _PATIENCE
         try:
-            for process in processes:
-                process.start()
-            while None in (codes := [process.exitcode for process in processes]) and not any(codes):
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-        if any(code != 0 for code in codes):
-            blamed = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else 0)
-            why = answers[blamed].read_text() if answers[blamed].exists() else f"not finished in {_PATIENCE:.0f} s"
-            raise TrainerError(f"links between {ranks} ranks could not be timed: rank {blamed}: {why}")
-        found = parsed(answers[0].read_bytes(), Links)
+            found, *_ = [timed.next(until - time.monotonic()) for _ in range(ranks)]
+        except ProcessTimeout as error:
+            raise TrainerError(
+                f"links between {ranks} ranks could not be timed: not finished in {_PATIENCE:.0f} s"
+            ) from error
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
-def run_rank(rank: int, ranks: int, store: Path, answer: Path) -> None:
-    """Run the benchmark as one rank together with the others; rank 0 writes the result, and others their errors."""
+def run_rank(rank: int, *, ranks: int, store: Path) -> Links:
+    """Run the benchmark as one rank together with the others; return the rates, which are equal on all of them."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {STORE: str(store), **{name: str(value) for name, value in place.items()}}
     torch.set_num_threads(1)
@@ -537,13 +522,10 @@ def run_rank(rank: int, ranks: int, store: Path, answer: Path) -> None:
         gpu = torch.cuda.is_available()
         if gpu:
             torch.cuda.set_device(rank)
-        found = _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
-        if rank == 0:
-            answer.write_text(json.dumps(asdict(found)))
-        all_ranks.wait_for_all()
-    except Exception as error:  # for the process that has started this one
-        answer.write_text(f"{type(error).__name__}: {one_line(error)}")
-        sys.exit(1)
+        return _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
+    except Exception as error:  # as text, since not every error can be sent to the process that has started this one
+        why = f"rank {rank}: {type(error).__name__}: {one_line(error)}"
+        raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from None
 
 
 def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:

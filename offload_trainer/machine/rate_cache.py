@@ -6,7 +6,6 @@ another way, has other keys and is timed again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -32,11 +31,11 @@ def cache_file() -> Path:
     return cache_directory() / "machine.json"
 
 
-def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
+def rates_key(machine: MachineProfile, threads: int | None = None) -> str:
     """Return the cache key of compute and copy rates, with these or this process's threads of all ranks together."""
     # os.cpu_count: the machine's cores, since a rank may be restricted to some of them
-    facts = (_METHOD, machine.cpu, os.cpu_count(), machine.gpu, str(threads or threads_of_all_ranks(machine)))
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    cpu = f"{machine.cpu}, {threads or threads_of_all_ranks(machine)} of {os.cpu_count()} cores"
+    return f"rates {cpu}, {machine.gpu}, method {_METHOD}"
 
 
 def threads_of_all_ranks(machine: MachineProfile) -> int:
@@ -108,7 +107,7 @@ def refuse_unwritable() -> None:
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     """Return the machine with its cached rates, and with notes on entries that cannot be used."""
-    notes, own = list[str](), f"rates {fingerprint(machine)}"
+    notes, own = list[str](), rates_key(machine)
 
     def known(key: str, kind: type[Kind]) -> Kind | None:
         try:
@@ -126,7 +125,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         stored = {}
     rates, threads = known(own, Rates) or Rates(), threads_of_all_ranks(machine)
     every = range(1, (os.cpu_count() or 1) + 1)
-    counts = [str(count) for count in every if f"rates {fingerprint(machine, count)}" in stored]
+    counts = [str(count) for count in every if rates_key(machine, count) in stored]
     if counts and own not in stored:
         notes.append(
             f"this machine's speed was timed with {' and '.join(counts)} CPU threads, and is unknown with the "
@@ -147,7 +146,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 def keep_rates(machine: MachineProfile) -> None:
     """Store measured rates."""
     with _changed() as stored:
-        stored[f"rates {fingerprint(machine)}"] = asdict(machine.rates)
+        stored[rates_key(machine)] = asdict(machine.rates)
         if machine.links != Links():
             stored[_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:

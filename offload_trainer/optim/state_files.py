@@ -18,13 +18,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.manifest import StoredFile
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
@@ -106,13 +107,13 @@ def fixed_file(
     return [StateFile("fixed", entries, read)] if entries else []
 
 
-def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
-    """Write the files, and return {file name: {"bytes", "crc32"}} on the rank with `writes`, {} on the others.
+def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, StoredFile]:
+    """Write the files, and return size and CRC-32 of each on the rank with `writes`, {} on the others.
 
     All ranks read the tensors in the same order, since reading may be collective. Raises TrainerError if a value is
     NaN, infinite or impossible, or the disk fails.
     """
-    written: dict[str, Any] = {}
+    written: dict[str, StoredFile] = {}
     for file in files:
         path = directory / f"{file.name}.safetensors"
         writer = TensorFileWriter(path, list(file.entries)) if writes else None
@@ -122,7 +123,7 @@ def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) ->
             if writer is not None:
                 writer.write(entry.name, tensor)
         if writer is not None:
-            written[path.name] = asdict(writer.close())
+            written[path.name] = writer.close()
     return written
 
 
@@ -149,7 +150,7 @@ class BlockingSnapshot:
     writes: bool  # this rank writes the files
     concurrent: bool = False
 
-    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         written = write_files(directory, self.files, writes=self.writes)
         if self.writes:
             write_engine_state(directory, self.state)

@@ -138,7 +138,7 @@ def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple
         message = machine.links.message
         if message is None or count == 0:
             return []
-        return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
+        return [Bound(phase, _over(count * ways * (work.world - 1), message), f"{count} barriers", "meeting")]
 
     # Gradients of other nodes are written to RAM before they are added.
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]

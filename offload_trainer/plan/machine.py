@@ -118,15 +118,6 @@ def sums_key(kernel: str, *, measured: bool) -> str:
 
 
 @exact_record
-class Latency:
-    """The time of a small message between two ranks."""
-
-    seconds: Annotated[Number, Field(ge=0, le=10)]
-    origin: Origin
-    source: Line
-
-
-@exact_record
 class Links:
     """Rates of communication between ranks, and of copies while all ranks copy; None if absent or unknown.
 
@@ -135,7 +126,7 @@ class Links:
 
     between_gpus: Rate | None = None  # bytes/s each way per GPU over NVLink or similar; None: through host memory
     network: Rate | None = None  # bytes/s each way of one machine, all its adapters together
-    message: Latency | None = None  # one small message between two ranks, such as a barrier sends
+    message: Rate | None = None  # small messages/s between two ranks, one after the other, such as a barrier sends
     ranks: Several | None = None  # number of ranks on one machine that the following rates were measured with
     to_device_at_once: Rate | None = None  # bytes/s into each device from pinned memory, while all copy
     from_device_at_once: Rate | None = None  # bytes/s from each device into pinned memory, while all copy
@@ -245,7 +236,7 @@ def describe_rates(machine: MachineProfile) -> str:
         )
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
-        add("computation lost to transfers", drive.rates.computation_lost, 1e9, "GB per s lost")
+        add("moved per second of products lost", drive.rates.computation_lost, 1e9, "GB")
     return "\n".join(lines)
 
 
@@ -253,8 +244,7 @@ def describe_links(links: Links) -> list[str]:
     """Return the rates between ranks as text, one line each, with where each is from."""
     names = ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all")
     found = [line for name in names for line in _line_of(name.replace("_", " "), getattr(links, name), 1e9, "GB/s")]
-    message = links.message
-    return found + ([f"  a message: {message.seconds:.2g} s; {message.origin}: {message.source}"] if message else [])
+    return found + _line_of("small messages in turn", links.message, 1e3, "k messages/s")
 
 
 def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]:

@@ -183,8 +183,7 @@ class Plan:
     def _describe_tiers(self, *, full: bool) -> list[str]:
         """Return a line for each tier, with its largest items or with `full` a line for each; then what cannot fit."""
         tiers = [tier for tier, room in self.tiers.items() if tier != GPU_NAME or any(room.values())]
-        if not full:  # those that do not fit first, and no drive that is not used
-            tiers = [tier for tier in tiers if self.tiers[tier]["need"] or tier in (GPU_NAME, RAM_NAME)]
+        if not full:  # those that do not fit first
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
         width, lines = max(map(len, tiers)), list[str]()
         for tier in tiers:

@@ -25,7 +25,7 @@ from typing import Any
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.tokenizer import save_tokenizer
-from offload_trainer.errors import UserError, explain
+from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.model.loader import save_model_config
 from offload_trainer.ranks import everybody
 from offload_trainer.retention import remove_leftovers
@@ -34,7 +34,7 @@ from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
+from offload_trainer.storage.locks import exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
@@ -45,7 +45,7 @@ WRITTEN = (
     *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json", "stream.jsonl"),
 )
 _MARK = ".lock"
-_TRIES, _INSTANT = 20, 0.05  # attempts to take the lock, and seconds between them
+_INSTANT = 1.0  # seconds to wait for the lock
 
 
 @dataclass
@@ -141,25 +141,16 @@ def held(output: Path, log: Log) -> Iterator[int]:
     make_directories(output)
     with ExitStack() as stack:
         try:
-            lock = open_lock(output / _MARK, create=True)
-            stack.callback(os.close, lock)
-            for left in reversed(range(_TRIES)):
-                try:
-                    try_lock(lock)
-                    break
-                except BlockingIOError:
-                    if not left:
-                        raise
-                    time.sleep(_INSTANT)
-        except NoLocks as error:
-            log.say(
-                f"note: {output}: {error}. A second run in this directory would not be noticed: start none. Older "
-                "checkpoints are not pruned, and leftovers of a killed save are not removed"
-            )
-        except BlockingIOError:
+            lock, unlocked = stack.enter_context(exclusive_lock(output / _MARK, say=log.say, patience=_INSTANT))
+        except TrainerError:
             raise UserError(f"{output}: another run is using this directory; name another --output") from None
         except OSError as error:
             raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
+        if unlocked:
+            log.say(
+                f"note: {output}: {unlocked}. A second run in this directory would not be noticed: start none. Older "
+                "checkpoints are not pruned, and leftovers of a killed save are not removed"
+            )
         yield lock
 
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.config import PlacementSection
+from offload_trainer.config import TrainConfig
 from offload_trainer.engine import timed_updates
 from offload_trainer.engine.cpu_matmul import use_fp32_products
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench
 from offload_trainer.machine.bench import Budget, LayerSizes
 from offload_trainer.machine.probe import probe_machine
@@ -32,6 +32,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import ADAMW, state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
+from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import format_bytes, format_count
 
@@ -43,38 +44,29 @@ _LAYER_ON_CPU = 1024  # limit on the length and the width of the timed attention
 _SESSION_STEPS = 10  # steps that a session is assumed to make
 
 
-def bench_here(
-    place: PlacementSection,
-    *,
-    output: str,
-    dtype: str,
-    page: int,
-    ranks: int,
-    drive_bytes: int | None,
-    say: Callable[[str], None],
-) -> MachineProfile:
-    """Measure this machine and each of its drives, store the rates for later plans, and return the profile.
+def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[str], None]) -> MachineProfile:
+    """Measure this machine and each drive of `placement.nvme`, store the rates for later plans, and return the profile.
 
-    `place` names a directory on each drive, `output` the run directory of later plans. `dtype` is of the matrix
-    products, and `page` the parameters updated at a time. Links are measured between `ranks`, one per GPU; 1: all GPUs.
-    `drive_bytes` are to be written in one direction, without a time limit; None: as many as fit in a few seconds. CPU
-    measurements use the threads of this process.
+    Products are in `model.dtype`, an update in pages of `tiered.page_size`, and links between `placement.gpus` ranks,
+    one per GPU; 1: all GPUs. `drive_bytes` are to be written in one direction, without a time limit; None: as many as
+    fit in a few seconds. CPU measurements use the threads of this process.
     """
+    dtype, ranks = config.model.dtype, config.placement.gpus
     refuse_unwritable()
-    machine = probe_machine(place, output=output)
+    machine = probe_machine(config.placement, output=config.save.output)
     if machine.gpu is not None:
         if ranks > (there := torch.cuda.device_count()):
             raise UserError(f"--gpus {ranks}: there are {there} here")
         ranks = there if ranks == 1 else ranks
     else:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
-    budget = Budget(update_page=page)
+    budget = Budget(update_page=config.tiered.page_size)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
     if machine.drives:
         # written when a file is filled, and twice while it is read: alone, and while the cores compute
         most = format_bytes(3 * budget.drive_bytes * len(machine.drives))
-        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
+        say(f"bench: takes minutes, writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench.bench_machine(
         machine,
         timed_updates.available_updates(say=say),
@@ -94,8 +86,7 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
     try:
         keep_rates(timed)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        say(f"note: these rates could not be saved for later plans: {why}")
+        say(f"note: these rates could not be saved for later plans: {reason(error)}")
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
-from offload_trainer import numa
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import local_directory
 from offload_trainer.run.launcher import end_without_launcher
@@ -86,10 +86,29 @@ def prepare_process(config: TrainConfig) -> int:
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:
-    """Bind a rank to its share of the NUMA nodes, in order, as GPUs usually are, if there are several of both."""
-    nodes = numa.nodes()
+    """Bind a rank to all NUMA nodes that its share of the CPUs touches, if there are several ranks and nodes.
+
+    Shares follow the order of nodes, as GPUs usually do.
+    """
+    nodes = numa_nodes()
     if ranks > 1 and len(nodes) > 1:
-        os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))
+        cpus = [node for node in nodes for _ in node]
+        first, end = rank * len(cpus) // ranks, (rank + 1) * len(cpus) // ranks
+        os.sched_setaffinity(0, frozenset().union(*cpus[first : max(end, first + 1)]))
+
+
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
+    """Return the CPUs that this thread may run on, one set per NUMA node; nodes without any are left out."""
+    allowed = os.sched_getaffinity(0)
+    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    found = [frozenset(_cpus(path.read_text()) & allowed) for path in lists]
+    return [node for node in found if node]
+
+
+def _cpus(words: str) -> set[int]:
+    """Return the CPU numbers in a list such as "0-3,8"."""
+    ends = [[int(end) for end in part.split("-")] for part in words.strip().split(",") if part]
+    return {cpu for pair in ends for cpu in range(pair[0], pair[-1] + 1)}
 
 
 def go_offline() -> None:

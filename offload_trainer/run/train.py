@@ -391,7 +391,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
 
 
 def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    """Print measured / predicted seconds per phase."""
+    """Print each phase's seconds as a multiple of the plan's."""
     plan, log = setup.plan, setup.log
     seconds, rows = median_phases(rows), steady(rows)
     off = {
@@ -399,4 +399,4 @@ def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
     }
     if not off or len(rows) < _TELLING:
         return
-    log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
+    log.say(f"took, times the plan's seconds: {', '.join(f'{phase} {ratio:.2f}' for phase, ratio in off.items())}")

@@ -24,6 +24,7 @@ from torch import nn
 
 from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import StoredFile
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, adamw_of, hypers_of
@@ -259,7 +260,7 @@ def layout_of(residents: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, Any]:
+def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, StoredFile]:
     """Write the parameters and their state; return size and CRC-32 of each file for the manifest.
 
     Raises TrainerError for values that cannot be used.

@@ -29,7 +29,7 @@ from offload_trainer.checkpoint import TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import DTYPES, write_model
 from offload_trainer.export.sources import Source
-from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
+from offload_trainer.manifest import MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes
@@ -94,7 +94,7 @@ def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> N
     record = replace(session._record, layout={**session._record.layout, **layout_of({**residents, **buffers})})
     snapshot = session._offloaded.snapshot()
 
-    def also(new: Path) -> dict[str, Any]:
+    def also(new: Path) -> dict[str, StoredFile]:
         write_text(new / _STATE, state)
         if buffers:
             save_file({name: one.cpu().contiguous().clone() for name, one in buffers.items()}, new / BUFFERS)
@@ -147,10 +147,10 @@ def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -
     save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
     if save is None:
         return 0
-    manifest = checked_manifest(save, moments=True, fix=_FIX)
+    manifest = checked_manifest(save, fix=_FIX)
     residents, buffers, record = optimizer.residents, session._kept_buffers, session._record
-    refuse_other_run(save, manifest.identity, record.identity)
-    refuse_other_run(save, manifest.layout, {**record.layout, **layout_of({**residents, **buffers})})
+    layout = {**record.layout, **layout_of({**residents, **buffers})}
+    refuse_other_run(save, manifest, identity=record.identity, layout=layout)
     held = read_back(save / _STATE, _SessionState, fix=_FIX)
     if len(held.stateful) != len(stateful):
         raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")

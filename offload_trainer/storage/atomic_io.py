@@ -14,7 +14,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given, open_regular
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
-REPLACED = "replaced"  # name in a scratch directory for the replaced directory
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
@@ -66,10 +65,8 @@ def open_to_append(path: Path) -> int:
     try:
         return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe without a reader
-            raise UserError(f"{path}: a link or a pipe is not written to; move it away") from error
-        if error.errno == errno.EINVAL:
-            raise UserError(f"{path}: not a regular file, and not written to; move it away") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EINVAL):  # ENXIO: a pipe without a reader
+            raise UserError(f"{path}: a link or a pipe is not written to, only a regular file; move it away") from error
         raise
 
 
@@ -116,18 +113,6 @@ def copy_tree(source: Path, destination: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     sync_directory(destination)
-
-
-def put_in_place(new: Path, final: Path) -> None:
-    """Rename `new`, from a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory there.
-
-    A replaced directory is for an instant only in the scratch directory, from which `owned_dirs.clear` restores it
-    after a kill. It is left there.
-    """
-    if final.exists():
-        os.rename(final, new.with_name(REPLACED))
-    os.rename(new, final)
-    sync_directory(final.parent)
 
 
 def sync_directory(path: Path) -> None:

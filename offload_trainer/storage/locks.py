@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError
@@ -20,7 +21,7 @@ from offload_trainer.safe_files import open_regular
 
 _MISSING = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _PATIENCE = 60.0  # seconds to wait for a lock that other processes hold briefly
-_SILENCE = 1.0  # seconds of waiting before a message
+_AGAIN, _SILENT = 0.05, 20  # seconds between attempts, and attempts before a message
 
 
 class NoLocks(TrainerError):
@@ -60,27 +61,29 @@ def shared_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[bool]:
+def exclusive_lock(
+    path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE
+) -> Iterator[tuple[int, NoLocks | None]]:
     """Hold an exclusive lock on the file `path`, created if missing, for the duration of the context.
 
-    Yields True, or False without a lock if the filesystem does not support locks. Waits at most `patience` seconds,
-    reporting the wait through `say`, and then raises TrainerError.
+    Yields its descriptor, and the reason if the filesystem does not support locks, so that it is not locked. Waits at
+    most `patience` seconds, reporting the wait through `say`, and then raises TrainerError.
     """
-    start, reported, held = time.monotonic(), False, True
+    unlocked = None
     with open(open_lock(path, create=True)) as file:
-        while True:
+        for attempt in count():
             try:
                 try_lock(file.fileno())
-                break
-            except NoLocks:
-                held = False
-                break
+            except NoLocks as error:
+                unlocked = error
             except BlockingIOError:
-                waited = time.monotonic() - start
-            if waited > patience:
-                raise TrainerError(f"{path}: another process has held this lock for {patience:.0f} s; fuser names it")
-            if waited > _SILENCE and not reported:
-                say(f"waiting for {path}, which another process holds; for at most {patience:.0f} s")
-                reported = True
-            time.sleep(0.05)
-        yield held
+                if attempt * _AGAIN >= patience:
+                    raise TrainerError(
+                        f"{path}: another process has held this lock for {patience:.0f} s; fuser names it"
+                    ) from None
+                if attempt == _SILENT:
+                    say(f"waiting for {path}, which another process holds; for at most {patience:.0f} s")
+                time.sleep(_AGAIN)
+                continue
+            break
+        yield file.fileno(), unlocked

@@ -23,12 +23,13 @@ from pathlib import Path
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
-from offload_trainer.storage.atomic_io import REPLACED, sync_directory
+from offload_trainer.storage.atomic_io import sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
 MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
 _UNNAMED = re.compile(r"~[0-9a-f]{8}$")  # behind the name of a directory that is being made
 MARK = ".lock"  # the mark, locked as long as its process lives
+_REPLACED = "replaced"  # name in a scratch directory for the replaced directory
 
 Say = Callable[[str], None]
 
@@ -119,14 +120,20 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
-    """Yield a path in a scratch directory next to `final`, for content to be renamed with `atomic_io.put_in_place`.
+    """Yield a path in a scratch directory next to `final`. What the context makes there replaces `final` at its end.
 
-    A scratch directory left by a killed process is removed first. Raises TrainerError if that is impossible.
+    After an exception `final` stays as it was. A replaced directory is for an instant only in the scratch directory,
+    from which `clear` restores it after a kill. A scratch directory left by a killed process is removed first. Raises
+    TrainerError if that is impossible, and OSError.
     """
     clear(final, what=what)
     with ScratchDirectory(workplace_of(final), what=what, say=say) as place:
         try:
             yield name_in_workplace(final)
+            if final.exists():
+                os.rename(final, place.path / _REPLACED)
+            os.rename(name_in_workplace(final), final)
+            sync_directory(final.parent)
         finally:
             _restore(final, place.path)
 
@@ -142,9 +149,9 @@ def name_in_workplace(final: Path) -> Path:
 
 
 def _restore(final: Path, place: Path) -> None:
-    """Undo an interrupted `put_in_place`, which has moved `final` into the scratch directory `place`."""
-    if not final.exists() and (place / REPLACED).is_dir():
-        os.rename(place / REPLACED, final)
+    """Undo an interrupted replacement, which has moved `final` into the scratch directory `place`."""
+    if not final.exists() and (place / _REPLACED).is_dir():
+        os.rename(place / _REPLACED, final)
         sync_directory(final.parent)
 
 
@@ -156,17 +163,9 @@ def clear(final: Path, *, what: str) -> None:
     """
     place = workplace_of(final)
     try:
-        if _remove_empty(place):
-            return
-        lock = _lock_dead(place, what=what)
-        try:
-            _restore(final, place)
-        except BaseException:
-            os.close(lock)
-            raise
-        _remove(place, what, lock=lock)
+        remove_dead(place, what=what, final=final)
     except FileNotFoundError:
-        return
+        pass
     except BlockingIOError:
         raise TrainerError(f"{place}: another process is writing {final.name} there; wait for it") from None
     except (OSError, TrainerError) as error:
@@ -187,14 +186,14 @@ def is_removable(directory: Path, *, what: str) -> bool:
     return True
 
 
-def remove_dead(directory: Path, *, what: str) -> None:
-    """Remove a scratch directory whose process has died.
+def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
+    """Remove a scratch directory whose process has died. `final`: first restore what it was replacing there.
 
     Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
     that cannot be found out, NotOwned, and OSError.
     """
     if not _remove_empty(directory):
-        _remove(directory, what, lock=_lock_dead(directory, what=what))
+        _remove(directory, what, lock=_lock_dead(directory, what=what), final=final)
 
 
 def _lock_dead(directory: Path, *, what: str) -> int:
@@ -222,9 +221,11 @@ def _remove_empty(directory: Path) -> bool:
     return True
 
 
-def _remove(directory: Path, what: str, *, lock: int) -> None:
+def _remove(directory: Path, what: str, *, lock: int, final: Path | None = None) -> None:
     """Remove a scratch directory and close `lock`, the descriptor of its mark. Raises NotOwned and OSError."""
     with open(lock):  # closed before rmdir: NFS keeps a name for an open file that was removed
+        if final:
+            _restore(final, directory)
         _remove_content(_opened(directory, what), last=MARK)
     os.rmdir(directory)
 

@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -267,14 +267,11 @@ class TensorFileReader:
             done += moved
         os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> TensorFileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 # -- CRC-32 of a concatenation -----------------------------------------------------------------------------------------
@@ -290,11 +287,9 @@ def combined(first: int, second: int, length: int) -> int:
     Appending n bytes multiplies the CRC of what precedes them by x^(8 * n), which is a product of the squares x^(2^k)
     (M. Adler, zlib's crc32.c, crc32_combine, 2020).
     """
-    exponent, number = 8 * length, 0
-    while exponent >> number:
-        if exponent >> number & 1:
-            first = _product(_square(number), first)
-        number += 1
+    for number, power in enumerate(_POWERS):
+        if length >> number & 1:
+            first = _product(power, first)
     return first ^ second
 
 
@@ -309,10 +304,8 @@ def _product(one: int, other: int) -> int:
     return result
 
 
-@cache
-def _square(number: int) -> int:
-    """Return x^(2^number)."""
-    return _product(_square(number - 1), _square(number - 1)) if number else _ONE >> 1
+# x^8 and its squares, x^(8 * 2^k)
+_POWERS = list(accumulate(range(63), lambda power, _: _product(power, power), initial=_ONE >> 8))
 
 
 # -- invalid values ----------------------------------------------------------------------------------------------------

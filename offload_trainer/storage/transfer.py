@@ -151,12 +151,7 @@ def followed(future: Future, work: Callable[[], object]) -> Future:
     of either becomes the error of the returned future.
     """
     both = Future()
-
-    def carry_out() -> None:
-        future.wait()  # it has ended, so this only raises its error
-        work()
-
-    future.then(lambda _: ending(both, carry_out)())
+    future.then(lambda error: both.finish_part(error) if error else ending(both, work)())
     return both
 
 

@@ -146,8 +146,8 @@ class Telemetry:
                 write_text(self._report, self.page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
             if not self._page_failed:
-                why = reason(error) if isinstance(error, OSError) else error
-                self._screen.say(f"note: {self._report} cannot be written, and the run does not need it: {why}")
+                text = f"note: {self._report} cannot be written, and the run does not need it: {reason(error)}"
+                self._screen.say(text)
             self._page_failed = True
 
 

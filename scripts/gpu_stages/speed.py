@@ -38,16 +38,10 @@ class Case:
     least_gib: float = 0.0  # GPU memory without which the case is not tried
     traced: bool = False  # one more step is recorded for chrome://tracing and https://ui.perfetto.dev
 
-    @property
-    def kind(self) -> tuple[str | None, list[str]]:
-        """What distinguishes cases in a rehearsal: the engine, where weights are, and the overlap."""
-        shares = ("--gpu-fraction", "--ram-fraction", "0", "1", "0.5", "auto")
-        return self.peer, [word for word in self.words if word not in shares and "checkpointing" not in word]
-
 
 @dataclass(frozen=True)
 class Group:
-    """Cases of one model, the most important ones first. A rehearsal runs one of each kind."""
+    """Cases of one model, the most important ones first."""
 
     title: str
     words: Callable[[Stage], list[str]]
@@ -58,7 +52,7 @@ class Group:
     def carry_out(self, stage: Stage) -> None:
         words = [*self.words(stage), UNCLIPPED]
         stage.record.note(f"All cases: `{' '.join(words)}`")
-        for case in rehearsed(self.cases) if stage.rehearsal else self.cases:
+        for case in self.cases:
             whole = [*words, *case.words]
             stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=whole)
             _relate(stage.record)
@@ -80,11 +74,6 @@ class Group:
         if self.cap_bytes is not None and found["reserved"] > self.cap_bytes:
             return "failed: more than the cap"
         return outcome_of(found, steps=WARM + len(row["steps"]))
-
-
-def rehearsed(cases: Sequence[Case]) -> list[Case]:
-    """Return the first case of each kind."""
-    return [case for at, case in enumerate(cases) if case.kind not in [other.kind for other in cases[:at]]]
 
 
 def _relate(record: Record) -> None:
@@ -126,10 +115,10 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     plan, steps, early = found["plan"], found["steps"], found["early"]
     taken = [step["step"] for step in steps]
     middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
-    tokens, tiers = plan["chosen"]["tokens_per_step"], plan["tiers"]
+    tokens, tiers, seconds = plan["chosen"]["tokens_per_step"], plan["tiers"], plan["seconds"].values()
     planned: dict[str, Any] = {
-        "where the plan puts it": homes(plan),
-        "planned step s": planned_seconds(plan),
+        "where the plan puts it": placement(plan["chosen"]),
+        "planned step s": None if None in seconds else sum(seconds) - plan["hidden"],
         "GPU planned GB": tiers.get("gpu", {"need": 0})["need"] / 1e9,
         "host planned GB": tiers["ram"]["need"] / 1e9,
         "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')}",
@@ -142,11 +131,11 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
         **{f"{key} s": middle[key] for key in PHASES[1:]},
         **(planned if ours else {}),
         "tokens a step": tokens,
-        "allocated GB": max(step["device_peak"] for step in steps) / 1e9,
+        "allocated GB": max(step["device_peak_bytes"] for step in steps) / 1e9,
         "reserved GB": found["reserved"] / 1e9,
         "in use GB": found["in_use"] / 1e9,
-        "allocation retries": steps[-1]["retries"],
-        "host peak GB": max(step["peak_rss"] for step in steps) / 1e9,
+        "allocation retries": steps[-1]["allocation_retries"],
+        "host peak GB": max(step["host_rss_bytes"] for step in steps) / 1e9,
         "read GB a step": middle["read_bytes"] / 1e9,
         "written GB a step": middle["written_bytes"] / 1e9,
         "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
@@ -155,24 +144,13 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     }
 
 
-def planned_seconds(plan: dict[str, Any]) -> float | None:
-    """Return the seconds of a step in a plan's JSON, less those of the update that are hidden; None: not known."""
-    seconds = plan["seconds"].values()
-    return None if None in seconds else sum(seconds) - plan["hidden"]
-
-
-def homes(plan: dict[str, Any]) -> str:
-    """Describe the placement of weights and state, the overlap and the checkpointed blocks in a plan's JSON."""
-    chosen, sizes = plan["chosen"], plan["chosen"]["sizes"] or {}
-    if chosen["engine"] != "tiered":
-        return f"{chosen['engine']}, {chosen['checkpointed_blocks']} blocks checkpointed"
-    gpu, ram = sizes["gpu_fraction"], sizes["ram_fraction"]
-    drive = max(0.0, 1 - gpu - ram)
-    overlap = "backward" if sizes["ahead"] else "forward" if sizes["overlap"] else "off"
-    state = f"state {gpu:.1%} GPU, {ram:.1%} RAM, {drive:.1%} drive, {sizes['shadow_fraction']:.0%} with shadows"
-    return (
-        f"weights {chosen['params']}; {state}; overlap {overlap}; {chosen['checkpointed_blocks']} blocks checkpointed"
-    )
+def placement(chosen: dict[str, Any]) -> str:
+    """Describe what a plan has chosen: the placement of weights and state, the overlap and the checkpointed blocks."""
+    sizes, said = chosen["sizes"], [chosen["homes"]]
+    if chosen["engine"] == "tiered":
+        overlap = "backward" if sizes["ahead"] else "forward" if sizes["overlap"] else "off"
+        said.append(f"overlap {overlap}, {sizes['shadow_fraction']:.0%} with shadows")
+    return "; ".join([*said, f"{chosen['checkpointed_blocks']} blocks checkpointed"])
 
 
 def _missing(stage: Stage, case: Case) -> str | None:

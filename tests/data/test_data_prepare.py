@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_chats
+from seen_calls import calls_of
 
 from offload_trainer.data import documents, packing, tokenfile
 from offload_trainer.data import run_data as preparing
@@ -27,36 +28,19 @@ from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 
+TOKENIZER = load_tokenizer("builtin")
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
 
 
-class CountingTokenizer:
-    """The built-in tokenizer with a count of its calls for texts of a file."""
-
-    def __init__(self) -> None:
-        self.tokenizer = load_tokenizer("builtin")
-        self.calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        self.calls += isinstance(arguments[0], list)
-        return self.tokenizer(*arguments, **settings)
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> CountingTokenizer:
-    return CountingTokenizer()
+def ids_of(text: str) -> list[int]:
+    """Return the ids of a document, with end-of-text."""
+    return [*TOKENIZER.encode(text, add_special_tokens=False), 0]
 
 
 @pytest.fixture
-def tokenizer(loaded: CountingTokenizer) -> CountingTokenizer:
-    loaded.calls = 0
-    return loaded
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that grows with each batch of texts that is tokenized."""
+    return calls_of(monkeypatch.setattr, packing.DocumentEncoder, "_encode_all")
 
 
 @pytest.fixture
@@ -66,7 +50,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-prepared = partial(sample_chats.prepared, vocabulary=2048, seq_len=16)
+prepared = partial(sample_chats.prepared, tokenizer=TOKENIZER, vocabulary=2048, seq_len=16)
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -74,7 +58,7 @@ def leftovers(directory: Path) -> list[str]:
 
 
 def test_token_files_of_other_users_are_not_used(
-    source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, encoded: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a shared cache, also those of checksums, are not used if another user owns them or may change them."""
     monkeypatch.setattr(preparing, "_SETTLED_NS", 0)  # else the hash of a text that was just written is not kept
@@ -83,50 +67,48 @@ def test_token_files_of_other_users_are_not_used(
     cache.chmod(0o1777)
     before = os.umask(0o002)  # lets the group write, which is not followed
     try:
-        made = prepared(source, tokenizer=tokenizer, cache=cache)
+        made = prepared(source, cache=cache)
     finally:
         os.umask(before)
     path, sidecar = made.path, sidecar_path(made.path)
     (memory,) = cache.glob("*.sums.json")
     assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
-    tokenizer.calls = 0
+    encoded.clear()
     for name in (path, sidecar):
         name.chmod(0o664)
         with pytest.raises(UserError, match=rf"{name.name} cannot be read: others may change it \(mode 664"):
-            prepared(source, tokenizer=tokenizer, cache=cache)
+            prepared(source, cache=cache)
         name.chmod(0o644)
         moved = name.rename(tmp_path / "moved")
         name.symlink_to(moved)
         with pytest.raises(UserError, match=r"it is a link\. .*data\.cache=DIR"):
-            prepared(source, tokenizer=tokenizer, cache=cache)
+            prepared(source, cache=cache)
         moved.replace(name)
-    assert len(prepared(source, tokenizer=tokenizer, cache=cache)) == len(made)
+    assert len(prepared(source, cache=cache)) == len(made)
     if os.geteuid() == 0:
         for name in (path, sidecar):
             os.chown(name, 65534, 65534)
             with pytest.raises(UserError, match=r"it belongs to another user \(number 65534\), and is not trusted"):
-                prepared(source, tokenizer=tokenizer, cache=cache)
+                prepared(source, cache=cache)
             os.chown(name, 0, 0)
-    assert tokenizer.calls == 0
+    assert not encoded
     known = {path: ["00" * 16, state] for path, (_, state) in json.loads(memory.read_text()).items()}
     memory.write_text(json.dumps(known))
     memory.chmod(0o666)  # its checksums are not used, else the text would be taken for another
-    assert prepared(source, tokenizer=tokenizer, cache=cache).path == made.path
+    assert prepared(source, cache=cache).path == made.path
     assert json.loads(memory.read_text()).keys() == known.keys()
 
 
-def test_documents_become_their_tokens_with_end_of_text_behind_each(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
-) -> None:
+def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Path, source: Path) -> None:
     lines = tmp_path / "b.jsonl"
     lines.write_text("".join(json.dumps({"body": body}) + "\n" for body in ("one é", "", "two")))
-    tokens = prepared(source, lines, tokenizer=tokenizer, cache=tmp_path / "cache", text_field="body")
-    expected = [*tokenizer.ids(TEXT), 0, *tokenizer.ids("one é"), 0, *tokenizer.ids("two"), 0]
+    tokens = prepared(source, lines, cache=tmp_path / "cache", text_field="body")
+    expected = [*ids_of(TEXT), *ids_of("one é"), *ids_of("two")]
     assert np.fromfile(tokens.path, dtype="<u2").tolist() == expected == tokens.read(0, len(tokens)).tolist()
     assert json.loads(sidecar_path(tokens.path).read_text()) == {
         "dtype": "uint16",
         "tokens": len(expected),
-        "tokenizer": tokenizer_fingerprint(tokenizer.tokenizer),
+        "tokenizer": tokenizer_fingerprint(TOKENIZER),
         "vocabulary": 2048,
         "end_of_text": 0,
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
@@ -136,22 +118,20 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
 
 
 def test_an_unchanged_text_is_not_read_again(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, encoded: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
     its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
-    read: list[Path] = []
-    real = preparing._sum
-    monkeypatch.setattr(preparing, "_sum", lambda path: read.append(path) or real(path))
+    read = calls_of(monkeypatch.setattr, preparing, "_sum")
     now = [source.stat().st_ctime_ns + 10**9]
     monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 
     def again() -> int:
         """Return how often the text was read."""
         read.clear()
-        tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-        assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(source.read_text()), 0]
+        tokens = prepared(source, cache=tmp_path / "cache")
+        assert tokens.read(0, len(tokens)).tolist() == ids_of(source.read_text())
         return len(read)
 
     assert [again(), again()] == [2, 1]  # a text that was just written may change again within one tick of the clock
@@ -163,7 +143,7 @@ def test_an_unchanged_text_is_not_read_again(
         assert again() == 1
     os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
     assert again() == 1
-    assert tokenizer.calls == 1
+    assert len(encoded) == 1
     for place, word in ((source, "hail"), (tmp_path / "new", "mist")):  # written over, and another file of its name
         before = source.stat()
         place.write_text(TEXT.replace("rain", word))
@@ -171,37 +151,30 @@ def test_an_unchanged_text_is_not_read_again(
         place.rename(source)
         assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
         assert again() == 1
-    assert tokenizer.calls == 3
+    assert len(encoded) == 3
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+    tmp_path: Path, source: Path, encoded: list[bool]
 ) -> None:
-    first = prepared(source, tokenizer=tokenizer, cache=tmp_path)
+    first = prepared(source, cache=tmp_path)
     sidecar_path(first.path).unlink()
     first.path.write_bytes(b"\1\0")
     assert cached(first.path) is None
-    again = prepared(source, tokenizer=tokenizer, cache=tmp_path)
-    assert tokenizer.calls == 2
-    assert again.read(0, len(again)).tolist() == [*tokenizer.ids(TEXT), 0]
+    again = prepared(source, cache=tmp_path)
+    assert len(encoded) == 2
+    assert again.read(0, len(again)).tolist() == ids_of(TEXT)
 
 
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token file and its sidecar are absent or whole at every rename."""
     path = tmp_path / "t.bin"
-    seen: list[tuple[str, bool]] = []
-    replace = os.replace
-
-    def watched(old: str, new: Path) -> None:
-        if new.parent == tmp_path:
-            seen.append((new.name, sidecar_path(path).exists()))
-        replace(old, new)
-
-    monkeypatch.setattr(tokenfile.os, "replace", watched)
+    there = lambda _, new: (new, sidecar_path(path).exists())  # noqa: E731
+    seen = calls_of(monkeypatch.setattr, tokenfile.os, "replace", there)
     for count in (3, 4):
         write_tokens(path, [[1] * count], vocabulary=9)
         assert len(TokenFile.open(path)) == count
-    assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
+    assert [each for each in seen if each[0].parent == tmp_path] == [(path, False), (sidecar_path(path), False)] * 2
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
@@ -219,9 +192,7 @@ def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
 
-def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
-) -> None:
+def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(tmp_path: Path, source: Path) -> None:
     cache = tmp_path / "cache"
 
     def alive() -> Iterator[list[int]]:
@@ -232,7 +203,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
         (cache / ".offload-trainer-tokens-mine").mkdir()
         (cache / ".offload-trainer-tokens-mine/precious").touch()
         before = set(leftovers(cache)) - {dead.path.name}
-        prepared(source, tokenizer=tokenizer, cache=cache)
+        prepared(source, cache=cache)
         assert before <= set(leftovers(cache))
         assert not dead.path.exists()
 
@@ -297,22 +268,20 @@ def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: s
         use("[PAD]", vocabulary=2048)
 
 
-def test_a_text_that_grows_meanwhile_is_refused(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_grows_meanwhile_is_refused(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def growing(path: Path, file: Any) -> Any:
         path.write_text(TEXT + "more")
         yield from documents.text_blocks(path, file)
 
     monkeypatch.setattr(packing, "text_blocks", growing)
     with pytest.raises(TrainerError, match="changed while"):
-        prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
+        prepared(source, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
 
 
 @pytest.mark.parametrize("fails", ["open", "_commit"])
 def test_a_full_drive_is_reported_and_left_clean(
-    fails: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+    fails: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, *_: Any, **__: Any) -> Any:
         if fails == "_commit":
@@ -324,7 +293,7 @@ def test_a_full_drive_is_reported_and_left_clean(
     cache = tmp_path / "cache"
     told = r"cache: tokens could not be written: No space left on device\. They had .*B.*, and there are .*B free now"
     with pytest.raises(TrainerError, match=told) as caught:
-        prepared(source, tokenizer=tokenizer, cache=cache)
+        prepared(source, cache=cache)
     assert caught.value.exit_code == 1
     assert not [name for name in leftovers(cache) if ".bin" in name or "tokens" in name]
 
@@ -332,7 +301,7 @@ def test_a_full_drive_is_reported_and_left_clean(
 # -- token files of others ---------------------------------------------------------------------------------------------
 
 
-from_file = partial(sample_chats.prepared, vocabulary=200_000, seq_len=16)
+from_file = partial(prepared, vocabulary=200_000)
 
 
 def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
@@ -344,19 +313,19 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
+def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
     """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
     path, said = tmp_path / "t.bin", list[str]()
     ids = draw(4001, below=vocabulary)
     ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
         ids[:count].astype("<u2").tofile(path)
-        tokens = from_file(path, tokenizer=tokenizer, say=said.append)
+        tokens = from_file(path, say=said.append)
         assert tokens.read(0, count).tolist() == ids[:count].tolist()
     assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
-    assert tokenizer.calls == 0
+    assert not encoded
     with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
-        from_file(path, tokenizer=tokenizer, vocabulary=int(ids.max()))
+        from_file(path, vocabulary=int(ids.max()))
 
 
 @pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
@@ -369,19 +338,19 @@ def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path)
     assert "read as uint32" in str(tokens.assumed)
 
 
-def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     for ids in ([70, 0, 80, 0], [0] * 400):
         np.array(ids, dtype="<u2").tofile(path)
         sidecar_path(path).unlink(missing_ok=True)
         with pytest.raises(UserError, match="16-bit or 32-bit ids") as error:
-            from_file(path, tokenizer=tokenizer)
+            from_file(path)
         narrow, count, said = re.findall(r"({.*?}), or uint32 and (\d+), into (\S+)", str(error.value))[0]
         assert said == str(sidecar_path(path))
         sidecar_path(path).write_text(narrow)
-        assert from_file(path, tokenizer=tokenizer).read(0, len(ids)).tolist() == ids
+        assert from_file(path).read(0, len(ids)).tolist() == ids
         sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(count)}))
-        assert from_file(path, tokenizer=tokenizer).read(0, int(count)).tolist() == ids[::2]
+        assert from_file(path).read(0, int(count)).tolist() == ids[::2]
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
@@ -428,7 +397,7 @@ def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> No
 # -- several ---------------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
     """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
     ids = draw(1000, below=2048)
     paths = []
@@ -436,7 +405,7 @@ def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
         paths.append(tmp_path / f"{number}.bin")
         ids[start:end].astype("<u2").tofile(paths[-1])
     ids.astype("<u2").tofile(tmp_path / "whole.bin")
-    shards, whole = from_file(*paths, tokenizer=tokenizer), from_file(tmp_path / "whole.bin", tokenizer=tokenizer)
+    shards, whole = from_file(*paths), from_file(tmp_path / "whole.bin")
     assert isinstance(shards, TokenShards)
     assert len(shards) == len(whole) == 1000
     for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
@@ -446,26 +415,26 @@ def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
         for tokens in (shards, whole)
     ]
     assert (rows[0].targets == rows[1].targets).all()
-    assert from_file(*reversed(paths), tokenizer=tokenizer).sums != shards.sums
+    assert from_file(*reversed(paths)).sums != shards.sums
     with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
         RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
 
 
-def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
+def test_shards_of_different_kinds_are_refused(tmp_path: Path) -> None:
+    fingerprint = tokenizer_fingerprint(TOKENIZER)
     for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
         write_tokens(tmp_path / f"{name}.bin", [[1, 2, 3]], tokenizer=fingerprint, vocabulary=vocabulary)
     a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
-    both = from_file(a, b, tokenizer=tokenizer)
+    both = from_file(a, b)
     assert (both.tokenizer, len(both)) == (fingerprint, 6)
     with pytest.raises(UserError, match=r"dtype is uint16 in .*a\.bin, uint32 in .*c\.bin"):
-        from_file(a, c, tokenizer=tokenizer)
+        from_file(a, c)
     with pytest.raises(UserError, match=r"vocabulary is 2048 in .*, 2049 in"):
-        from_file(a, d, tokenizer=tokenizer)
+        from_file(a, d)
     fields = json.loads(sidecar_path(b).read_text())
     sidecar_path(b).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
     with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
-        from_file(a, b, tokenizer=tokenizer)
+        from_file(a, b)
 
 
 # -- a separate validation file --------------------------------------------------------------------------------------

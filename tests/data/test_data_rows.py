@@ -309,3 +309,8 @@ def test_packed_conversations_are_mixed_as_well(tmp_path: Path) -> None:
     assert batch.counted > 0
     assert int((batch.targets == -100).sum()) > 0
     assert batch.positions is not None
+
+
+def test_padding_counts_as_no_tokens() -> None:
+    rows = torch.zeros(2, 6, dtype=torch.int64)
+    assert (Batch(rows, rows, padding=5).tokens, Batch(rows, rows).tokens) == (7, 12)

@@ -333,3 +333,13 @@ def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
     assert told.startswith("done before: 10 steps")
     with pytest.raises(UserError, match=r"which differs in optim\.lr and left no checkpoint"):
         done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, restarts=False, exports=True)
+
+
+def test_the_weights_of_a_run_without_checkpoints_are_its_masters(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "run/model", "gpt2")
+    record: Any = SimpleNamespace(identity={}, run={"config": {}})
+    with engine(model) as made:
+        train(made, batches(1))
+        layout = [place.weight for unit in made.offloaded.units for place in unit.places]
+        place = write_final(made.named_master_parameters(), layout, tmp_path / "run", record=record, step=1)
+        assert_same(tensors_in(place), masters(made))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -23,3 +28,17 @@ def died(place: ScratchDirectory) -> Path:
 
 def dead_lease(root: Path) -> Path:
     return died(ScratchDirectory(root / "run-0000dead", what=WHAT))
+
+
+@contextmanager
+def dying_after(removals: int) -> Iterator[None]:
+    """Interrupt the context, as a kill would, when it removes a file after so many."""
+    unlink, numbers = os.unlink, count()
+
+    def dying(*args: Any, **words: Any) -> None:
+        if next(numbers) == removals:
+            raise KeyboardInterrupt
+        unlink(*args, **words)
+
+    with patch.object(os, "unlink", dying), pytest.raises(KeyboardInterrupt):
+        yield

@@ -33,6 +33,7 @@ import torch
 from commands import Run, start
 from engine_bench import Step, batches, digest, engine, masters, train
 from fork_server import COMMAND, Fork
+from seen_calls import run_before
 from uneven_targets import masked
 
 import offload_trainer.plan.tiered.layout as layout
@@ -111,14 +112,12 @@ _counting = threading.Lock()
 
 def count_calls(owner: Any, name: str, counted: Callable[..., Mapping[str, int]]) -> None:
     """Add to `counts`, from now on, what `counted` returns for the arguments of each call of `owner.name`."""
-    call = getattr(owner, name)
 
-    def counting(*args: Any, **words: Any) -> Any:
+    def count(*args: Any, **words: Any) -> None:
         with _counting:
             counts.update(counted(*args, **words))
-        return call(*args, **words)
 
-    setattr(owner, name, counting)
+    run_before(setattr, owner, name, count)
 
 
 put = TieredSnapshot._put
@@ -179,7 +178,7 @@ class Case:
             counted = dict(counts)
             done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]
             self.out.mkdir(parents=True, exist_ok=True)
-            snapshot, group = made.snapshot(), ranks.new_group() if self.meanwhile else ranks.everybody()
+            snapshot, group = made.snapshot(), ranks.group_of(in_step=False) if self.meanwhile else ranks.everybody()
             with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):
                 writing = thread.submit(snapshot.write, self.out, group)
                 if more:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.machine import DriveFacts, DriveRates, Latency, Links, MachineProfile, Rate, Rates
+from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import load_config
 
@@ -46,7 +46,7 @@ def cluster(
     matmul: float = 1e24,
     memory: float = 1e18,
     update: float = 1e18,
-    **links: Rate | Latency,
+    **links: Rate,
 ) -> MachineProfile:
     """Return a machine with linked GPUs; by default nothing takes time except what the ranks exchange.
 

@@ -7,16 +7,15 @@ planned_bytes(folder, words, ranks=2)    return the collectives' bytes according
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 from engine_bench import Step, batches, masters, train
-from forked_ranks import in_ranks
+from forked_ranks import count_calls, counts, in_ranks
 from uneven_targets import EPS, LR, masked
 
 from offload_trainer.config import PlacementSection
@@ -29,8 +28,6 @@ from offload_trainer.settings import load_config
 
 ACCUMULATE = 2
 NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-calls: Counter[str] = Counter()
-moved = [0.0]  # bytes, of each step
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,8 @@ class Trained:
     """What a rank has seen."""
 
     steps: list[Step]
-    bytes: list[float]  # that went through this rank in each step
-    calls: dict[str, int]  # how often each collective was called
+    bytes: int  # that went through this rank in the last step
+    calls: dict[str, int]  # how often each collective was called in it
     stage: int  # ZeRO's
     apart: list[str]  # weights that differ between ranks at the end
     masters: dict[str, torch.Tensor]
@@ -81,36 +78,17 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
 
 
-def ring_bytes(name: str, args: tuple[Any, ...], count: int) -> float:
-    """Return the bytes that a ring of `count` ranks moves through each of them for one collective."""
-    part = (count - 1) / count
-    if name == "all_reduce":
-        return float(2 * part * args[0].nbytes)
-    if name in ("all_gather", "reduce_scatter"):
-        whole = args[0] if name == "all_gather" else args[1]
-        return float(part * sum(one.nbytes for one in whole))
-    if name in ("all_gather_into_tensor", "reduce"):
-        return float(part * args[0].nbytes)
-    return float(part * args[1].nbytes)  # reduce_scatter_tensor
+def counted(name: str, signature: inspect.Signature, *args: Any, **words: Any) -> dict[str, int]:
+    """Return a call of the collective `name`, and the bytes that a ring moves through each of its ranks.
 
-
-def count_collectives() -> None:
-    """Count the collectives from this call on. Those under 100 bytes carry losses, norms and flags; the plan omits
-    them.
+    Those under 100 bytes carry losses, norms and flags; the plan omits them.
     """
-    for name in NAMES:
-        inner: Callable[..., Any] = getattr(torch.distributed, name)
-
-        def counting(*args: Any, name: str = name, inner: Callable[..., Any] = inner, **words: Any) -> Any:
-            given = inspect.signature(inner).bind(*args, **words).arguments
-            members = torch.distributed.get_world_size(given.get("group"))
-            size = ring_bytes(name, tuple(given.values()), members)
-            if size >= 100:
-                moved[-1] += size
-                calls[f"{name} of {members}"] += 1
-            return inner(*args, **words)
-
-        setattr(torch.distributed, name, counting)
+    given = signature.bind(*args, **words).arguments
+    members, tensors = torch.distributed.get_world_size(given.get("group")), list(given.values())
+    whole = tensors[1 if name.startswith("reduce_scatter") else 0]
+    size = whole.nbytes if isinstance(whole, torch.Tensor) else sum(one.nbytes for one in whole)
+    size = (2 if name == "all_reduce" else 1) * size * (members - 1) // members
+    return {"bytes": size, f"{name} of {members}": 1} if size >= 100 else {}
 
 
 def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor]) -> list[str]:
@@ -125,15 +103,16 @@ def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _train(folder: Path, words: list[str], steps: int) -> Trained:
-    count_collectives()
+    for name in NAMES:
+        signature = inspect.signature(getattr(torch.distributed, name))
+        count_calls(torch.distributed, name, partial(counted, name, signature))
     use_fp32_products(torch.bfloat16)  # A real run does the same.
     engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", "--lr", str(LR), *words])
     # A real run splits the data in the same way.
     data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]
-    calls.clear()
     lr = engine._optimizer.param_groups[0]["lr"]
-    found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: moved.append(0.0))
-    carried, called = moved[1:], dict(calls)  # reading the masters has collectives too
+    found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: counts.clear())
+    called = dict(counts)  # reading the masters has collectives too
     held = masters(engine)
     stage = engine._engine.zero_optimization_stage()
-    return Trained(found, carried, called, stage, apart(engine, held), held)
+    return Trained(found, called.pop("bytes"), called, stage, apart(engine, held), held)

@@ -13,7 +13,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.sources import Source
-from offload_trainer.manifest import crc32_of
+from offload_trainer.manifest import StoredFile, crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
 
@@ -26,10 +26,10 @@ class Small:
     def snapshot(self) -> Small:
         return self
 
-    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         for name in ("engine.json", "master.safetensors"):
             (directory / name).write_text("{}")
-        return {"master.safetensors": {"bytes": 2, "crc32": crc32_of(directory / "master.safetensors")}}
+        return {"master.safetensors": StoredFile(2, crc32_of(directory / "master.safetensors"))}
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 
 # From the bottom up; the packages of one layer do not import each other.
 HOUSE = (
-    ("packages", "units", "stdio", "numa"),
+    ("packages", "units", "stdio"),
     ("errors",),
     ("safe_files", "signals"),
     ("config", "synonyms"),

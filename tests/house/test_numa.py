@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer import numa
 from offload_trainer.run import process_setup
+from offload_trainer.run.process_setup import numa_nodes
 
 
 def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,28 +16,24 @@ def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytes
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text(cpus + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 8, 9})
-    nodes = numa.nodes(tmp_path)
+    nodes = numa_nodes(tmp_path)
     assert nodes == [{1, 2, 8}, {5}, {9}]
-    assert numa.nodes(tmp_path / "none") == []
+    assert numa_nodes(tmp_path / "none") == []
 
 
-def test_a_rank_is_on_the_nodes_of_its_share() -> None:
-    two = [frozenset(range(8)), frozenset(range(8, 16))]
-    assert [numa.of_rank(rank, ranks=4, nodes=two) for rank in range(4)] == [two[0], two[0], two[1], two[1]]
-    assert numa.of_rank(1, ranks=3, nodes=two) == two[0] | two[1]
-    four = [frozenset({cpu}) for cpu in range(4)]
-    assert [numa.of_rank(rank, ranks=2, nodes=four) for rank in range(2)] == [{0, 1}, {2, 3}]
-    assert {numa.of_rank(rank, ranks=8, nodes=four) for rank in range(8)} == set(four)  # more ranks than CPUs
+def test_ranks_stay_on_the_nodes_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bound(*nodes: set[int], ranks: int) -> list[frozenset[int]]:
+        """Return the CPUs to which the ranks bind themselves."""
+        found: list[frozenset[int]] = []
+        monkeypatch.setattr(process_setup, "numa_nodes", lambda: [frozenset(node) for node in nodes])
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
+        for rank in range(ranks):
+            process_setup._stay_near(rank, ranks=ranks)
+        return found
 
-
-def test_ranks_stay_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[frozenset[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: messages.append(cpus))
-    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1}), frozenset({2, 3})])
-    process_setup._stay_near(0, ranks=1)
-    for rank in range(2):
-        process_setup._stay_near(rank, ranks=2)
-    assert messages == [{0, 1}, {2, 3}]
-    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1, 2, 3})])
-    process_setup._stay_near(1, ranks=2)
-    assert len(messages) == 2
+    two, four = [set(range(8)), set(range(8, 16))], [{0}, {1}, {2}, {3}]
+    assert bound(*two, ranks=4) == [two[0], two[0], two[1], two[1]]
+    assert bound(*two, ranks=3)[1] == two[0] | two[1]
+    assert bound(*four, ranks=2) == [{0, 1}, {2, 3}]
+    assert {*bound(*four, ranks=8)} == {*map(frozenset, four)}  # more ranks than CPUs
+    assert bound(*two, ranks=1) == bound({0, 1, 2, 3}, ranks=2) == []

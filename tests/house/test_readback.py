@@ -151,7 +151,7 @@ MACHINE = MachineProfile(
 def test_unreadable_rates_are_reported_once_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     rates = {"warp": {"value": 1}}  # of another version
-    rate_cache.cache_file().write_text(json.dumps({f"rates {rate_cache.fingerprint(MACHINE)}": rates}))
+    rate_cache.cache_file().write_text(json.dumps({rate_cache.rates_key(MACHINE): rates}))
     found = rate_cache.with_cached_rates(MACHINE)
     assert found.rates == Rates()
     (note,) = found.notes

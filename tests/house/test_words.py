@@ -48,7 +48,7 @@ def test_configuration_words_keep_their_order() -> None:
     words = ["a.yaml", "--lr", "-1e-4", "--seed", "-1", "x.y=--json", "--data", "a b", "c", "--no-such", "--lr=2"]
     given, rest = parse("plan", [*words[:2], "--machine", "h200", *words[2:], "--json", "--nodes=2"])
     assert rest == words
-    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", "2", True, False)
+    assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
 
 def test_the_program_without_arguments_prints_help(

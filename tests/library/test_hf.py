@@ -101,9 +101,11 @@ def test_muon(folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "whole"), [("step:12", 10), ("saving:10", 5)])
+# `log` is called after each step and each of the evaluations at 5 and 10; a state of RNGs is saved at 5 and 10.
+@pytest.mark.parametrize(("name", "nth", "whole"), [("log", 12 + 2, 10), ("_save_rng_state", 2, 5)])
 def test_killed_and_resumed(
-    when: str,
+    name: str,
+    nth: int,
     whole: int,
     folder: Path,
     reference: tuple[list[dict[str, Any]], Path],
@@ -111,7 +113,7 @@ def test_killed_and_resumed(
     tmp_path: Path,
 ) -> None:
     """A killed run resumes from the newest complete checkpoint, also with another placement."""
-    assert in_a_fork(partial(train_and_die, folder, tmp_path / "run", drive, when)) == -signal.SIGKILL
+    assert in_a_fork(partial(train_and_die, folder, tmp_path / "run", drive, name, nth)) == -signal.SIGKILL
     assert (tmp_path / "run/checkpoint-10").is_dir()
     expected, theirs = reference
     with loaded(folder, drive, home="resident") as model:

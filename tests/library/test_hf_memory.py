@@ -13,7 +13,7 @@ from hf_trainers import model_folder
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = HELPERS / "run_and_measure.py"
+SCRIPT = HELPERS / "hf_trainers.py"
 
 
 @pytest.fixture(scope="module")

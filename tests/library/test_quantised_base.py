@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hf_trainers import model_folder, rows
+from seen_calls import calls_of
 from session_loop import adapted, one_cycle, opened, rounded, trained
 from small_architectures import ARCHITECTURES, reference
 
@@ -49,30 +50,23 @@ def test_bytes_of_a_pass(
     base: str, dtype: str, most: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass reads each block once, in at most `most` bytes a parameter, norms included, as the plan counts."""
-    moved, times = Counter[int](), Counter[int]()
-    read = UnitStore.read
-
-    def counted(store: UnitStore, unit: int, start: int, buffer: torch.Tensor) -> Any:
-        moved[unit] += buffer.nbytes
-        times[unit] += 1
-        return read(store, unit, start, buffer)
-
     with opened(folder, drive, base, dtype=dtype, weight_buffers=1, gradient_accumulation_steps=1) as session:
         model = adapted(session.model)
         batch = {key: value[None] for key, value in rows(1)[0].items()}
-        monkeypatch.setattr(UnitStore, "read", counted)
+        read = calls_of(monkeypatch.setattr, UnitStore, "read", lambda _, unit, start, buffer: (unit, buffer.nbytes))
         with session.micro_batch():
             model(**batch).loss.backward()
         monkeypatch.undo()
         first, *_, last = blocks = [unit for unit in session._offloaded.units if unit.block]
+        times = Counter(unit for unit, _ in read)
         # With one buffer, the last block stays on the device between the forward and the backward.
         assert {unit: times[unit.index] for unit in blocks} == dict.fromkeys(blocks, 2) | {last: 1}
         parameters = sum(place.weight.numel for place in first.places)
-        assert 0.9 * most < moved[first.index] / 2 / parameters <= most
+        assert 0.9 * most < sum(size for unit, size in read if unit == first.index) / 2 / parameters <= most
         planned = [one for one in session.plan.traffic if one.phase != "update" and one.place == str(drive)]
         size = session._offloaded.weights.dtype.itemsize
         others = sum(unit.stored_bytes(size) for unit in session._offloaded.units if not unit.block)
-        assert 0 <= sum(one.read for one in planned) - sum(moved.values()) <= others
+        assert 0 <= sum(one.read for one in planned) - sum(size for _, size in read) <= others
 
 
 @pytest.mark.slow

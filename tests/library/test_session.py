@@ -20,7 +20,22 @@ from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import late_transfers
 from safetensors.torch import load_file
-from session_loop import ACCUMULATE, HOMES, STEPS, Spare, Tower, by_torch, clipped, loss_of, one_cycle, trained
+from seen_calls import calls_of, kill_in, run_before
+from session_loop import (
+    ACCUMULATE,
+    HOMES,
+    ROWS,
+    STEPS,
+    Spare,
+    Tower,
+    by_torch,
+    clipped,
+    loss_of,
+    of_rows,
+    one_cycle,
+    opened,
+    trained,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -32,6 +47,7 @@ from offload_trainer import checkpoint as saving
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import export
+from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -111,13 +127,11 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
 
     A backward waits for the last page, whose unit its forward has skipped.
     """
-    update = Updater._update
 
-    def slowly(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
+    def sleep(updater: Updater, _: Any, route: Any, *__: Any, **___: Any) -> None:
         time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0.001)
-        update(updater, kernel, route, *given, **words)
 
-    monkeypatch.setattr(Updater, "_update", slowly)
+    run_before(monkeypatch.setattr, Updater, "_update", sleep)
     torch.manual_seed(3)
     model = Spare()
 
@@ -171,7 +185,7 @@ def test_8bit_moments_resume_from_the_newest_save_in_another_placement(
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
-    "before the new name": (saving, "put_in_place", 1, 2),
+    "before the new name": (os, "rename", 3, 2),
     "with the new name": (owned_dirs, "_empty", 1, 4),
     "in the middle of an update": (UnitStore, "write", 3, 2),
 }
@@ -189,18 +203,7 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
             session.save(folder / "save", scheduler)
         if number == 2:
             where, name, nth, _ = MOMENTS[moment]
-            _kill_in(where, name, nth=nth)
-
-
-def _kill_in(where: Any, name: str, *, nth: int) -> None:
-    whole, calls = getattr(where, name), iter(range(1, 1 << 30))
-
-    def killing(*args: Any, **words: Any) -> Any:
-        if next(calls) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(*args, **words)
-
-    setattr(where, name, killing)
+            kill_in(where, name, nth=nth)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -253,12 +256,6 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
     home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each step `named_weights` and `named_masters` give every new weight once, and keep none of them."""
-    read: list[tuple[int, int]] = []
-    get = PlacedWeights.get
-
-    def counted(self: PlacedWeights, unit: int, start: int, count: int) -> torch.Tensor:
-        read.append((unit, start))
-        return get(self, unit, start, count)
 
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
@@ -281,8 +278,7 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
             loss_of(model, batch).backward()
             optimizer.step()
             with monkeypatch.context() as patch:
-                patch.setattr(PlacedWeights, "get", counted)
-                read.clear()
+                read = calls_of(patch.setattr, PlacedWeights, "get", lambda _, unit, start, count: (unit, start))
                 taken = streamed(session.named_weights)
             assert len(read) == len(set(read)) == len(names)
             assert taken.keys() == names
@@ -404,22 +400,19 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
     torch.manual_seed(1)
     model, refused = Tower(), "set_default_dtype.*bfloat16.* set it to torch.float32"
-    try:
+    torch.set_default_dtype(torch.bfloat16)
+    with pytest.raises(UserError, match=refused):
+        ot.offload(copy.deepcopy(model), nvme=drive)
+    torch.set_default_dtype(torch.float32)
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw()
+        loss_of(model, batches(1)[0]).backward()
         torch.set_default_dtype(torch.bfloat16)
         with pytest.raises(UserError, match=refused):
-            ot.offload(copy.deepcopy(model), nvme=drive)
-        torch.set_default_dtype(torch.float32)
-        with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
-            optimizer = session.adamw()
-            loss_of(model, batches(1)[0]).backward()
-            torch.set_default_dtype(torch.bfloat16)
-            with pytest.raises(UserError, match=refused):
-                optimizer.step()
-            assert all(master.dtype is torch.float32 for _, master in session.named_masters())
-            torch.set_default_dtype(torch.float32)
             optimizer.step()
-    finally:
+        assert all(master.dtype is torch.float32 for _, master in session.named_masters())
         torch.set_default_dtype(torch.float32)
+        optimizer.step()
 
 
 @pytest.mark.slow
@@ -470,7 +463,7 @@ def test_exports_and_saves_of_any_module_have_its_buffers(drive: Path, tmp_path:
     # A kill while a save is replaced leaves the old one in the scratch directory, from which a resume takes it.
     os.rename(tmp_path / "saves/last", tmp_path / "moved")
     left = tmp_path / "left"
-    with owned_dirs.replacing(tmp_path / "saves/last", what=WORK):
+    with owned_dirs.ScratchDirectory(tmp_path / "saves/.last.tmp", what=WORK):
         shutil.copytree(tmp_path / "saves/.last.tmp", left)
     os.rename(tmp_path / "moved", left / "replaced")
     os.rename(left, tmp_path / "saves/.last.tmp")
@@ -498,6 +491,56 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         loss_of(model, batches(1)[0]).backward()
         with pytest.raises(ot.UserError, match="gradient_accumulation_steps=2"):
             loss_of(model, batches(1)[0]).backward()
+
+
+# -- tensors that gradient checkpointing keeps, offloaded --------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("home", "away", "anew", "count"),
+    [("resident", "cpu", True, 3), ("on the drive", "nvme", False, 2)],
+)
+def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
+    home: str, away: str, anew: bool, count: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again
+    (`anew`), and if only two blocks are checkpointed.
+    """
+    kept = calls_of(monkeypatch.setattr, Activations, "pack_input", lambda _, tensor: tensor.nbytes)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    expected = by_torch(reference, steps=3)
+    keys = {"offload_activations": away, "activation_checkpointing": count, "freeze": [], "micro_batch_size": 1}
+    with opened(folder, drive, home=home, **keys) as session:
+        session.model.train()
+        if anew:
+            session.model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = session.adamw(lr=1e-2)
+        assert list(trained(session.model, optimizer, one_cycle(optimizer), session=session, steps=3)) == expected
+        assert_same(dict(session.named_masters()), dict(reference.named_parameters()))
+        tier = "ram" if away == "cpu" else str(drive)
+        planned = [i.bytes for i in session.plan.items if i.name == "block inputs" and i.tier.startswith(tier)]
+    assert kept == [24 * 64 * 4] * 3 * ACCUMULATE * count
+    assert max(planned) == 2 * 4096 * count  # each in whole sectors
+
+
+@pytest.mark.slow
+def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
+    with opened(folder, drive, offload_activations="cpu", activation_checkpointing="on", freeze=[]) as session:
+        session.model.train()
+        with session.micro_batch():
+            first, second = of_rows(session.model, 0), of_rows(session.model, 1)
+            second.backward()
+            with pytest.raises(ot.UserError, match="another forward came between"):
+                first.backward()
+        ids = ROWS[0]["input_ids"]
+        with session.micro_batch():
+            whole, direct = session.model(ids).logits, session.model.forward(ids).logits
+        assert torch.equal(whole, direct)
+        with session.micro_batch(), pytest.raises(ot.UserError, match="was called by itself"):
+            session.model.base_model(ids)
+    with pytest.raises(ot.UserError, match="needs checkpointed activations"):
+        ot.offload(torch.nn.Linear(3, 3), offload_activations="cpu", say=lambda _: None)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import model_directory
+from seen_calls import calls_of
 from torch.nn import functional
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,13 +31,8 @@ def test_repeated_heads_give_the_same_losses_and_gradients(tmp_path: Any, monkey
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     tokens = torch.arange(48).view(2, 24)
-    real, seen = functional.scaled_dot_product_attention, []
-
-    def noted(query: torch.Tensor, key: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        seen.append((key.shape[1], more.get("enable_gqa", False)))
-        return real(query, key, *given, **more)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    note = lambda query, key, *_, **more: (key.shape[1], more.get("enable_gqa", False))  # noqa: E731
+    seen = calls_of(monkeypatch.setattr, functional, "scaled_dot_product_attention", note)
 
     def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
         model.zero_grad()

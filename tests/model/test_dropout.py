@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
+from placements import ALL_ON_DRIVES
 
 NOISY = {
     "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
     "llama": {"attention_dropout": 0.2},
     "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
 }
-ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -24,7 +24,7 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
     """
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     expected, weights = plain(model, 3, "--accumulate", "2", "model.activation_checkpointing=off", accumulate=2)
-    words = ["--accumulate", "2", *ON_THE_DRIVE, "model.activation_checkpointing=on"]
+    words = ["--accumulate", "2", *ALL_ON_DRIVES, "model.activation_checkpointing=on"]
     with engine(model, *words, drives=[drive]) as ours:
 
         def between(step: int) -> None:

@@ -40,8 +40,8 @@ SELECTED = {
 }
 
 
-def examine(name: str, folder: Path, what: str = "training") -> every_architecture.Result:
-    return every_architecture.examine(name, folder, what)[what]
+def examine(name: str, folder: Path) -> every_architecture.Result:
+    return every_architecture.examine(name, folder, every_architecture.check_training)[0]
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -118,10 +118,12 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
 
 def test_the_table_names_all(tmp_path: Path) -> None:
     """Architectures that do not run in transformers are listed with its error."""
-    git = every_architecture.examine("Git", tmp_path, "training", "packing")
+    git = every_architecture.examine(
+        "Git", tmp_path, every_architecture.check_training, every_architecture.check_packing
+    )
     right = every_architecture.Result("right", notes=("attention: eager, since",), drawn="equal")
-    rows = list(every_architecture.rows_of({"Git": git, "Llama": {"training": right, "packing": right}}))
-    assert rows[1][:3] == ["Git", f"transformers: {git['training'].why[:120]}", "transformers"]
+    rows = list(every_architecture.rows_of({"Git": git, "Llama": [right, right]}))
+    assert rows[1][:3] == ["Git", f"transformers: {git[0].why[:120]}", "transformers"]
     assert "ValueError" in rows[1][1]
     assert rows[2] == ["Llama", "right", "right", "attention: eager", ""]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import every_architecture
 import pytest
 import tiny_models
 import torch
-from every_architecture import CHECKS, RAM, Result, Subject, Trained, in_a_child, one_line, ours, same_bits
+from every_architecture import RAM, Result, Subject, Trained, examine, in_a_child, one_line, ours, same_bits
+from seen_calls import run_before
 from small_architectures import ARCHITECTURES
 from transformers import LlamaConfig
 
@@ -30,6 +30,8 @@ from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
 from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
+
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 SELECTED = {
     "Bart": "a decoder, whose embeddings have a norm",
@@ -69,15 +71,6 @@ class Fetched:
 def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
     """Train the subject with its weights in RAM; return also the fetches of each unit."""
     counts: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
-    start, begin = WeightPrefetcher._start, WeightPrefetcher.begin
-
-    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
-        counts[-1][unit] += 1
-        start(stream, unit, number)
-
-    def begun(stream: WeightPrefetcher) -> None:
-        counts.append(Counter())
-        begin(stream)
 
     def look(made: Any) -> None:
         candidate, planned = made.candidate, Counter[int]()
@@ -88,11 +81,10 @@ def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
         found.extend(Fetched(unit, counts[-2][unit.index], planned[unit.index]) for unit in away)
 
     found: list[Fetched] = []
-    with (
-        mock.patch.object(WeightPrefetcher, "_start", started),
-        mock.patch.object(WeightPrefetcher, "begin", begun),
-        mock.patch.object(layout, "SMALL", 4096),  # elements of an aligned unit of vectors
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        run_before(patch.setattr, WeightPrefetcher, "_start", lambda _, unit, number: counts[-1].update([unit]))
+        run_before(patch.setattr, WeightPrefetcher, "begin", lambda _: counts.append(Counter()))
+        patch.setattr(layout, "SMALL", 4096)  # elements of an aligned unit of vectors
         trained, _ = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data, look=look)
     return trained, found
 
@@ -129,19 +121,13 @@ def check(subject: Subject, *, granularity: str, stays: Sequence[int] = (0,)) ->
     return Result("wrong" if wrong else "right", "; ".join(wrong), modules=len(parts), blocks=divided)
 
 
-@pytest.fixture(autouse=True)
-def checks(counted_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHECKS, "fetches", partial(check, granularity="block"))
-    monkeypatch.setitem(CHECKS, "modules", partial(check, granularity="module", stays=(0, 1 << 20)))
-
-
-def examine(name: str, folder: Path, what: str = "fetches") -> Result:
-    return every_architecture.examine(name, folder, what)[what]
+FETCHES = partial(check, granularity="block")
+MODULES = partial(check, granularity="module", stays=(0, 1 << 20))
 
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_units_are_fetched_as_often_as_planned(name: str, tmp_path: Path) -> None:
-    result = examine(name, tmp_path)
+    (result,) = examine(name, tmp_path, FETCHES)
     assert (result.outcome, result.why) == ("right", "")
 
 
@@ -150,17 +136,17 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}
     names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
-    found = {name: in_a_child(name, "fetches")["fetches"].outcome for name in names}
+    found = {name: in_a_child(name, FETCHES)[0].outcome for name in names}
     assert {name for name, outcome in found.items() if outcome == "wrong"} == known
     assert set(found.values()) <= {"right", "wrong", "transformers"}
     if request.config.getoption("--exhaustive"):
-        found = {name: in_a_child(name, "modules")["modules"].outcome for name in names}
+        found = {name: in_a_child(name, MODULES)[0].outcome for name in names}
         assert set(found.values()) <= {"right", "whole", "refused", "transformers"}, found
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
-    result = examine("MossTranscribeDiarize", tmp_path)
+    (result,) = examine("MossTranscribeDiarize", tmp_path, FETCHES)
     assert result.outcome == "wrong"
     assert "model.audio_tower.layers.0 0 times for 2" in result.why
 
@@ -171,14 +157,14 @@ def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
-    result = examine(name, tmp_path, "modules")
+    (result,) = examine(name, tmp_path, MODULES)
     assert (result.outcome, result.why) == ("right", "")
     assert result.modules > result.blocks > 0
 
 
 @pytest.mark.slow
 def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
-    result = examine("XLNet", tmp_path, "modules")
+    (result,) = examine("XLNet", tmp_path, MODULES)
     assert result.outcome == "whole"
     assert "tiered.fetch_granularity=module" in result.why
 

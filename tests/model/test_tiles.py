@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import batches, engine, model_directory, train
+from seen_calls import calls_of
 from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -183,23 +184,14 @@ def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
 # -- in the engine; tests/offload/test_pairs.py compares its bits in all placements ------------------------------------
 
 
-class Fetching(CpuDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched = 0
-
-    def fetch(self, *given: Any, **words: Any) -> Any:
-        self.fetched += 1
-        return super().fetch(*given, **words)
-
-
-def test_a_piece_fetches_no_weights_again(tmp_path: Path) -> None:
+def test_a_piece_fetches_no_weights_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
     always = ["model.activation_checkpointing=on", "--params", "cpu", "tiered.weight_buffers=2"]
+    fetched = calls_of(monkeypatch.setattr, CpuDevice, "fetch")
     for chunk in ("off", "5"):
-        device = Fetching()
-        with engine(model, f"model.mlp_chunk={chunk}", *always, device=device) as ours:
+        fetched.clear()
+        with engine(model, f"model.mlp_chunk={chunk}", *always, device=CpuDevice()) as ours:
             assert ("forward" in vars(ours._module.model.model.layers[0].mlp)) == (chunk != "off")
             train(ours, batches(3))
-        counts[chunk] = device.fetched
+        counts[chunk] = len(fetched)
     assert counts["off"] == counts["5"] > 3 * 5

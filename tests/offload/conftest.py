@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engine_bench import model_directory
 from placements import Build, gpt2, record_kept
+from seen_calls import run_before
 
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
 
@@ -21,8 +22,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow down each page's update, so that the next forward, or the backward, is ahead of it."""
-    update = Updater._update
-    monkeypatch.setattr(Updater, "_update", lambda *given, **words: (time.sleep(0.0007), update(*given, **words))[1])
+    run_before(monkeypatch.setattr, Updater, "_update", lambda *_, **__: time.sleep(0.0007))
 
 
 @pytest.fixture

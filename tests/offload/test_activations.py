@@ -15,6 +15,7 @@ from emulated_gpu import queued
 from engine_bench import DROPOUT, batches, engine, model_directory, moved_in_step, train
 from late_transfers import LateTransfers
 from sample_plans import SHAPES, machine, wish
+from seen_calls import run_before
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.activation_offload import Activations
@@ -22,7 +23,7 @@ from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, Future
+from offload_trainer.storage.transfer import DriveFile
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -31,22 +32,6 @@ ON = ["model.activation_checkpointing=on", "model.overrides.n_layer=9"]
 
 def model_of(folder: Path) -> Path:
     return model_directory(folder / "gpt2", "gpt2", n_layer=9, **DROPOUT)
-
-
-class Counting(CpuDevice):
-    """A device that logs the order of its copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        self.events.append("out")
-        return super().keep(values, into)
-
-    def copy_back(self, *given: Any, **words: Any) -> Any:
-        self.events.append("back")
-        return super().copy_back(*given, **words)
 
 
 INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
@@ -77,18 +62,18 @@ def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(home: s
     assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), (first, 5 * INPUT), (second, 4 * INPUT)}
 
 
-def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> None:
+def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
-    device = Counting()
-    with engine(model_of(folder), *ON, "model.offload_activations=cpu", device=device) as ours:
-        block = ours._module.model.transformer.h[0].attn
-        block.register_forward_pre_hook(lambda *_: device.events.append("first block"))
-        ours._module.model.transformer.h[8].attn.register_forward_pre_hook(
-            lambda *_: device.events.append("last block")
-        )
+    events: list[str] = []
+    run_before(monkeypatch.setattr, CpuDevice, "keep", lambda *_: events.append("out"))
+    run_before(monkeypatch.setattr, CpuDevice, "copy_back", lambda *_, **__: events.append("back"))
+    with engine(model_of(folder), *ON, "model.offload_activations=cpu", device=CpuDevice()) as ours:
+        for number, told in ((0, "first block"), (8, "last block")):
+            block = ours._module.model.transformer.h[number].attn
+            block.register_forward_pre_hook(lambda *_, told=told: events.append(told))
         train(ours, batches(1))
     forward = ["out", "first block", *["out"] * 8, "last block"]
-    assert device.events == [*forward, "back", "back", "last block", *["back"] * 7, "first block"]
+    assert events == [*forward, "back", "back", "last block", *["back"] * 7, "first block"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Test that the update matches, bit for bit, a loop of torch and transformers that uses nothing of this package."""
+"""Test that steps match loops of torch and transformers that use nothing of this package: the update bit for bit, and a
+loss that is one mean over all counted targets of a step's micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_bench import batches, engine, masters, model_directory, train
+from engine_bench import assert_near, assert_same, batches, engine, masters, model_directory, train
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from uneven_targets import random_weights
+from uneven_targets import DECAY, EPS, LR, masked, random_weights, transformers_alone
 
-LR, DECAY = 1e-2, 0.1
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is the CPU's, and so are its bits")
+from offload_trainer.config import ModelSection
+from offload_trainer.data.rows import weights_in_step
+from offload_trainer.errors import TrainerError
+from offload_trainer.model.loader import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,7 @@ def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> 
     return done, {name: parameter.detach() for name, parameter in held.items()}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is the CPU's, and so are its bits")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("words", "clip"),
@@ -66,5 +71,39 @@ def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], clip: float, 
         expected, weights = plain_loop(pretrained, dtype=torch_dtype, clip=clip, steps=6)
         assert all((norm > clip) == (clip < 1) for _, norm in expected)
         assert steps == expected
-        for name, tensor in masters(ours).items():
-            assert torch.equal(tensor, weights[name]), name
+        assert_same(masters(ours), weights)
+
+
+# -- the mean over all counted targets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("--engine", "plain"), ("--ram-fraction", "1", "model.loss_chunk=10")], ids=str)
+def test_the_mean_is_over_all_targets_of_a_step(words: tuple[str, ...], pretrained: Path) -> None:
+    data = masked(batches(9))
+    expected, weights = transformers_alone(pretrained, data, at_a_time=3)
+    always = ("model.random_init=false", "--dtype", "fp32", "--accumulate", "3", f"optim.eps={EPS}")
+    with engine(pretrained, *always, *words) as ours:
+        steps = train(ours, data, accumulate=3)
+        assert_near(steps, expected, rel=1e-6)
+        for name, master in masters(ours).items():
+            torch.testing.assert_close(master, weights[name], rtol=1e-5, atol=1e-6)
+        assert ours.eval_loss(data[1]) == 0.0
+
+
+def test_equal_counts_have_weights_of_exactly_one_and_a_step_that_counts_nothing_is_refused() -> None:
+    for count in (1, 3, 48, 1023, 4096):
+        for batches_of_a_step in (1, 2, 3, 5, 7, 64):
+            assert weights_in_step([count] * batches_of_a_step) == [1.0] * batches_of_a_step
+    assert weights_in_step([3, 0, 9]) == [0.75, 0.0, 2.25]
+    with pytest.raises(TrainerError, match="a step of 2 micro-batches has no target in the loss: all are -100"):
+        weights_in_step([0, 0])
+
+
+def test_targets_are_counted_where_the_caller_does_not(pretrained: Path) -> None:
+    source = resolve_model(ModelSection(name=str(pretrained), dtype="fp32"), seed=0)
+    ours = source.build(dtype=torch.float32)
+    batch = masked(batches(1))[0]
+    with torch.no_grad():
+        for name, value in source.weights():
+            ours.model.get_parameter(name).copy_(value)
+        assert torch.equal(ours(batch.inputs, batch.targets), ours(batch.inputs, batch.targets, None, batch.counted))

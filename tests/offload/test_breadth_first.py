@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_bench import batches, engine, model_directory, moved_in_step, train
 from sample_plans import GB, SHAPES, machine, wish
+from seen_calls import calls_of
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -33,18 +34,10 @@ AWAY = ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buf
 
 def test_inputs_come_back_in_the_reverse_order(qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each would be read from the drive only when it is needed."""
-    asked: list[int] = []
-    unpack = Activations.unpack
-
-    def watched(ours: Activations, kept: Any) -> torch.Tensor:
-        if hasattr(kept, "number"):
-            asked.append(kept.number)
-        return unpack(ours, kept)
-
-    monkeypatch.setattr(Activations, "unpack", watched)
+    asked = calls_of(monkeypatch.setattr, Activations, "unpack", lambda _, kept: getattr(kept, "number", None))
     with engine(qwen3, *BREADTH, *AWAY, drives=[drive]) as ours:
         train(ours, batches(MICRO), accumulate=MICRO)
-    assert asked == list(reversed(range(5 * MICRO)))
+    assert [number for number in asked if number is not None] == list(reversed(range(5 * MICRO)))
 
 
 def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from engine_bench import batches, engine, model_directory, train
 from late_transfers import FailingWrites, late, late_engine
 from placements import ALL_ON_DRIVES
+from seen_calls import calls_of
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Copies, CpuDevice
@@ -211,31 +212,27 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     words: list[str], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
-    norms, waits, inside = [], [], threading.local()
-    total, add, wait = Pieces.norm, Gradients.add, Future.wait
+    inside = threading.local()
+    add = Gradients.add
 
     def seen_add(*args: Any, **named: Any) -> None:
         inside.adding = True
         add(*args, **named)
         inside.adding = False
 
-    def seen_wait(future: Future) -> None:
-        if getattr(inside, "adding", False) and not future.done:
-            waits.append(future)
-        wait(future)
-
-    name = lambda: threading.current_thread().name  # noqa: E731
     monkeypatch.setattr(module, "norm_of", None)  # not called
-    monkeypatch.setattr(Pieces, "norm", lambda *given: (norms.append(name()), total(*given))[1])
     monkeypatch.setattr(Gradients, "add", seen_add)
-    monkeypatch.setattr(Future, "wait", seen_wait)
+    norms = calls_of(monkeypatch.setattr, Pieces, "norm", lambda *_: threading.current_thread().name)
+    waits = calls_of(
+        monkeypatch.setattr, Future, "wait", lambda future: getattr(inside, "adding", False) and not future.done
+    )
     # large enough for all gradients
     monkeypatch.setattr("offload_trainer.engine.tiered.gradient_ring", lambda *_, **__: 1 << 23)
     where = model_directory(tmp_path / "gpt2", "gpt2")
     with late_engine(monkeypatch, where, "--accumulate", "3", *words, drives=[drive]) as ours:
         train(ours, batches(3), accumulate=3)
         assert norms == ["sums-0"] * len(ours.offloaded.trained)
-    assert not waits
+    assert not any(waits)
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -297,3 +294,10 @@ def test_ordered_norms_do_not_depend_on_the_chunk_size() -> None:
         assert torch.equal(ordered_norm(part.bfloat16()), ordered_norm(part.bfloat16().float(), chunks=8)), size
     assert torch.isnan(ordered_norm(torch.tensor([1.0, float("nan"), 2.0])))
     assert torch.isinf(ordered_norm(torch.tensor([1.0, float("inf"), 2.0])))
+
+
+def test_a_use_that_a_micro_batch_does_not_reach_leaves_nothing_to_the_next_one() -> None:
+    intake, one = module.GradientIntake(model(tied=True)), torch.ones(8)
+    for _ in range(2):  # two micro-batches, each with one of the two uses
+        assert intake.add("wte", one) is None
+        assert [(name, values.tolist()) for name, values in intake.rest()] == [("wte", one.tolist())]

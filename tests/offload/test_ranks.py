@@ -138,10 +138,9 @@ def meet(fault: str, *_: Any) -> None:
         time.sleep(0.5 if rank else 0.8)  # rank 0 closes its connections while rank 1 ends
         return
     if fault.startswith("stalls"):
-        ranks._LATER = 1
-        time.sleep(600) if fault.endswith(str(rank)) else ranks.exchange_numbers(
-            0, stalled=1.0, group=ranks.everybody()
-        )
+        ranks.STALLED = ranks._LATER = 1
+        time.sleep(600 * fault.endswith(str(rank)))
+        ranks.exchange_numbers(0, group=ranks.everybody())
     if rank:
         raise TrainerError("the disk is full")
     ranks.wait_for_all()

@@ -20,6 +20,7 @@ import pytest
 import torch
 from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine, masters, plain, saved, train
 from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
+from seen_calls import calls_of, run_before
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
@@ -138,7 +139,7 @@ SNAPSHOTS = {  # placement, schedule, share of shadow memory; on the device tran
 )
 def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written while later steps already update pages, and a run resumes from it, also during an update."""
-    (home, how, shadows), data, put = SNAPSHOTS[case], batches(6), TieredSnapshot._put
+    (home, how, shadows), data = SNAPSHOTS[case], batches(6)
     with build(home, IN_LINE) as ours:
         steps = train(ours, data[:3])
         expected = saved(ours, tmp_path / "in line")
@@ -146,7 +147,7 @@ def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monk
         weights = masters(ours)
     late = monkeypatch if "on the device" in case else None
     with build(home, how, shadows=shadows, late=late) as ours:
-        monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (put(*given), time.sleep(0.01)))
+        run_before(monkeypatch.setattr, TieredSnapshot, "_put", lambda *_: time.sleep(0.01))
         found = train(ours, data[:3])
         snapshot = ours.snapshot()
         (tmp_path / "meanwhile").mkdir()
@@ -169,8 +170,7 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(build: Build) -> None:
     """Right after a step the updated weights are NaN; after a wait none are."""
     held = threading.Event()
     with build("all in RAM", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
-        walk = Updater._update_all
-        patch.setattr(Updater, "_update_all", lambda *given: (held.wait(), walk(*given)))
+        run_before(patch.setattr, Updater, "_update_all", lambda *_: held.wait())
         train(ours, batches(1))
         uses = [use for name in ours.offloaded.trained for use in ours.offloaded.parameters[name]]
         assert all(use.isnan().all() for use in uses)
@@ -230,8 +230,8 @@ def test_evaluation_masters_and_weights_wait_for_the_update(home: str, build: Bu
 
 
 def test_closing_waits_for_a_running_update(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, go = Updater._update_all, threading.Event()
-    monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
+    go = threading.Event()
+    run_before(monkeypatch.setattr, Updater, "_update_all", lambda *_: go.wait(300))
     with build("nothing in RAM", BEHIND, "tiered.state_copies=2") as ours:
         ours.offloaded.enable_manifest(model=build.model)
         train(ours, batches(1))
@@ -267,20 +267,14 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(build: Build) -
 
 def test_waited_and_hidden_seconds_add_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
-    walk, wait, waited_for = Updater._update_all, UpdateProgress._wait, threading.Event()
+    waited_for = threading.Event()
 
-    def waiting(update_progress: UpdateProgress, future: Future) -> None:
-        if not future.done:
-            waited_for.set()
-        wait(update_progress, future)
-
-    def slowly(updater: Updater, *given: Any) -> None:
+    def sleep(updater: Updater, *_: Any) -> None:
         assert updater._thread is None or waited_for.wait(300)
         time.sleep(0.2)
-        walk(updater, *given)
 
-    monkeypatch.setattr(UpdateProgress, "_wait", waiting)
-    monkeypatch.setattr(Updater, "_update_all", slowly)
+    run_before(monkeypatch.setattr, UpdateProgress, "_wait", lambda _, future: future.done or waited_for.set())
+    run_before(monkeypatch.setattr, Updater, "_update_all", sleep)
     for how in (BEHIND, "tiered.overlap=off"):
         clock = PhaseClock()
         with build("all in RAM", how) as ours:
@@ -302,17 +296,12 @@ def test_waited_and_hidden_seconds_add_up(build: Build, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
 def test_the_update_does_not_compute_while_a_cpu_runs_the_model(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, seen = Updater._update_all, []
-    monkeypatch.setattr(Updater, "_update_all", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
-    before = torch.get_num_threads()
+    seen = calls_of(monkeypatch.setattr, Updater, "_update_all", lambda *_: torch.get_num_threads())
     torch.set_num_threads(3)
-    try:
-        with build("all in RAM", BEHIND) as ours:
-            train(ours, batches(1))
-            ours.synchronize()
-            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-            other.start()
-            other.join()
-            assert [*seen, torch.get_num_threads()] == [1, 3, 3]
-    finally:
-        torch.set_num_threads(before)
+    with build("all in RAM", BEHIND) as ours:
+        train(ours, batches(1))
+        ours.synchronize()
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert [*seen, torch.get_num_threads()] == [1, 3, 3]

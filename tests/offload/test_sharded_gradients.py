@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from forked_ranks import in_ranks
 from test_gradients import places, sums
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading import allocation
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
@@ -188,3 +191,18 @@ def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
     barrier.abort()
     for one in ranks:
         one.close()
+
+
+def test_ranks_agree_on_a_unit_before_its_weights_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(allocation, "SideGroup", lambda **_: None)
+    node = SimpleNamespace(world=2, rank=0, nodes=[range(2)], counterpart_groups=[], exchange=lambda: seen.append)
+    homes = SimpleNamespace(pages=[Page(0, 0, 8, RAM)], of_rank=lambda *_: True)
+    parts: Any = SimpleNamespace(homes=homes, node=node, device=CpuDevice(), units=[None])
+    weights: Any = SimpleNamespace(broadcast_unit=lambda *_, **__: seen.append("weights"))
+    progress = allocation._update_progress(parts, weights)
+    progress.begin()
+    progress.when_written(0, weights=done(), whole=done())
+    progress.wait(0)
+    progress.close()
+    assert seen == [0, "weights"]

@@ -18,6 +18,7 @@ import torch
 from engine_bench import assert_same, batches, masters, plain, saved, train
 from late_transfers import FailingWrites
 from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
+from seen_calls import calls_of, run_before
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.updater import MispredictionWatch, Updater, step_params_of
@@ -69,8 +70,7 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
 
 @pytest.mark.usefixtures("always")
 def test_prefetched_weights_of_a_skipped_step_are_dropped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, forgotten = WeightPrefetcher.forget, []
-    monkeypatch.setattr(WeightPrefetcher, "forget", lambda stream: (forgotten.append(True), forget(stream)))
+    forgotten = calls_of(monkeypatch.setattr, WeightPrefetcher, "forget")
     with build("weights in RAM", FULL) as ours:
         ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
         assert train(ours, batches(1))[0][1] is None
@@ -134,21 +134,14 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 
     After such a skipped step, the next one begins with its own pages.
     """
-    update, decided, found = Updater._update, threading.Event(), []
-    step = [0]
-    end = Updater._end_speculation
+    decided, step, found = threading.Event(), [0], []
 
-    def ended(updater: Updater) -> Any:
-        decided.set()
-        return end(updater)
-
-    def slow(updater: Updater, *given: Any, **words: Any) -> None:
+    def wait(updater: Updater, *_: Any, **__: Any) -> None:
         if updater._speculative is not None and skipped in (0, step[0]):
             assert decided.wait(300)
-        update(updater, *given, **words)
 
-    monkeypatch.setattr(Updater, "_end_speculation", ended)
-    monkeypatch.setattr(Updater, "_update", slow)
+    run_before(monkeypatch.setattr, Updater, "_end_speculation", lambda _: decided.set())
+    run_before(monkeypatch.setattr, Updater, "_update", wait)
     for how in (IN_LINE, FULL):
         with build(ALL, limit, how, shadows=1.0) as ours:
             spoil = plant(ours, {skipped: float("nan")})
@@ -232,16 +225,24 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
 
 def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first page of the step takes 0.1 s, which counts as hidden."""
-    update, slept = Updater._update, []
+    slept = []
 
-    def slowly(updater: Updater, *given: Any, **words: Any) -> None:
+    def sleep(updater: Updater, *_: Any, **__: Any) -> None:
         if updater._speculative is not None and not slept:
             slept.append(time.sleep(0.1))
-        update(updater, *given, **words)
 
-    monkeypatch.setattr(Updater, "_update", slowly)
+    run_before(monkeypatch.setattr, Updater, "_update", sleep)
     with build("nothing in RAM", FULL, held=True) as ours:
         train(ours, batches(1))
         ours.synchronize()
         assert slept
         assert ours.offloaded.update_progress.hidden >= 0.1
+
+
+def test_ranks_meet_before_an_update_changes_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, start = [], Updater.start
+    with build(ALL, IN_LINE) as ours:
+        monkeypatch.setattr(ours.offloaded.node, "barrier", lambda: seen.append("ranks meet"))
+        monkeypatch.setattr(Updater, "start", lambda *given, **words: (seen.append("update"), start(*given, **words)))
+        train(ours, batches(1))
+    assert seen == ["ranks meet", "update"]

@@ -16,6 +16,7 @@ from engine_bench import assert_same, batches, digest, masters, plain, train
 from late_transfers import HeldWrites
 from placements import BEHIND, FULL, HOMES, Build, plant, skip_last_block, until
 from placements import FIRST as HOLD
+from seen_calls import calls_of, run_before
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
@@ -43,11 +44,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the pages of state that are read."""
-    call, seen = PageStore.read, list[int]()
-    monkeypatch.setattr(
-        PageStore, "read", lambda store, n, *given, **more: (seen.append(n), call(store, n, *given, **more))[1]
-    )
-    return seen
+    return calls_of(monkeypatch.setattr, PageStore, "read", lambda _, number, *__, **___: number)
 
 
 # -- bytes in flight ---------------------------------------------------------------------------------------------------
@@ -119,23 +116,16 @@ def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypat
     """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
     complete.
     """
-    made: dict[int, Any] = {}
     found: list[bool] = []
-    offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
 
-    def offered(moving: PagePipeline, step: Any, unit: int, mark: Any, error: Any) -> None:
-        made[unit] = mark
-        offer(moving, step, unit, mark, error)
-
-    def looked(its: Any, unit: int, *given: Any, after: Any) -> Any:
+    def look(_: Any, unit: int, *__: Any, after: Any) -> None:
         if ours.offloaded.updater._speculative is not None:
-            found.append(after is made[unit])
-        return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
+            found.append(after is dict(made)[unit])
 
     with build(home, NOT_CLIPPED, FULL, held=True, late=monkeypatch) as ours:
-        monkeypatch.setattr(PagePipeline, "offer", offered)
-        monkeypatch.setattr(Gradients, "read", looked)
-        monkeypatch.setattr(PlacedWeights, "commit", looked)
+        made = calls_of(monkeypatch.setattr, PagePipeline, "offer", lambda _, step, unit, mark, error: (unit, mark))
+        run_before(monkeypatch.setattr, Gradients, "read", look)
+        run_before(monkeypatch.setattr, PlacedWeights, "commit", look)
         train(ours, batches(3))
     assert found
     assert all(found)
@@ -145,15 +135,14 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of step 2 fails while the backward of step 3 has complete units: step 1 can still be read."""
-    note, in_backward = ManifestWriter.note, threading.Event()
+    in_backward = threading.Event()
 
-    def failing(manifest: ManifestWriter, step: int, *, updating: bool) -> None:
+    def fail(_: ManifestWriter, step: int, *, updating: bool) -> None:
         if step == 2 and not updating:
             assert in_backward.wait(300)
             raise TrainerError("the drive failed")
-        note(manifest, step, updating=updating)
 
-    monkeypatch.setattr(ManifestWriter, "note", failing)
+    run_before(monkeypatch.setattr, ManifestWriter, "note", fail)
     with build("nothing in RAM", NOT_CLIPPED, FULL) as ours:
         ours.offloaded.enable_manifest(model=build.model)
         updater = ours.offloaded.updater
@@ -184,13 +173,11 @@ def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_
 
     Pages that are still being written would be read later, so the update's writes end first here.
     """
-    read_ahead = PagePipeline.read_ahead
 
-    def after_writes(pipeline: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
+    def end_writes(_: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
         together((writing or {}).values()).wait()
-        read_ahead(pipeline, writing=writing)
 
-    monkeypatch.setattr(PagePipeline, "read_ahead", after_writes)
+    run_before(monkeypatch.setattr, PagePipeline, "read_ahead", end_writes)
     words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
     with build(words, FULL, held=True) as ours:
         moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
@@ -238,8 +225,7 @@ def test_units_of_the_next_forward_are_updated_in_its_order(build: Build, read: 
 @pytest.mark.usefixtures("always")
 def test_units_that_are_complete_before_pages_may_be_offered(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pages are staged as soon as the update of the previous step has ended."""
-    expect = PagePipeline.expect
-    monkeypatch.setattr(PagePipeline, "expect", lambda *given: (time.sleep(0.2), expect(*given)))
+    run_before(monkeypatch.setattr, PagePipeline, "expect", lambda *_: time.sleep(0.2))
     with build("nothing in RAM", NOT_CLIPPED, FULL, held=True) as ours:
         train(ours, batches(1))
         assert len(ours.offloaded.updater.pipeline._order) > 1

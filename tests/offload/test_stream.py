@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from engine_bench import batches, engine, model_directory, train
 from placements import BY_MODULE, OFF, ON
+from seen_calls import calls_of
 
 import offload_trainer.offloading.weights.prefetch as prefetch
 import offload_trainer.plan.tiered.layout as layout
@@ -44,16 +45,14 @@ Event = tuple[str, int | str]
 def log_calls(patch: pytest.MonkeyPatch) -> list[Event]:
     """Return a list that receives the units that prefetchers are asked for and start, and their passes, in order."""
     events: list[Event] = []
-
-    def log(name: str, event: Callable[..., Event]) -> None:
-        call = getattr(WeightPrefetcher, name)
-        noted = lambda *given, **words: (events.append(event(*given, **words)), call(*given, **words))[1]  # noqa: E731
-        patch.setattr(WeightPrefetcher, name, noted)
-
-    log("need", lambda _, unit: ("need", unit))
-    log("_start", lambda _, unit, number: ("start", unit))
-    log("begin", lambda _: ("begin", ""))
-    log("passing", lambda _, *, backward, then: ("pass", "backward" if backward else "forward"))
+    notes: dict[str, Callable[..., Event]] = {
+        "need": lambda _, unit: ("need", unit),
+        "_start": lambda _, unit, number: ("start", unit),
+        "begin": lambda _: ("begin", ""),
+        "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
+    }
+    for name, note in notes.items():
+        calls_of(patch.setattr, WeightPrefetcher, name, note, seen=events)
     return events
 
 

@@ -24,13 +24,14 @@ from engine_bench import (
     saved,
     train,
 )
-from placements import ALL_ON_DRIVES, BY_MODULE, HOMES, Build, gpt2, plant, skip_last_block
+from placements import ALL_ON_DRIVES, BEHIND, BY_MODULE, FULL, HOMES, IN_LINE, Build, gpt2, plant, skip_last_block
 from safetensors.torch import load, load_file
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
+from offload_trainer.optim.moments import Noise
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -286,3 +287,40 @@ def test_two_drives_have_twice_the_threads_of_one(folder: Path) -> None:
         with engine(gpt2(folder), *HOMES["nothing in RAM"], drives=[folder / name for name in "ab"[:count]]):
             made = set(threading.enumerate()) - before
             assert sum(thread.name.startswith("read-") for thread in made) == 4 * count
+
+
+def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
+    """Another seed rounds otherwise, and each step too: an equal pattern in all runs would be no chance."""
+    found = []
+    for seed in ("3", "4"):
+        with build("all in RAM", "optim.moment_dtype=8bit", "--seed", seed) as ours:
+            train(ours, batches(1))
+            ours.synchronize()
+            found.append(ours.offloaded._step_params({}, ours.offloaded.steps, scale=1.0).noise)
+    assert found == [Noise(seed=3, step=1), Noise(seed=4, step=1)]
+
+
+@pytest.mark.usefixtures("always")
+def test_a_load_drops_what_was_read_ahead(build: Build, tmp_path: Path) -> None:
+    """State and weights that an engine that has trained has on their way are of the state before the load.
+
+    Steps are not clipped: pages that are updated early would be read again.
+    """
+    for schedule in (IN_LINE, BEHIND, FULL):
+        with build(ALL_ON_DRIVES, schedule, "optim.max_grad_norm=0") as ours:
+            train(ours, batches(2))
+            saved(ours, tmp_path / schedule)
+            steps = train(ours, batches(4)[2:])
+            expected = masters(ours)
+            ours.load(tmp_path / schedule)
+            assert train(ours, batches(4)[2:]) == steps, schedule
+            assert_same(masters(ours), expected)
+
+
+def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> None:
+    found = []
+    for words in (["--engine", "plain"], "all in RAM"):
+        with build(words) as trained:
+            train(trained, batches(1))
+            found.append([trained.eval_loss(batches(2)[1]) for _ in range(2)])
+    assert found == [[found[0][0]] * 2] * 2

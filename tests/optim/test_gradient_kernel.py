@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -22,15 +21,13 @@ SIZES = [1, 255, 1025, 131_073, 400_001]  # up to several pieces
 
 
 @pytest.fixture(params=[1, 5], ids="{} threads".format)
-def native(request: pytest.FixtureRequest) -> Iterator[NativeKernel]:
-    before = torch.get_num_threads()
+def native(request: pytest.FixtureRequest) -> NativeKernel:
     torch.set_num_threads(request.param)
     found, _ = choose_kernel("native")
     assert isinstance(found, NativeKernel)
     if found.lanes == UNKNOWN:
         pytest.skip("no order of addition has the bits of torch's norm on this CPU, so torch's operations are used")
-    yield found
-    torch.set_num_threads(before)
+    return found
 
 
 def numbers(size: int, seed: int, *, spread: float = 8.0) -> torch.Tensor:

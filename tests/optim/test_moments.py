@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from update_ranges import form
 
 from offload_trainer.optim import moments
@@ -14,6 +17,7 @@ from offload_trainer.optim.kernel_api import PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits, stored_field
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.state_files import StoredKind
 from offload_trainer.plan.tiered.state_formats import EXP_AVG, EXP_AVG_SQ, MOMENTS
 
 
@@ -278,3 +282,13 @@ def test_no_two_elements_share_noise() -> None:
             assert shifted.abs().max() < 7, name
     even = torch.bincount(one >> 8, minlength=256).double()
     assert ((even - 256) ** 2 / 256).sum() < 256 + 6 * (2 * 256) ** 0.5
+
+
+def test_a_part_of_a_saved_8_bit_moment_has_the_scales_of_its_own_blocks(tmp_path: Path) -> None:
+    codes = torch.arange(600).remainder(256).to(torch.uint8)
+    save_file({"w": codes}, tmp_path / "exp_avg.safetensors")
+    save_file({"w": torch.tensor([1.0, 2.0, 3.0])}, tmp_path / "exp_avg_scales.safetensors")
+    with ExitStack() as stack:
+        held = StoredKind(tmp_path, "exp_avg", shapes={"w": (600,)}, stack=stack)
+        parts = [held.in_fp32("w", start, min(256, 600 - start)) for start in (0, 256, 512)]
+        assert torch.equal(torch.cat(parts), held.in_fp32("w", 0, 600))

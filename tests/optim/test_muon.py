@@ -17,6 +17,7 @@ from engine_bench import Step, assert_same, batches, engine, masters, model_dire
 from placements import skip_last_block
 from reference_muon import MuonWithAdamW
 from safetensors.torch import load_file
+from sample_plans import rate, timed, wish, with_products
 
 import offload_trainer as ot
 from offload_trainer.engine.cpu_matmul import use_fp32_products
@@ -27,7 +28,7 @@ from offload_trainer.optim.muon import MatrixKernel, Products, TorchMuon, has_to
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Muon
 from offload_trainer.optim.state_files import read_engine_state
-from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import RATE as RATE_OF_PRODUCTS
@@ -274,12 +275,8 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     # A square random matrix has singular values as small as rounding errors. The last two checks need known ones.
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     matrix = ((left * torch.linspace(0.1, 1.0, min(shape))) @ right).bfloat16()
-    before = torch.get_num_threads()
     torch.set_num_threads(3)  # what a new thread would use by default
-    try:
-        results = [orthogonalised(matrix.clone(), Products(threads)) for threads in (1, 2, 5)]
-    finally:
-        torch.set_num_threads(before)
+    results = [orthogonalised(matrix.clone(), Products(threads)) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     singular = torch.linalg.svdvals(results[0].float())
@@ -351,36 +348,27 @@ def test_the_plan_counts_products_and_the_transfers_beside_them() -> None:
     shape = resolve_model(load_config(["--model", "gpt2"]).model, seed=0).shape
     products = sum(products_of(weight.matrix) for weight in shape.weights if weight.matrix)
     others = sum(weight.numel for weight in shape.weights if not weight.matrix)
-    each_way = {name: Rate(5e8, "assumed", "a test's") for name in ("read", "write", "mixed_read", "mixed_write")}
+    here = timed(drive=5e8, mixed=5e8, matmul=4e11)
 
-    def update(share: str, *, timed: float | None = None) -> float:
-        config = load_config(
-            ["--model", "gpt2", "--nvme", "/ssd", "--optimizer", "nvme", "--ram-fraction", share, "optim.name=muon"]
-        )
-        rates = Rates(
-            matmul={"bf16": Rate(4e11, "assumed", "a test's")},
-            layers={} if timed is None else {RATE_OF_PRODUCTS: Rate(timed, "assumed", "a test's")},
-            memory=Rate(4e10, "assumed", "a test's"),
-            update={"native": Rate(1e9, "assumed", "a test's")},
-        )
-        drive = DriveFacts("/ssd", 10**12, "ext4", rates=DriveRates(**each_way))
-        machine = MachineProfile(None, 0, 10**11, 2, (drive,), drive, rates=rates)
+    def update(share: str, *, products: float | None = None) -> float:
+        config = wish("--model", "gpt2", "--optimizer", "nvme", "--ram-fraction", share, "optim.name=muon")
+        layers = {} if products is None else {RATE_OF_PRODUCTS: rate(products)}
+        machine = replace(here, rates=replace(here.rates, layers=layers))
         seconds = make_plan(config, shape, machine).forecast.seconds["update"]
         assert seconds is not None
         return seconds
 
-    assert update("1") - update("1", timed=1e15) == pytest.approx(products / 4e11, rel=0.01)
-    assert update("1", timed=1e11) - update("1", timed=1e15) == pytest.approx(products / 1e11, rel=0.01)
-    assert update("0", timed=1e11) - update("1", timed=1e11) == pytest.approx(others * 12 / 5e8, rel=0.01)
-    assert update("0", timed=1e15) == pytest.approx((12 * others + 8 * (shape.trainable - others)) / 5e8, rel=0.05)
+    assert update("1") - update("1", products=1e15) == pytest.approx(products / 4e11, rel=0.01)
+    assert update("1", products=1e11) - update("1", products=1e15) == pytest.approx(products / 1e11, rel=0.01)
+    assert update("0", products=1e11) - update("1", products=1e11) == pytest.approx(others * 12 / 5e8, rel=0.01)
+    assert update("0", products=1e15) == pytest.approx((12 * others + 8 * (shape.trainable - others)) / 5e8, rel=0.05)
 
 
 @pytest.mark.slow
 def test_on_a_cpu_the_update_uses_all_cores() -> None:
     """Behind the model it would have one core, and its products take longer than all else of a step."""
     words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]
-    machine, seconds = replace(read_machine("h200"), gpu=None), list[float]()
-    machine = replace(machine, rates=replace(machine.rates, matmul={"bf16": Rate(1e12, "assumed", "a CPU's")}))
+    machine, seconds = with_products(replace(read_machine("h200"), gpu=None), 1e12), list[float]()
     for overlap in ("auto", "forward"):
         config = load_config([*words, f"tiered.overlap={overlap}"])
         plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,8 @@ N = 1 << 18  # many pieces
 
 
 @pytest.fixture(autouse=True)
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def three_threads() -> None:
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 class Page:

@@ -1,5 +1,5 @@
-"""Tests that a checkpoint of another run is refused with a useful message, also by `plan`, and with
-advice that works.
+"""Tests that a checkpoint of another run is refused with a useful message, also by `plan`, and with advice that works;
+and that a resumed run keeps the plan's choices that affect its bits, although other choices would fit.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import TINY
+from commands import TINY, call
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import CONFIG, MANIFEST, differences, refuse_other_run
+from offload_trainer.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
+from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices, model_of, plan_run
+from offload_trainer.settings import load_config
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
 SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}
@@ -55,13 +57,14 @@ def test_differences_are_described(changes: dict[str, object], lines: list[str])
 
 
 def test_the_advice_is_one_that_works() -> None:
+    many = {f"w{i}": 0 for i in range(30)}
+    saved = Manifest(FORMAT, 2, identity=SAVED, layout=many, files={})
     with pytest.raises(UserError) as caught:
-        refuse_other_run(Path("runs/a/checkpoints/step-00000002"), SAVED, SAVED | {"text": 1})
+        refuse_other_run(Path("runs/a/checkpoints/step-2"), saved, identity=SAVED | {"text": 1}, layout={})
     assert "name another --output, or move runs/a/checkpoints away" in str(caught.value)
     assert "--resume never" not in str(caught.value)
-    many = {f"w{i}": 0 for i in range(30)}
     with pytest.raises(UserError, match="and 20 more"):
-        refuse_other_run(Path("c"), many, dict.fromkeys(many, 1))
+        refuse_other_run(Path("c"), saved, identity=SAVED, layout=dict.fromkeys(many, 1))
 
 
 # -- what `plan` checks before anything is read or written -------------------------------------------------------------
@@ -86,8 +89,49 @@ def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.C
     for other, words, told in (
         ({}, ["--seed", "1"], "seed: it has 0, this run 1"),
         ({}, [], "transformer.wte.weight: it has none"),  # the weights are missing
-        ({"format": 1}, [], "written in format 1, this version reads 2"),
+        ({"format": 1, "layout": None}, [], "written in format 1, this version reads 2"),
     ):
         (checkpoint / MANIFEST).write_text(json.dumps(manifest | other))
         code, errors = plan("--output", str(output), *words, capsys=capsys)
         assert (code, told in errors) == (2, True), errors
+
+
+# -- choices of the run before -----------------------------------------------------------------------------------------
+
+# auto would checkpoint blocks before it divides MLPs
+WORDS = ["model.activation_checkpointing=off", "model.overrides.n_inner=8192", "--engine", "tiered"]
+PIECES = [*TINY, *WORDS, "--micro-batch", "16", "--save-every", "2", "train.eval_every=0"]
+
+
+def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
+    """On a CPU the bits do not depend on the number of checkpointed blocks, so the plan chooses it again."""
+    words = [*TINY, "model.overrides.n_inner=8192", "tiered.fetch_granularity=block"]
+    models = MemoryFallbacks(lambda: model_of(load_config(words)))
+
+    def resumed(key: str, before: int | str, *more: str, on_gpu: bool = True) -> int | str:
+        kept = _with_resumed_choices(load_config([*words, *more]), {"model": {key: before}}, models, on_gpu=on_gpu)
+        return getattr(kept.model, key)
+
+    for chunk in (256, "off"):
+        assert resumed("mlp_chunk", chunk) == chunk
+    assert resumed("mlp_chunk", 256, "model.mlp_chunk=off") == "off"
+    for count in (1, "on", "off"):
+        assert resumed("activation_checkpointing", count) == count
+        assert resumed("activation_checkpointing", count, on_gpu=False) == "auto"
+    assert resumed("activation_checkpointing", "on", "model.activation_checkpointing=1") == 1
+    # Nothing could be offloaded with the number of the run before.
+    assert resumed("activation_checkpointing", "off", "model.offload_activations=cpu") == "auto"
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_its_mlp_chunks(tmp_path: Path) -> None:
+    """The user may choose otherwise."""
+    saved = call(*PIECES, "--steps", "2", "model.mlp_chunk=256", output=tmp_path / "run").output
+
+    def chunk(*words: str) -> int:
+        return plan_run(load_config([*PIECES, *words, "--output", str(tmp_path / "later")])).plan.mlp_chunk
+
+    resumed = ["--steps", "4", "--resume", str(saved / "checkpoints/step-00000002")]
+    assert chunk() == 0
+    assert chunk(*resumed) == 256
+    assert chunk(*resumed, "model.mlp_chunk=off") == 0

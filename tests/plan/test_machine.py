@@ -8,14 +8,12 @@ import itertools
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
 from offload_trainer.plan.machine import (
-    Latency,
     Links,
     MachineProfile,
     Rate,
@@ -111,7 +108,7 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile) -> N
     assert found.computation_lost.value > 0
     assert not list(Path(timed.drives[0].directory, "offload-trainer").glob("run-*"))
     assert parsed(json.dumps(timed.to_json()), MachineProfile) == timed
-    for told in ("computation lost to transfers", "products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
+    for told in ("per second of products lost", "products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
         assert told in describe_rates(timed)
 
 
@@ -119,21 +116,12 @@ def test_lost_computation_is_what_products_alone_would_have_done_more(monkeypatc
     moved = [10**9, 2 * 10**9], 2.0
     for of_product, lost in ((0.0, 2.0), (1e6, 0.002)):
         monkeypatch.setattr(bench, "_repeat", lambda work, seconds, its=of_product: [its])
-        begun = threading.Event()
-        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=begun: _Product(its))
+        begun, matrix = threading.Event(), MagicMock()
+        matrix.__matmul__.side_effect = lambda _, its=begun: its.set()
+        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=matrix: its)
         found = bench._computation_lost(lambda its=begun: (its.wait(60), moved)[1], seconds=1.0)
         assert found.value == pytest.approx(3e9 / lost)
         assert "3 GB read and written in 2.0 s" in found.source
-
-
-class _Product:
-    """A matrix whose product says that it has begun."""
-
-    def __init__(self, begun: threading.Event) -> None:
-        self.begun = begun
-
-    def __matmul__(self, other: object) -> None:
-        self.begun.set()
 
 
 def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,23 +219,22 @@ def test_named_machines() -> None:
         read_machine("v100")
 
 
-def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
+def test_drives_of_a_named_machine_are_where_nvme_says(tmp_path: Path) -> None:
     """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
-    machine, words = described(named, ["--nvme", "/my/path"])
-    assert words == ["--nvme", "/my/path"]
+    machine = described(named, ["/my/path"])
     assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
     assert machine.notes == ("--nvme /my/path stands for /mnt/nvme of that machine",)
-    assert described(named, ["--nvme=/mnt/nvme"]) == (named, ["--nvme=/mnt/nvme"])
-    assert described(named, []) == (named, ["--nvme", "/mnt/nvme"])
+    assert described(named, ["/mnt/nvme"]) == named
+    (tmp_path / "run.yaml").write_text("placement: {nvme: []}")
+    for words, nvme in (([], ("/mnt/nvme",)), (["--nvme=/x"], ("/x",)), (["placement.nvme=[]"], ())):
+        for file in ([], [str(tmp_path / "run.yaml")]):
+            assert load_config([*file, *words], drives=["/mnt/nvme"]).placement.nvme == nvme
     two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
-    assert [drive.directory for drive in described(two, ["--nvme", "/x", "--nvme", "/mnt/nvme"])[0].drives] == [
-        "/mnt/nvme",
-        "/x",
-    ]
-    for other, words in ((named, ["--nvme", "/a", "--nvme", "/b"]), (replace(named, origin="measured"), ["--nvme=/a"])):
+    assert [drive.directory for drive in described(two, ["/x", "/mnt/nvme"]).drives] == ["/mnt/nvme", "/x"]
+    for other, nvme in ((named, ("/a", "/b")), (replace(named, origin="measured"), ("/a",))):
         with pytest.raises(UserError, match="--nvme /a: the machine has /mnt/nvme"):
-            described(other, words)
+            described(other, nvme)
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])
@@ -258,16 +245,14 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(process_setup.numa, "nodes", list)
+    monkeypatch.setattr(process_setup, "numa_nodes", list)
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
 
     def prepared(*more: str, **environment: str) -> int:
         of_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
         for name in (*of_rank, "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
-            monkeypatch.setenv(name, "")  # monkeypatch then restores it at the end
-            monkeypatch.delenv(name)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+            os.environ.pop(name, None)
+        os.environ.update(environment)
         return prepare_process(load_config([*words, *more]))
 
     each = 3 if words else 64 // 6
@@ -289,7 +274,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 @pytest.mark.slow
 def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
-    known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
+    known = Links(message=Rate(1e4, "specified", "of a data sheet"))
     messages: list[str] = []
     found = bench.bench_links(known, ranks=2, say=messages.append)
     assert messages == ["bench: links between 2 ranks"]
@@ -313,29 +298,27 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits for it in vain."""
-    monkeypatch.setattr(bench, "get_context", lambda _: SimpleNamespace(Process=without_a_second))
+    monkeypatch.setattr(bench, "run_rank", without_a_second)
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
         bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
-def without_a_second(*, target: Any, args: tuple[int, int, Path, Path], daemon: bool) -> Any:
-    rank, *_, answer = args
-    given = (answer,) if rank else args
-    return get_context("spawn").Process(target=second if rank else target, args=given, daemon=daemon)
+def without_a_second(rank: int, **how: Any) -> Links:
+    if rank == 1:
+        bench.all_ranks.join = no_second  # in a process of its own
+    return bench.run_rank(rank, **how)
 
 
-def second(answer: Path) -> None:
-    answer.write_text("OSError: no second rank")
-    sys.exit(1)
+def no_second() -> None:
+    raise OSError("no second rank")
 
 
 @pytest.mark.slow
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "probe_machine", lambda *_, **__: read_machine("v100-32gb"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    how = {"output": str(tmp_path), "dtype": "fp32", "page": 1, "drive_bytes": None, "say": lambda line: None}
     with pytest.raises(UserError, match="--gpus 4: there are 2"):
-        machine_rates.bench_here(PlacementSection(), ranks=4, **how)
+        machine_rates.bench_here(load_config(["--gpus", "4"]), drive_bytes=None, say=lambda line: None)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -420,18 +403,15 @@ def test_bf16_masters_are_refused_with_weights_of_another_dtype(
         resolve_and_plan(config, SHAPES["gpt2"], card(capability, None))
 
 
-def missing(_: torch.device, **__: bool) -> None:
-    raise TrainerError("no Triton")
-
-
 def faked(
     monkeypatch: pytest.MonkeyPatch,
     *,
     hip: str | None = None,
     cuda: str | None = "13.0",
     capability: tuple[int, int] = (7, 0),
+    without_triton: Exception | None = None,
 ) -> None:
-    """Fake what torch reports for a GPU without any driver files."""
+    """Fake what torch reports for a GPU without any driver files, on which no kernel can run."""
     there = {
         "is_available": lambda: True,
         "mem_get_info": lambda: (30 << 30, 32 << 30),
@@ -442,7 +422,7 @@ def faked(
     }
     for name, told in there.items():
         monkeypatch.setattr(torch.cuda, name, told)
-    monkeypatch.setattr(cuda_adam, "CudaKernel", missing)  # nothing can run on a fake card
+    monkeypatch.setattr(cuda_adam, "CudaKernel", MagicMock(side_effect=without_triton or TrainerError("no Triton")))
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
@@ -492,13 +472,9 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
 def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def busy() -> None:
-        raise RuntimeError(
-            "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
-        )
-
+    busy = "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
     faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", MagicMock(side_effect=RuntimeError(busy)))
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err
     assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in printed
@@ -515,11 +491,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
 def test_without_a_usable_triton_plan_and_doctor_work(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(_: torch.device, **__: bool) -> None:
-        raise error
-
-    faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(cuda_adam, "CudaKernel", broken)
+    faked(monkeypatch, capability=(9, 0), without_triton=error)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
     assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0

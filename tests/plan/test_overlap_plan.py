@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -318,15 +319,19 @@ def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> N
 # -- what `auto` chooses -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [BOTH, DRIVES])
+@pytest.mark.parametrize("words", [BOTH, DRIVES, ()], ids=["both", "drives", "pages in RAM"])
 def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...]) -> None:
     """Each alternative has the seconds of a plan that asks for it."""
-    plan = planned(*words)
-    steps = {one: planned(*words, one).forecast.step for one in EVERY}
+    plan_of = partial(planned, *words) if words else on_a100
+    plan = plan_of()
+    steps = {one: plan_of(one).forecast.step for one in EVERY}
     assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
     assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
     assert plan.forecast.step == pytest.approx(steps[FULL])
     assert (plan.sizes.places, plan.sizes.ahead) == (2, True)
+    assert plan.uses_drives == bool(words)
+    assert words or 0 < steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
+    assert plan.forecast.if_clipped > 0
     said = next(line for line in plan.describe(full=True).splitlines() if f"auto chose {FULL}" in line)
     for one, step in steps.items():
         assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
@@ -403,18 +408,6 @@ def on_a100(*words: str, ram: int | None = None, accumulate: int = 1) -> Plan:
 
 def shadow_memory(plan: Plan) -> int:
     return sum(item.bytes for item in plan.items if item.name == "shadow memory")
-
-
-def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> None:
-    plan = on_a100()
-    assert plan.way == FULL
-    assert not plan.uses_drives
-    assert plan.sizes.ahead
-    steps = {one: on_a100(one).forecast.step or 0.0 for one in (OFF, FORWARD, FULL)}
-    assert {one.words: one.seconds for one in plan.ways} == pytest.approx(steps)
-    assert steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
-    assert plan.forecast.if_clipped > 0
-    assert f"auto chose {FULL}" in plan.describe(full=True)
 
 
 def test_a_small_gain_is_not_mentioned() -> None:

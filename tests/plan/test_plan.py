@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run.commands.plan import _models, described, plan_elsewhere
+from offload_trainer.run.commands.plan import _models, plan_elsewhere
 from offload_trainer.run.planning import planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
@@ -469,8 +469,9 @@ def screen_of(plan: Plan, steps: int = 300) -> str:
 
 @pytest.mark.parametrize("name", ["a100-40gb", "8xa100-80gb", "4xrtx4090-10gbe"])
 def test_the_screen_of_a_named_machine(name: str) -> None:
-    here, words = described(read_machine(name), ["--model", "gpt2-10b", "--save-every", "0"])
-    plan = make_plan(load_config(words), SHAPES["gpt2-10b"], here, world=here.gpus)
+    here, words = read_machine(name), ["--model", "gpt2-10b", "--save-every", "0"]
+    config = load_config(words, drives=[drive.directory for drive in here.drives])
+    plan = make_plan(config, SHAPES["gpt2-10b"], here, world=here.gpus)
     text, whole = screen_of(plan), plan.describe(full=True)
     assert "10.3 G parameters" in text
     assert " tokens/s" in text
@@ -522,3 +523,11 @@ def test_a_long_plan_ends_within_its_screen() -> None:
     assert "note 19" not in text
     plan = replace(plan, notes=("fp16",), rejected=tuple((f"home {number}", "fits " * 99) for number in range(2)))
     assert "note: fp16" in screen_of(plan)  # rejections are left out before notes
+
+
+def test_room_is_planned_for_one_checkpoint_more_than_are_kept() -> None:
+    """The oldest one is removed only when the new one is complete."""
+    each = 12 * SHAPES["gpt2"].parameters  # fp32 master and moments
+    for keep in (1, 3):
+        plan = make_plan(wish("--save-every", "5", f"save.keep={keep}"), SHAPES["gpt2"], machine())
+        assert [item.bytes for item in plan.items if item.name == "checkpoints"] == [(keep + 1) * each]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from sample_plans import with_products
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
@@ -117,9 +118,7 @@ def test_copies_of_gradients_take_turns() -> None:
 
     The step waits for the last gradient's copies, those of the embeddings.
     """
-    machine = one_4090()
-    rates = machine.rates
-    fast = replace(machine, rates=replace(rates, matmul={"bf16": Rate(1e20, "assumed", "")}))
+    fast = with_products(one_4090(), 1e20)
     plan = plan_of(*STOCK, rows=8, machine=fast)
     count, into, out, in_beside, out_beside = SHAPE.parameters, 25.6e9, 26.8e9, 12.5e9, 24e9
     together = 2 * count / in_beside  # seconds in which weights come in

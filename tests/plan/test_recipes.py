@@ -15,7 +15,6 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.commands.plan import described
 from offload_trainer.run.planning import MemoryFallbacks, model_of, planned
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -79,11 +78,11 @@ def test_each_recipe_says_what_it_needs() -> None:
 def test_memory_is_the_plans(name: str, tmp_path: Path) -> None:
     words = shlex.split(HEADS[name]["plan"])[2:]
     at = words.index("--machine")
-    machine, words = described(read_machine(words[at + 1]), words[:at] + words[at + 2 :])
+    machine, words = read_machine(words[at + 1]), words[:at] + words[at + 2 :]
     model = load_config(words).model.name
     if model in NAMED:
         words += ["--model", str(folder_of(NAMED[model], tmp_path)), "--scratch"]
-    config = load_config(words)
+    config = load_config(words, drives=[drive.directory for drive in machine.drives])
     models = MemoryFallbacks(lambda: model_of(config))
     plan = planned(config, models, machine, world=config.placement.gpus).plan
     assert plan.fits

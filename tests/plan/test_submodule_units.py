@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, cluster, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -150,7 +149,7 @@ def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
 @pytest.mark.slow
 def test_nodes_and_modes_use_the_same_fallbacks() -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
-    for gpus, nodes in ((2, "1"), (1, "2")):
+    for gpus, nodes in ((2, 1), (1, 2)):
         words, least = [*ALWAYS, *AWAY, "--gpus", str(gpus)], ["tiered.fetch_granularity=module"]
         smallest = plan_elsewhere(
             load_config([*words, *least, "tiered.weight_buffers=1"]), machine(gpu=ROOMY), nodes=nodes
@@ -186,17 +185,10 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
 
 def test_one_buffer_prefetches_nothing() -> None:
     """A single buffer allows no overlap, so transfers add to the computing time."""
-    timed = replace(
-        machine(gpu=ROOMY).rates,
-        matmul={"bf16": Rate(1e12, "measured", "")},
-        to_device=Rate(1e9, "measured", ""),
-        from_device=Rate(1e9, "measured", ""),
-        both_ways=Rate(1e9, "measured", ""),
-    )
-    seconds = {}
+    here, seconds = cluster(gpu=ROOMY, copies=(1e9, 1e9, 1e9), matmul=1e12), {}
     for count in (2, 1):
         words = [*AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.weight_buffers={count}"]
-        plan = make_plan(load_config(words), SHAPES["gpt2"], replace(machine(gpu=ROOMY), rates=timed))
+        plan = make_plan(load_config(words), SHAPES["gpt2"], here)
         seconds[count] = {bound.kind: bound.seconds for bound in plan.forecast.bounds if bound.phase == "forward"}
     assert "turns" not in seconds[2]
     assert seconds[1]["turns"] == pytest.approx(seconds[1]["compute"] + seconds[1]["device"])

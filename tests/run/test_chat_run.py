@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from commands import COMMAND, FAULTY, KILL, TINY, ask, call, run_script
+from commands import COMMAND, KILL, TINY, ask, call, faulty, results, run_script
 from sample_chats import CHATS, lines, turns
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,20 +43,18 @@ def test_a_run_resumes_on_another_day_and_machine(chat: Path, drive: Path, tmp_p
     data = ["--data", f"stream:{chat}", "--validation-data", chat, f"data.chat_template={template}"]
     first, later = "Etc/GMT+12", "Etc/GMT-14"  # 26 hours apart
 
-    def run(name: str, *words: object, zone: str, fault: str = "none", code: int = 0) -> list[dict[str, Any]]:
-        words = (*WORDS, *data, f"data.cache={tmp_path / zone[-3:]}", *words, "--output", tmp_path / name)
-        done = run_script(FAULTY, fault, *words, TZ=zone)
-        assert done.returncode == code, done.stderr[-3000:]
-        steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return [{key: step[key] for key in ("loss", "grad_norm", "tokens")} for step in steps]
+    def run(name: str, *words: object, zone: str, fault: str = "none", code: int = 0) -> list[list[object]]:
+        words = (*WORDS, *data, f"data.cache={tmp_path / zone[-3:]}", *words)
+        done = faulty(fault, *words, output=tmp_path / name, TZ=zone)
+        assert done.code == code, done.text[-3000:]
+        return results(done.output)["steps"]
 
     whole = run("whole", zone=first)
     assert run("other", zone=later) != whole
     saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
     run("killed", zone=first, fault=f"pause~{saved}+kill@line=3", code=-KILL)
     assert run("killed", zone=later) == whole
-    name = "checkpoints/step-00000006/master.safetensors"
-    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
     pages = ["--nvme", drive, "--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
     run("pages", *pages, zone=first, fault="kill@line=3", code=-KILL)
     assert run("pages", *pages, zone=later) == whole

@@ -109,7 +109,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
     tokenizer.save_pretrained(tmp_path)
     for prompt in ("What", "<|endoftext|>What", ""):
         sample(tmp_path, prompt, say=print)
-    chat(tmp_path, ["What"], say=print, show=False)
+    chat(tmp_path, ["What"], say=print)
     whole = AutoTokenizer.from_pretrained(tmp_path)("What")["input_ids"]
     assert asked[:3] == [whole[:-1], whole[:-1], [0]]
     assert asked[3][0] == 0 != asked[3][1]
@@ -188,14 +188,7 @@ def test_unread_weights_generate_no_text(run: Path) -> None:
 @pytest.mark.slow
 def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
-    answers = chat(
-        run,
-        ["What follows one?\n", "\n", "And two?\n"],
-        tokens=TOKENS,
-        temperature=0,
-        say=lambda line: None,
-        show=False,
-    )
+    answers = chat(run, ["What follows one?\n", "\n", "And two?\n"], tokens=TOKENS, temperature=0, say=print)
     messages = []
     for asked, answer in zip(("What follows one?", "And two?"), answers, strict=True):
         messages.append({"role": "user", "content": asked})

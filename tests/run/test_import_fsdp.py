@@ -7,22 +7,111 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from engine_bench import batches, engine, model_directory, train
-from fsdp2_ranks import AFTER, BEFORE, LR, STEPS, fsdp2_checkpoint
-from safetensors.torch import load_file
-from synthetic_foreign import assert_same_state, distributed, imported, model_and_state, state_of
+from forked_ranks import in_ranks
+from safetensors.torch import load_file, save_file
+from synthetic_foreign import STEPS, assert_same_state, distributed, imported, model_and_state, state_of
 from test_safe import Bomb
-from uneven_targets import random_weights
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.trainer_callback import TrainerState
+from uneven_targets import DECAY, LR, random_weights
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
+from offload_trainer.ranks import join_torch, place_here
 from offload_trainer.run.foreign import _Chunk, _Stored
 
+BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import
+# Ranks; how they write the checkpoint: by get_state_dict, with settings by number of the group or by name of the
+# weight, or as accelerate's two directories with the other files of a Trainer; and a part of frozen weights' names.
 CASES = [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, *, kind: str) -> None:
+    if kind != "trainer":
+        options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
+        weights, state = get_state_dict(model, adam, options=options)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=str(directory))
+        return
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, accelerator, model, str(directory))
+    save_fsdp_optimizer(plugin, accelerator, adam, model, str(directory))
+    if dist.get_rank() == 0:
+        torch.save(scheduler.state_dict(), directory / "scheduler.pt")
+        TrainerState(global_step=BEFORE, max_steps=STEPS).save_to_json(str(directory / "trainer_state.json"))
+
+
+def write_state(folder: Path, model: Any, adam: Any) -> None:
+    """Write the state that torch gathers, one file a kind, on rank 0 alone; weights without state are `fixed`."""
+    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() > 0:
+        return
+    folder.mkdir()
+    moments = ("exp_avg", "exp_avg_sq")
+    kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
+    kinds["master"] = {name: whole[name] for name in gathered["state"]}
+    kinds["fixed"] = {name: tensor for name, tensor in whole.items() if name not in gathered["state"]}
+    for kind, tensors in kinds.items():
+        made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(made, folder / f"{kind}.safetensors")
+
+
+def train_by_fsdp(folder: Path, kind: str, frozen: str) -> list[float]:
+    """Train on the CPU, write FOLDER/checkpoint and FOLDER/state, and train on; return the losses after it."""
+    join_torch("gloo")
+    rank, ranks = place_here()
+    PartialState(cpu=True)  # accelerate's loggers ask for it
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    scheduler = get_scheduler("constant", adam)
+    data = batches((BEFORE + AFTER) * ranks)[rank::ranks]
+
+    def step(number: int) -> float:
+        inputs = torch.cat([data[number].inputs, data[number].targets[:, -1:]], 1)
+        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        scheduler.step()
+        adam.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return float(mean) / ranks
+
+    for number in range(BEFORE):
+        step(number)
+    write_checkpoint(folder / "checkpoint", model, adam, scheduler, kind=kind)
+    write_state(folder / "state", model, adam)
+    losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
+    dist.destroy_process_group()
+    return losses
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -30,7 +119,7 @@ CASES = [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
 def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp_path: Path) -> None:
     """Sizes of the model do not divide by two, so ranks hold unequal chunks."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    losses = fsdp2_checkpoint(tmp_path, kind, ranks=ranks, frozen=frozen)
+    losses, *_ = in_ranks(train_by_fsdp, tmp_path, kind, frozen, count=ranks, folder=tmp_path / "ranks", own=True)
     freezing = [] if frozen == "-" else [f"model.freeze=['{frozen}']"]
     done = imported(tmp_path / "checkpoint", tmp_path / "run", "--model", str(model), "--dtype", "fp32", *freezing)
     expected = tmp_path / "state"

@@ -117,10 +117,9 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, port = held_port()
     with bound:
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (place | {"MASTER_PORT": port}).items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()

@@ -213,9 +213,7 @@ def test_a_start_locks_the_directory_before_it_reads_what_is_there(
         raise UserError("planned")
 
     (tmp_path / ".lock").touch()
-    threads = {"OMP_NUM_THREADS": torch.get_num_threads()}
-    for name, value in (threads | {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}).items():
-        monkeypatch.setenv(name, str(value))
+    os.environ.update(OMP_NUM_THREADS=str(torch.get_num_threads()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     monkeypatch.setattr(train, "plan_run", plan)
     with pytest.raises(UserError, match=r"^planned$"):
         train.train_run(load_config(["--output", str(tmp_path)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import KILL, TINY, Run, ask, call, faulty
+from commands import KILL, TINY, Run, ask, call, faulty, results
 from dead_run_files import dead_lease
 from safetensors.torch import load_file
 from sample_plans import timed
@@ -32,18 +33,6 @@ from offload_trainer.telemetry.report import RELOAD
 STEPS = 6
 ALL = [*TINY, "--ram-fraction", "0", "tiered.state_copies=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
 ALL += ["tiered.page_size=16384"]
-ROWS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
-
-
-def lines(output: Path, name: str = "metrics.jsonl") -> list[list[Any]]:
-    found = [json.loads(line) for line in (output / name).read_text().splitlines()]
-    return [[line.get(key) for key in (*ROWS, "validation_loss")] for line in found]
-
-
-def left(output: Path) -> dict[str, Any]:
-    """Return what runs are compared by: metrics, evaluations, and the bytes of exported weights."""
-    export = {path.name: path.read_bytes() for path in (output / "export").glob("*.safetensors")}
-    return {"steps": lines(output), "evaluations": lines(output, "evaluations.jsonl"), "weights": export}
 
 
 def killed(moment: str, *words: object, output: Path, **extra: str) -> None:
@@ -74,7 +63,7 @@ def place(drive: Path, tmp_path: Path) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of an undisturbed run with one copy of the state."""
     output, drive = tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("drive")
-    return left(call("--nvme", drive, *ALL, "tiered.state_copies=1", output=output).output)
+    return results(call("--nvme", drive, *ALL, "tiered.state_copies=1", output=output).output)
 
 
 BY_MODULE = ["tiered.fetch_granularity=module", "tiered.weight_buffers=1"]
@@ -109,7 +98,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
     killed(moment, *words, *first, output=tmp_path / "run")
     told = said_before(*words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
-    assert left(run.output) == alone
+    assert results(run.output) == alone
     found = gone_on(run)
     if not moment.startswith("page"):
         assert found == step
@@ -144,7 +133,7 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
         assert sorted(path for folder in (output, lease) for path in folder.glob(".*.tmp")) == sorted(theirs)
     run = call(*words, output=output)
     assert gone_on(run) == 4
-    assert left(run.output) == alone
+    assert results(run.output) == alone
     assert "refresh" not in page.read_text()
 
 
@@ -158,15 +147,15 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
     alone, begun = tmp_path / "alone", {"LOSS_SCALE": f"{2**40},2"}
     done = faulty("none", *words, "tiered.state_copies=1", output=alone, **begun)
     assert done.code == 0, done.text
-    whole = left(alone)
-    skipped = [row[-2] for row in whole["steps"]]
+    whole = results(alone)
+    skipped = [row[-2] for row in whole["steps"]]  # before the loss of a validation
     assert {True, False} == set(skipped)
     first = skipped.index(False)
     killed(f"line={first - 3}", *words, output=tmp_path / "run", **begun)
     killed(f"line={first + 8}", *words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == first + 7
-    assert left(run.output) == whole
+    assert results(run.output) == whole
 
 
 @pytest.mark.slow
@@ -177,7 +166,7 @@ def test_bf16_masters_are_resumed(place: Path, tmp_path: Path) -> None:
     killed("record=4", *words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is not None
-    assert left(run.output) == left(tmp_path / "alone")
+    assert results(run.output) == results(tmp_path / "alone")
 
 
 @pytest.mark.slow
@@ -198,7 +187,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
     assert "step-00000006 is already at step 6 of 6" in run.text
-    assert left(run.output)["steps"] == alone["steps"]
+    assert results(run.output)["steps"] == alone["steps"]
 
 
 @pytest.mark.slow
@@ -312,7 +301,7 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
         (lease / name).write_bytes(whole[name])
     run = call(*words, output=output)
     assert gone_on(run) == step
-    assert left(run.output) == alone
+    assert results(run.output) == alone
 
 
 @pytest.mark.slow
@@ -329,13 +318,13 @@ def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path:
     run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
     assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
-    assert left(run.output)["steps"] == alone["steps"]
+    assert results(run.output)["steps"] == alone["steps"]
     killed("record=2", "--nvme", place, *ALL, output=tmp_path / "other")
     run = call("--nvme", place, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "other")
     assert gone_on(run) is None
     assert "removed what 1 run(s) left that died" in run.text
     assert "a kill will leave no page files to resume from" in run.text
-    assert len(lines(run.output)) == STEPS
+    assert len(run.steps) == STEPS
     assert not list((place / "offload-trainer").iterdir())
 
 
@@ -444,4 +433,24 @@ def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict
     assert failed.code == 1, failed.text
     run = call(*words, output=tmp_path / "run")
     assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
-    assert left(run.output) == alone
+    assert results(run.output) == alone
+
+
+def test_page_files_are_taken_only_if_they_are_newer_than_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = SimpleNamespace(train={"step": 3, "tokens": 0, "data_position": 0}, engine=object())
+    lease: Any = SimpleNamespace(path=tmp_path, leave=lambda: None)
+    for name, value in {"read_description": None, "read_newest": newest, "refuse_outside": None}.items():
+        monkeypatch.setattr(resume, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(resume, "_folders", lambda *_, **__: [tmp_path])
+    monkeypatch.setattr(resume, "_refuse_otherwise", lambda *_: None)
+    monkeypatch.setattr(resume.scratch_dir, "take_over", lambda *_, **__: lease)
+    monkeypatch.setattr(resume.scratch_dir, "wait_for_ranks", lambda *_, **__: None)
+    config = SimpleNamespace(save=SimpleNamespace(resume="auto"))
+    setup: Any = SimpleNamespace(config=config, output=tmp_path, log=SimpleNamespace(say=lambda line: None))
+    taken = []
+    for begins in (None, TrainState(2, 0, 0), TrainState(3, 0, 0), TrainState(4, 0, 0)):
+        with ExitStack() as stack:
+            taken.append(resume.take_over(setup, stack, begins=begins)[0] is not None)
+    assert taken == [True, True, False, False]

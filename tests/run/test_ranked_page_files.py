@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FAULTY, call, start
+from commands import FAULTY, call, results, start
 from fork_server import COMMAND
 from forked_ranks import call_ranks
-from test_page_files import ALL, gone_on, left, place  # noqa: F401  # a fixture
+from test_page_files import ALL, gone_on, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
@@ -42,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
 
     @cache
     def made(count: int) -> dict[str, Any]:
-        return left(call("--nvme", drive, *ALL, "--accumulate", count, output=folder / str(count)).output)
+        return results(call("--nvme", drive, *ALL, "--accumulate", count, output=folder / str(count)).output)
 
     return made
 
@@ -79,7 +79,7 @@ def test_whichever_rank_is_killed(
     ended = call_ranks(*said_nothing_of_places, output=output, count=3)
     assert [run.code for run in ended] == [0] * 3, ended
     assert gone_on(ended[0]) == before == 4
-    assert left(output) == alone(3)
+    assert results(output) == alone(3)
     assert not list((place / "offload-trainer").iterdir())
 
 
@@ -94,7 +94,7 @@ def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
     killed_alone("record=2", *words, "--accumulate", 2, output=output)
     (ended, _) = call_ranks(*words, output=output, count=2)
     assert gone_on(ended) in (4, 5)
-    assert left(output) == alone(2)
+    assert results(output) == alone(2)
 
 
 def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from forked_ranks import call_ranks
 from sample_plans import SHAPES
 
 import offload_trainer as ot
-from offload_trainer.errors import LOST
+from offload_trainer.errors import LOST, TrainerError
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan import step_time
@@ -139,11 +140,7 @@ def test_a_drive_that_fails_leaves_the_defaults(
 ) -> None:
     before = planned(drive, tmp_path / "run", *MANY)
     messages: list[str] = []
-
-    def full(self: DriveFile, path: Path, size: int) -> None:
-        raise machine_rates.TrainerError(f"{path}: no space left")
-
-    monkeypatch.setattr(DriveFile, "__init__", full)
+    monkeypatch.setattr(DriveFile, "__init__", MagicMock(side_effect=TrainerError("no space left")))
     assert machine_rates.rates_at_start(before, say=messages.append) == before.machine
     assert "no space left" in messages[0]
     assert messages[0].startswith("note: this machine's speed could not be measured")

@@ -13,18 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died
+from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died, dying_after
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs
-from offload_trainer.storage.owned_dirs import (
-    MARK,
-    NotOwned,
-    ScratchDirectory,
-    clear,
-    remove_dead,
-    replacing,
-)
+from offload_trainer.storage.owned_dirs import MARK, NotOwned, ScratchDirectory, clear, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import dead_runs, leased
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -42,7 +35,7 @@ SINGLE_FILES = {  # the calls of each module, and what they concern
     "retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
     "run/checks.py": {"unlink"},  # the token by which nodes see that they share the run directory
     "run/directory.py": {"ftruncate"},  # the lock file that this run holds
-    "storage/atomic_io.py": {"unlink", "replace", "rename"},  # our temporary, with our process's number; its new name
+    "storage/atomic_io.py": {"unlink", "replace"},  # our temporary, with our process's number; its new name
     "storage/host_memory.py": {"ftruncate"},  # memory without a name gets its size
     "storage/tensorfile.py": {"ftruncate"},  # a file just made gets its size; ranks write in it
     "trainer.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
@@ -185,31 +178,16 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
     assert not place.path.exists()
 
 
-def test_an_interrupted_removal_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("removals", range(5))
+def test_an_interrupted_removal_is_repeated(removals: int, tmp_path: Path) -> None:
     """A removal that was killed is completed later, since the mark is removed last."""
-    unlink, left = os.unlink, 0
-
-    def dying(*args: object, **words: object) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        unlink(*args, **words)  # type: ignore[arg-type]
-
-    for left_alone in range(6):
-        place = ScratchDirectory(tmp_path / "place", what="a test in")
-        for name in "abcd":
-            (place.path / name).write_text(name)
-        monkeypatch.setattr(os, "unlink", dying)
-        left = left_alone
-        if left_alone < 5:
-            with pytest.raises(KeyboardInterrupt):
-                place.close()
-            monkeypatch.setattr(os, "unlink", unlink)
-            remove_dead(place.path, what="a test in")
-        else:
-            place.close()
-        assert not place.path.exists()
+    place = ScratchDirectory(tmp_path / "place", what="a test in")
+    for name in "abcd":
+        (place.path / name).write_text(name)
+    with dying_after(removals):
+        place.close()
+    remove_dead(place.path, what="a test in")
+    assert not place.path.exists()
 
 
 def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:
@@ -226,8 +204,8 @@ def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
     """A directory that a killed exchange left in the workplace, where it is alone for an instant, is restored."""
     final = tmp_path / "hf"
     place = ScratchDirectory(owned_dirs.workplace_of(final), what="the export to")
-    (place.path / owned_dirs.REPLACED).mkdir()
-    (place.path / owned_dirs.REPLACED / "weights").write_text("whole")
+    (place.path / owned_dirs._REPLACED).mkdir()
+    (place.path / owned_dirs._REPLACED / "weights").write_text("whole")
     died(place)
     with pytest.raises(ZeroDivisionError), replacing(final, what="the export to"):
         1 / 0  # noqa: B018

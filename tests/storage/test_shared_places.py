@@ -73,8 +73,8 @@ def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_missing_locks_are_recognised(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
-    with locks.exclusive_lock(tmp_path / "turn", say=print) as held:
-        assert not held
+    with locks.exclusive_lock(tmp_path / "turn", say=print) as (_, unlocked):
+        assert unlocked
 
 
 def test_drives(filesystem: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_run_directories(
 
 
 def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_SILENCE", 0.02)
+    monkeypatch.setattr(locks, "_SILENT", 1)
     messages: list[str] = []
     with locks.exclusive_lock(tmp_path / "turn", say=messages.append):
         second = locks.exclusive_lock(tmp_path / "turn", say=messages.append, patience=0)

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from dead_run_files import dying_after
 from synthetic_checkpoints import save
 
 from offload_trainer import retention
 from offload_trainer.errors import TrainerError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.atomic_io import bytes_below, put_in_place
+from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
 from offload_trainer.storage.scratch_dir import dead_runs, hold, leased, named_in, wait_for_ranks
 
@@ -66,7 +67,6 @@ def test_an_interrupted_replacement_leaves_what_was_there(
         with replacing(final, what="the export to") as new:
             new.mkdir()
             (new / content).touch()
-            put_in_place(new, final)
     rename = os.rename
 
     def interrupted(old: Path, new: Path) -> None:
@@ -77,27 +77,17 @@ def test_an_interrupted_replacement_leaves_what_was_there(
     with pytest.raises(KeyboardInterrupt), replacing(final, what="the export to") as new:  # noqa: PT012 - as a run
         new.mkdir()
         monkeypatch.setattr(os, "rename", interrupted)
-        put_in_place(new, final)
     assert list(tmp_path.iterdir()) == [final]
     assert list(final.iterdir()) == [final / "second"]
 
 
-def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_removal_of_a_checkpoint_is_completed(tmp_path: Path) -> None:
     """Its manifest, which lists its files, goes last. A file that a user has added keeps it."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    root, unlink, left = newest.parent, os.unlink, [newest, newest]
-
-    def dying(*args: object, **words: object) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        unlink(*args, **words)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", dying)
-        with pytest.raises(KeyboardInterrupt):
-            retention.prune(root, keep=1)
+    root = newest.parent
+    with dying_after(2):
+        retention.prune(root, keep=1)
     (hidden,) = root.glob(".*")
     assert retention.bytes_that_go(root) > bytes_below(newest)
     (hidden / "mine").touch()

@@ -28,7 +28,7 @@ sys.path[:0] = [str(SCRIPTS), str(ROOT / "benchmarks")]
 import gpu_suite  # noqa: E402
 import peers  # noqa: E402
 import worker  # noqa: E402
-from gpu_stages import checks, speed  # noqa: E402
+from gpu_stages import speed  # noqa: E402
 from gpu_stages.stage import Record, Stage  # noqa: E402
 from worker import OUT_OF_TIME, Failure, Worker, filled_for_benchmarks  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_the_first_call(tmp_path: Path, drive: Path) -> None:
     """It times what its rows name."""
     rehearse("first", tmp_path, drive)
     timed = rows_of(tmp_path, "speed")
-    assert [row["case"] for row in timed] == [case.name for case in speed.rehearsed(speed.GROUPS["speed"].cases)]
+    assert [row["case"] for row in timed] == [case.name for case in speed.GROUPS["speed"].cases]
     assert timed[0]["of the floor"] == 1
     assert all(row["of the floor"] > 0 for row in timed)
     ours = [row for row in timed if row["case"].startswith("ours")]
@@ -144,13 +144,13 @@ def test_files_with_tests_for_a_gpu_are_named_and_need_no_other_packages() -> No
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py") if path != Path(__file__)
     }
     marked = {name for name in marked if re.search(r"^[^#\n]*mark\.gpu\b", (ROOT / name).read_text(), re.MULTILINE)}
-    assert marked == set(checks.MARKED)
-    for name in checks.COMPUTING:  # run on a GPU too, and start no commands
+    assert marked == set(gpu_suite.MARKED)
+    for name in gpu_suite.COMPUTING:  # run on a GPU too, and start no commands
         text = (ROOT / name).read_text()
         assert not re.search(r"^pytestmark = .*skipif", text, re.MULTILINE)
         assert "from commands import" not in text
     lacking = ["deepspeed", "bitsandbytes", "datasets", "trl", "tensorboard", "PIL", "pyarrow"]
-    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *checks.MARKED, *checks.COMPUTING]
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *gpu_suite.MARKED, *gpu_suite.COMPUTING]
     code = f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking})); sys.exit(pytest.main({words}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

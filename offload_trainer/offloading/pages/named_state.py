@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import StoredFile
 from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -176,13 +176,13 @@ class TieredSnapshot:
     pages: PageSnapshot
     concurrent: bool = True
 
-    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
 
         Raises:
             TrainerError: the disk or a drive failed.
         """
-        owner, written, headers = self.owner, dict[str, Any](), dict[str, Piece]()
+        owner, written, headers = self.owner, dict[str, StoredFile](), dict[str, Piece]()
         entries = {field: owner.entries(field) for field in owner.store.format.fields}
 
         def begin() -> None:
@@ -201,7 +201,7 @@ class TieredSnapshot:
         if group.rank:
             return {}
         of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in entries}
-        return {f"{field}.safetensors": asdict(file_of(its)) for field, its in of.items()} | written
+        return {f"{field}.safetensors": file_of(its) for field, its in of.items()} | written
 
     def _write_pages(self, directory: Path, entries: Mapping[str, list[TensorEntry]]) -> dict[str, list[Piece]]:
         """Write this rank's pages at their offsets, to all files concurrently; return the written pieces by field."""

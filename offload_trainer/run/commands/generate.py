@@ -88,12 +88,10 @@ def chat(
     temperature: float = 0.8,
     seed: int = 0,
     say: Callable[[str], None],
-    show: bool = True,
 ) -> list[str]:
-    """Return the model's answer to each line, with all earlier lines and answers as context.
+    """Print the model's answer to each line while it is generated, and return the answers.
 
-    `show`: also print the answers to the terminal while they are generated. Raises UserError if the tokenizer has no
-    chat template.
+    All earlier lines and answers are its context. Raises UserError if the tokenizer has no chat template.
     """
     with inference_model(path, say=say) as found:
         if not found.tokenizer.chat_template:
@@ -109,7 +107,7 @@ def chat(
             messages.append({"role": "user", "content": line.strip()})
             asked = found.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             answer = found.generate(
-                asked["input_ids"], tokens=tokens, temperature=temperature, seed=seed + number, show=show
+                asked["input_ids"], tokens=tokens, temperature=temperature, seed=seed + number, show=True
             )
             answers.append(str(found.tokenizer.decode(answer, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})

@@ -29,7 +29,7 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
 from offload_trainer.run.foreign import ForeignState, directories_of, opened
 from offload_trainer.safe_files import is_there
-from offload_trainer.storage.atomic_io import bytes_below, put_in_place, sync_directory
+from offload_trainer.storage.atomic_io import bytes_below, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
 from offload_trainer.trainer import learning_rate
@@ -99,7 +99,6 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
                 record = _record(state, of, config, steps=steps, model=place / "model")
                 _write_state(checkpoint, state, of, names=names, record=record)
                 sync_directory(new / "checkpoints")
-                put_in_place(new, run.absolute())
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)

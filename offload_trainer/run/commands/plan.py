@@ -7,7 +7,7 @@ sized from a transformers model on the meta device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,19 +29,15 @@ from offload_trainer.run.planning import (
     with_longest_row,
     with_what_fits,
 )
-from offload_trainer.settings import values_given, with_words
+from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_MOST_NODES = 1024
 _MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning every size takes minutes
 
 
-def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: str | None = None) -> Plan:
-    """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits.
-
-    Raises UserError for an invalid number of nodes.
-    """
-    count, models = _count(machine, nodes), _models(config)
+def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int | None = None) -> Plan:
+    """Plan a run on a described machine, or on `nodes` of them, with the longest row that fits."""
+    count, models = nodes or machine.nodes, _models(config)
     each = config.placement.gpus if nodes is None and count == 1 else _gpus(config, machine)
     found = planned(config, models, machine, world=count * each, nodes=count)
     if not found.plan.fits:
@@ -70,16 +66,15 @@ def modes(world: int) -> Iterator[tuple[str, str, int]]:
 
 
 def compare_modes(
-    config: TrainConfig, machine: MachineProfile | None, nodes: str | None
+    config: TrainConfig, machine: MachineProfile | None, nodes: int | None
 ) -> tuple[dict[str, Any], str, Plan]:
     """Plan each way to divide a step over ranks at equal tokens a step; return JSON, text and plan, the fastest first.
 
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
-    UserError for a single rank, an invalid number of nodes, or what the tiered engine refuses without sequence
-    parallelism; and if no way is left.
+    UserError for a single rank, for what the tiered engine refuses without sequence parallelism, and if no way is left.
     """
     here = machine or machine_here(config.placement, output=config.save.output)
-    count = _count(here, nodes)
+    count = nodes or here.nodes
     world = count * (config.placement.gpus if machine is None else _gpus(config, machine))
     if world == 1:
         raise UserError(
@@ -164,15 +159,6 @@ def _line(name: str, words: str, plan: Plan) -> str:
     return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
 
 
-def _count(machine: MachineProfile, nodes: str | None) -> int:
-    """Return the number of machines that --nodes asks for, else as many as the machine's file describes."""
-    if nodes is None:
-        return machine.nodes
-    if not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
-        raise UserError(f"--nodes {nodes}: one whole number from 1 to {_MOST_NODES}")
-    return int(nodes)
-
-
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
     """Return the ranks of each described machine: --gpus, or else the machine's GPUs."""
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
@@ -193,22 +179,18 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     return preset_shape(section.name, item_bytes=item_bytes(section.dtype), chunk=section.loss_chunk)
 
 
-def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:
-    """Make a described machine and the words agree on drives; return both.
+def described(machine: MachineProfile, nvme: Sequence[str]) -> MachineProfile:
+    """Return a described machine with drives in the directories of a configuration's `nvme`.
 
-    Without --nvme, all drives of the machine are added to the words. The directories of a hand-written description are
-    placeholders, so other names in --nvme are assigned to its drives in order. Raises UserError for more drives than
-    the machine has, or for an unknown drive of a measured machine.
+    The directories of a hand-written description are placeholders, so other names are assigned to its drives in order.
+    Raises UserError for more drives than the machine has, or for an unknown drive of a measured machine.
     """
     known = [drive.directory for drive in machine.drives]
-    given = values_given(words, "--nvme")
-    if not given:
-        return machine, [*words, *(word for name in known for word in ("--nvme", name))]
-    unknown = [name for name in dict.fromkeys(given) if name not in known]
-    free = [name for name in known if name not in given]
+    unknown = [name for name in dict.fromkeys(nvme) if name not in known]
+    free = [name for name in known if name not in nvme]
     if unknown and (machine.origin == "measured" or len(unknown) > len(free)):
         raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
     places = dict(zip(free, unknown, strict=False))
     drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
     notes = [f"--nvme {place} stands for {name} of that machine" for name, place in places.items()]
-    return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words
+    return replace(machine, drives=drives, notes=(*machine.notes, *notes))

@@ -182,6 +182,36 @@ def test_8bit_moments_resume_from_the_newest_save_in_another_placement(
     assert_same(after[1], after[0])
 
 
+class Pair(nn.Module):
+    """A block of two weights; a forward uses the one that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((128, 128), 1.5, dtype=torch.bfloat16)) for _ in "12")
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x + self.get_parameter(name).sum()
+
+
+def test_weights_that_train_after_others_are_rounded_by_new_noise_each_step() -> None:
+    """Their counts of steps are lower than the others', in the same unit."""
+    steps, rate, place = 40, 3e-4, 2**-7
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Pair(), Pair()])})
+    with ot.offload(model, dtype="bf16", master_dtype="bf16", optimizer="cpu") as session:
+        optimizer = session.adamw(lr=rate, weight_decay=0.0)
+        for name in ["first"] * (steps + 1) + ["second"] * steps:
+            x = torch.zeros((), dtype=torch.bfloat16)
+            for block in model["blocks"]:
+                x = block(x, name)
+            x.backward()
+            optimizer.step()
+        for name, master in session.named_masters():
+            moved = (1.5 - master) / place
+            expected = (steps + name.endswith("first")) * rate / place
+            assert abs(moved.mean() - expected) < 5 * (expected / 128**2) ** 0.5
+            assert 0.9 < moved.var() / expected < 1.1  # a pattern that repeats moves some elements in every step
+
+
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),

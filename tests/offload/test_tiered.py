@@ -32,6 +32,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -296,7 +297,8 @@ def test_the_noise_of_stored_moments_is_of_the_runs_seed(build: Build) -> None:
         with build("all in RAM", "optim.moment_dtype=8bit", "--seed", seed) as ours:
             train(ours, batches(1))
             ours.synchronize()
-            found.append(ours.offloaded._step_params({}, ours.offloaded.steps, scale=1.0).noise)
+            rules = dict.fromkeys(ours.offloaded.trained, AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1))
+            found.append(ours.offloaded._step_params(rules, ours.offloaded.steps, scale=1.0).noise(0))
     assert found == [Noise(seed=3, step=1), Noise(seed=4, step=1)]
 
 

@@ -55,11 +55,20 @@ class StepParams:
 
     ranges: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
     scale: float  # factor on the gradients: clipping and the inverse of the loss scale
-    noise: Noise | None  # random bits for stochastically rounded masters and moments
+    noise_seed: int | None  # seed of stochastic rounding, if there is any
+
+    def noise(self, unit: int) -> Noise | None:
+        """Return the random bits of a unit's masters and moments.
+
+        They depend on the largest step count of the weights that are updated there. One over all weights stands still
+        while those with fewer steps are updated alone; their bits would repeat.
+        """
+        step = max((part.step for part in self.ranges[unit]), default=0)
+        return None if self.noise_seed is None else Noise(self.noise_seed, step)
 
     def same_for(self, other: StepParams, unit: int) -> bool:
         """Return whether both parameter sets give a unit's pages the same new state."""
-        same = self.scale == other.scale and self.noise == other.noise
+        same = self.scale == other.scale and self.noise_seed == other.noise_seed
         return same and self.ranges[unit] == other.ranges[unit]
 
 
@@ -70,8 +79,7 @@ def step_params_of(
 
     `steps` counts the steps of each weight, including this one. `noise_seed` seeds stochastic rounding, if any.
     """
-    noise = None if noise_seed is None else Noise(seed=noise_seed, step=max(steps.values(), default=0))
-    return StepParams([_ranges_of(unit, rules, steps) for unit in units], scale=scale, noise=noise)
+    return StepParams([_ranges_of(unit, rules, steps) for unit in units], scale=scale, noise_seed=noise_seed)
 
 
 def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
@@ -418,7 +426,7 @@ class Updater:
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)
-        given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise)
+        given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise(page.unit))
         kernel.update_page(PageUpdate(*given, page.unit, page.start))
 
 

@@ -204,19 +204,24 @@ def test_masters_are_converted_to_the_format_of_the_run_that_resumes(build: Buil
 
 
 def test_stored_moments_without_a_gradient_do_not_drift(build: Build, tmp_path: Path) -> None:
-    """Converting 8-bit moments to fp32 and back would change them."""
-    stored = []
+    """Converting 8-bit moments to fp32 and back would change them, also where only the masters' format changes."""
+    stored, fields = [], state_format("adamw", "8bit").fields
     with build(ALL_ON_DRIVES, "optim.moment_dtype=8bit") as ours:
         before = skip_last_block(ours, {2, 3, 4})
         for steps in (range(2), range(2, 5), range(5, 6)):
             for step in steps:
                 train(ours, [batches(6)[step]], before=lambda _, step=step: before(step))
             saved(ours, place := tmp_path / f"{steps.stop}")
-            read = [load_file(place / f"{field}.safetensors") for field in state_format("adamw", "8bit").fields]
+            read = [load_file(place / f"{field}.safetensors") for field in fields]
             stored.append([tensors[name] for tensors in read for name in tensors if ".h.4." in name])
     assert stored[0]
     assert all(torch.equal(one, other) for one, other in zip(stored[0], stored[1], strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(stored[1], stored[2], strict=True) if one.numel() > 9)
+    with build(ALL_ON_DRIVES, "optim.moment_dtype=8bit", "optim.master_dtype=bf16") as ours:
+        ours.load(tmp_path / "6")
+        saved(ours, tmp_path / "bf16")
+    for field in fields.keys() - {"master"}:
+        assert_same(*(load_file(tmp_path / name / f"{field}.safetensors") for name in ("bf16", "6")))
 
 
 # -- drives ----------------------------------------------------------------------------------------------------------

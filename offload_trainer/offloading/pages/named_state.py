@@ -78,7 +78,7 @@ class TieredState:
         return [TensorEntry(weight.name, DTYPES[kind.dtype], kind.shape_of(weight)) for weight in weights]
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole fp32 master. With several nodes all ranks call it."""
+        """Return a CPU copy of one whole master, in fp32. With several nodes all ranks call it."""
         unit, place = self.places[name]
         values = self.store.get(unit.index, place.start, place.weight.numel)
         self.weights.complete(values, unit, place)
@@ -131,14 +131,14 @@ class TieredState:
                     told = state.masters if kind == "master" else state.states
                     raise UserError(f"{directory}: its {kind} is not in {told}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
-                self._fill_page(number, fields, stored, converted=theirs != ours)
+                self._fill_page(number, fields, stored, converted=theirs.moments != ours.moments)
         self.store.flush()  # masters that were open before have the old values
         return state
 
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
-        """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: the formats differ."""
+        """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: those of moments differ."""
         for moment in MOMENTS.values():  # the padding after a weight shares the weight's last scale
             stored_field(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]

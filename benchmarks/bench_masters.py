@@ -28,7 +28,7 @@ def picture(curves: dict[str, list[float]]) -> str:
     from offload_trainer.telemetry.report import Series, lines
 
     series = [Series(name, [(WINDOW * (i + 1), loss) for i, loss in enumerate(its)]) for name, its in curves.items()]
-    chart = lines(series, label="loss over steps").partition("<p")[0]
+    chart = lines(series, label="loss over steps").rpartition("<p class=")[0]
     colours = " ".join(f"--c{number}: {colour};" for number, colour in enumerate(RUNS.values()))
     style = f"svg {{ {colours} }} text {{ font: 12px sans-serif; }} .rule {{ stroke: silver; }} .line {{ fill: none; }}"
     names = [

@@ -76,6 +76,8 @@ PLANTED = [
     ("bf16", "exp_avg", -INF),
     ("8bit", "exp_avg_scales", NAN),
     ("8bit", "exp_avg_sq_scales", -1.0),
+    ("bf16 masters", "master", NAN),
+    ("bf16 masters", "master", INF),
     ("frozen", "fixed", NAN),
 ]
 

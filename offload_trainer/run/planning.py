@@ -290,7 +290,8 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
             yield "--nvme ."
     if config.optim.moment_dtype != "8bit":
         yield "optim.moment_dtype=8bit"
-    if config.optim.master_dtype == "fp32" and found.config.model.dtype == "bf16":
+    allowed = plan.engine == "tiered" and config.optim.name == "adamw" and found.config.model.dtype == "bf16"
+    if allowed and config.optim.master_dtype == "fp32":
         yield "optim.master_dtype=bf16"
     rows = train.micro_batch_size
     if rows > 1:

@@ -42,7 +42,7 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.commands.plan import _models, plan_elsewhere
-from offload_trainer.run.planning import planned, with_what_fits
+from offload_trainer.run.planning import _moves, planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -77,6 +77,14 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
         assert plan_elsewhere(load_config([*given, *more.split()]), here).fits
     assert bool(refused.fits_with) == bool(expected)
     assert bool(expected) != ("Not even three of these together make it fit" in str(error.value))
+
+
+@pytest.mark.parametrize("words", ["", "optim.name=muon", "--engine deepspeed"])
+def test_bf16_masters_are_a_remedy_of_the_tiered_engine_with_adamw_alone(words: str) -> None:
+    config = load_config(["--model", "gpt2", "--scratch", "--dtype", "bf16", *words.split()])
+    found = planned(config, _models(config), machine(ram=GB // 2, drive=GB // 8), world=1)
+    assert not found.plan.fits
+    assert ("optim.master_dtype=bf16" in _moves(found, config, here=False)) == (not words)
 
 
 def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:

@@ -87,7 +87,15 @@ def freezing(frozen: list[str]) -> list[str]:
 
 def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], tmp_path: Path) -> None:
     trainer, output, frozen = source
-    done = imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *freezing(frozen), "--dtype", "fp32")
+    done = imported(
+        output / f"checkpoint-{STEPS}",
+        tmp_path / "run",
+        *freezing(frozen),
+        "--dtype",
+        "fp32",
+        "optim.moment_dtype=8bit",
+    )
+    assert json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]["moment_dtype"] == "fp32"
     assert_same_state(state_of(done.checkpoint), state_in(trainer))
     assert read_state(done.checkpoint).step == STEPS
     identity = json.loads((done.checkpoint / "MANIFEST.json").read_text())["identity"]

@@ -41,6 +41,7 @@ _UNKNOWN = {
     "model": ("attention", "mlp_chunk"),
     "train": ("micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
+    "tiered": ("fetch_granularity",),
 }
 
 
@@ -123,7 +124,7 @@ def _record(state: ForeignState, of: ModelSource, config: TrainConfig, *, steps:
         section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
         for section, keys in config.model_dump(mode="json").items()
     }
-    made["optim"] |= state.optim
+    made["optim"] |= dict(state.optim, moment_dtype="fp32", master_dtype="fp32")  # those of the files
     made["train"]["steps"] = steps
     identity = dict.fromkeys(("seed", "seq_len", "shuffle", "initial weights")) | UNKNOWN_IDENTITY
     return RunRecord(

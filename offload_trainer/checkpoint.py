@@ -78,6 +78,7 @@ STEERING = {
     "optim": tuple(key for key in OptimSection.model_fields if key not in ("name", "kernel", "on_nonfinite_grad")),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
+    "tiered": ("fetch_granularity",),
 }
 
 
@@ -422,15 +423,20 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
 
-    The steps of a run by epochs are not compared: they follow from what it resumes from.
+    The steps of a run by epochs are not compared: they follow from what it resumes from. The fetch granularity decides
+    bits only where state is rounded stochastically.
     """
-    by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
+    ignored = set[str]()
+    if now.get("train", {}).get("epochs", "auto") != "auto":
+        ignored.add("steps")
+    if {now.get("optim", {}).get(key, "fp32") for key in ("moment_dtype", "master_dtype")} == {"fp32"}:
+        ignored.add("fetch_granularity")
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in STEERING.items()
         for then in [before.get(section, {})]
         for key in keys
-        if key in then and now[section].get(key) != then[key] and not (by_epochs and key == "steps")
+        if key in then and now[section].get(key) != then[key] and key not in ignored
     ]
 
 

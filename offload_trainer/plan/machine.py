@@ -252,7 +252,7 @@ def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]
     if rate is None:
         return []
     source = "" if rate.origin == "measured" else f": {rate.source}"
-    return [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}{source}"]
+    return [f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}{source}"]
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

@@ -246,7 +246,7 @@ class OffloadedModel:
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole fp32 master. Call `store.flush` after the last one."""
+        """Return a CPU copy of one whole master, in fp32. Call `store.flush` after the last one."""
         self.synchronize()  # the update may write a weight before its master
         return self.state.master(name)
 
@@ -413,7 +413,7 @@ class OffloadedModel:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole fp32 master on the CPU) one at a time; frozen weights come last, as fp32."""
+        """Yield (name, whole master on the CPU in fp32) one at a time; frozen weights come last."""
         for name in self.trained:
             yield name, self.master(name)
         for name in self.fixed:

@@ -372,7 +372,10 @@ class Session:
         return self._offloaded.weight(name)
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over (name, fp32 master weight on the CPU); for a frozen weight, the weight itself."""
+        """Return an iterator over (name, master weight on the CPU, bf16 ones widened to fp32).
+
+        For a frozen weight it is the weight itself.
+        """
         self._refuse_closed()
         return self._offloaded.masters()
 

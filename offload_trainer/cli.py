@@ -119,7 +119,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
 
     machine = None if given.machine is None else read_machine(given.machine)
-    config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else ())
+    config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else None)
     machine = described(machine, config.placement.nvme) if machine else None
     quieten(loads=machine is None)
     if given.parallel or machine is None:
@@ -329,8 +329,12 @@ def _number(wanted: str, read: Callable[[str], float], least: float, most: float
     return number
 
 
+def _int(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
 def _whole(least: int) -> Callable[[str], Any]:
-    return _number(f"a whole number, at least {least}", int, least)
+    return _number(f"a whole number, at least {least}", _int, least)
 
 
 def _writable(text: str) -> Path:
@@ -346,7 +350,7 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **more}
 
 
-_NODES = _number("one whole number from 1 to 1024", int, 1, 1024)
+_NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
 _SIZE = _number("a number with a unit, such as 500MB or 5GB", parse_bytes, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {

@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
     with lasting_streams():
         try:
             with stop_at_once():
-                _carry_out(list(words))
+                _run_command(list(words))
         except BaseException as error:
             message = explain(error)
             if message is None:
@@ -69,9 +69,9 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def _carry_out(words: list[str]) -> None:
+def _run_command(words: list[str]) -> None:
     if not words:
-        print(help_text(), flush=True)
+        print(help_text(flags=()), flush=True)
         raise UserError("nothing was asked for; `offload-train train` trains a small model on the text that ships here")
     name = take_command(words)
     if "--help" in words or "-h" in words:
@@ -258,7 +258,7 @@ def _chat(given: Namespace, _: list[str]) -> None:
 
 def _typed() -> Iterator[str]:
     """Yield the lines that a person types behind a prompt."""
-    _say("type a message; Ctrl-D ends")
+    _say("type a message; earlier ones are remembered; Ctrl-D ends")
     with suppress(EOFError):
         while True:
             yield input("> ")
@@ -558,8 +558,8 @@ def _parser(command: str) -> _Parser:
     return parser
 
 
-def help_text(command: str | None = None) -> str:
-    """Return the help of one command, or of the program if `command` is None, as wide as the terminal."""
+def help_text(command: str | None = None, *, flags: tuple[str, ...] = tuple(FLAGS)) -> str:
+    """Return the help of a command, or of the program with `flags` if `command` is None, as wide as the terminal."""
     if command is not None:
         parser = _parser(command)
         _show_flags(parser, COMMANDS[command].flags)
@@ -576,7 +576,7 @@ def help_text(command: str | None = None) -> str:
     commands = parser.add_argument_group("commands")
     for name, about in COMMANDS.items():
         commands.add_argument(name, help=about.summary)
-    _show_flags(parser, tuple(FLAGS))
+    _show_flags(parser, flags)
     return parser.format_help()
 
 

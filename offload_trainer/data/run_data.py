@@ -389,7 +389,8 @@ def _describe(data: RunData) -> Iterator[str]:
         yield f"conversations: {tokens.summary}"
     left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.spec.seq_len - 1
     rest = f"; the last {left} tokens do not fill a row" if left else ""
-    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
+    padded = " with padding" if tokens.summary else ""
+    yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
 

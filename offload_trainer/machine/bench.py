@@ -2,16 +2,16 @@
 
     probe -> bench_machine -> the same profile with rates        leaves no files
 
-`bench` measures for a minute or two. A run that starts without rates measures for a few seconds, on the shapes of its
-own model (`run/machine_rates.py`).
+`run/machine_rates.py` calls it for the `bench` command, which takes a minute or two, and at the start of a longer run
+whose choices need rates that are missing, for a few seconds on the shapes of its model.
 
-Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
-zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
-more is written.
+Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
+since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
+in the drive shrinks as more is written.
 
-Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from pinned
-memory and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and gloo replaces NCCL. A
-rate is the slowest rank's, since all ranks wait for it.
+Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from and to
+pinned memory, and all-gather and all-to-all are NCCL's. Without GPUs, host memory replaces device memory and gloo
+replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 from __future__ import annotations

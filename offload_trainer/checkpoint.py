@@ -285,7 +285,7 @@ def write_checkpoint(
         def finish() -> None:
             files.update(also(new))
             finish_checkpoint(new, files, state, record)
-            stack.close()  # renames it
+            stack.close()  # renames it, and the group learns of an error
 
         group.first(begin)
         files = snapshot.write(new, group)

@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
     with lasting_streams():
         try:
             with stop_at_once():
-                _carry_out(list(words))
+                _run_command(list(words))
         except BaseException as error:
             message = explain(error)
             if message is None:
@@ -69,9 +69,9 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def _carry_out(words: list[str]) -> None:
+def _run_command(words: list[str]) -> None:
     if not words:
-        print(help_text(), flush=True)
+        print(help_text(flags=()), flush=True)
         raise UserError("nothing was asked for; `offload-train train` trains a small model on the text that ships here")
     name = take_command(words)
     if "--help" in words or "-h" in words:
@@ -119,7 +119,7 @@ def _plan(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.commands.plan import compare_modes, described, plan_elsewhere
 
     machine = None if given.machine is None else read_machine(given.machine)
-    config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else ())
+    config = load_config(words, drives=[drive.directory for drive in machine.drives] if machine else None)
     machine = described(machine, config.placement.nvme) if machine else None
     quieten(loads=machine is None)
     if given.parallel or machine is None:
@@ -258,7 +258,7 @@ def _chat(given: Namespace, _: list[str]) -> None:
 
 def _typed() -> Iterator[str]:
     """Yield the lines that a person types behind a prompt."""
-    _say("type a message; Ctrl-D ends")
+    _say("type a message; earlier ones are remembered; Ctrl-D ends")
     with suppress(EOFError):
         while True:
             yield input("> ")
@@ -329,8 +329,12 @@ def _number(wanted: str, read: Callable[[str], float], least: float, most: float
     return number
 
 
+def _int(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
 def _whole(least: int) -> Callable[[str], Any]:
-    return _number(f"a whole number, at least {least}", int, least)
+    return _number(f"a whole number, at least {least}", _int, least)
 
 
 def _writable(text: str) -> Path:
@@ -346,7 +350,7 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **more}
 
 
-_NODES = _number("one whole number from 1 to 1024", int, 1, 1024)
+_NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
 _SIZE = _number("a number with a unit, such as 500MB or 5GB", parse_bytes, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
@@ -554,8 +558,8 @@ def _parser(command: str) -> _Parser:
     return parser
 
 
-def help_text(command: str | None = None) -> str:
-    """Return the help of one command, or of the program if `command` is None, as wide as the terminal."""
+def help_text(command: str | None = None, *, flags: tuple[str, ...] = tuple(FLAGS)) -> str:
+    """Return the help of a command, or of the program with `flags` if `command` is None, as wide as the terminal."""
     if command is not None:
         parser = _parser(command)
         _show_flags(parser, COMMANDS[command].flags)
@@ -572,7 +576,7 @@ def help_text(command: str | None = None) -> str:
     commands = parser.add_argument_group("commands")
     for name, about in COMMANDS.items():
         commands.add_argument(name, help=about.summary)
-    _show_flags(parser, tuple(FLAGS))
+    _show_flags(parser, flags)
     return parser.format_help()
 
 

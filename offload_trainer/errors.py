@@ -1,7 +1,12 @@
-"""Exceptions that end a run, their user-facing messages, and the exit code of each.
+"""Exceptions that are no bugs, the exit code of each, and which errors of others the user sees without a traceback.
 
-A message says what happened, the numbers, and what to do. Errors that `explain` recognizes are printed without a
-traceback; every other error is a bug and keeps its traceback.
+    TrainerError   the run stops: 1             UserError, a subclass   the user's mistake, nothing written: 2
+    GpuFull        caught by run/train.py, which goes on with a smaller plan if there is one rank
+    NonFiniteGradient   raised to the caller of a session, who may go on
+    PeerFailed, Interrupted, Stopped            another rank, a signal
+
+Who raises one writes its message: what happened, the numbers, and what to do. `explain` returns it, or a message for
+Ctrl-C, a missing package and a failing disk; None means a bug, which keeps its traceback.
 """
 
 from __future__ import annotations

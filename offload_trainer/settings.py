@@ -443,7 +443,7 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 
-def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
+def load_config(words: list[str], *, drives: Sequence[str] | None = None) -> TrainConfig:
     """Parse ``[CONFIG.yaml] [flags] [section.key=value ...]`` into a validated configuration.
 
     `drives`: the directories of `placement.nvme` unless a word gives some; the file's are of another machine. Raises
@@ -461,7 +461,7 @@ def load_config(words: list[str], *, drives: Sequence[str] = ()) -> TrainConfig:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
-    if drives and "placement.nvme" not in draft.worded | draft.repeated:
+    if drives is not None and "placement.nvme" not in draft.worded | draft.repeated:
         draft.values.setdefault("placement", {})["nvme"] = list(drives)
     data = draft.values.get("data", {})
     for name in ("path", "validation_path"):

@@ -226,7 +226,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     """Run one optimizer step, record its metrics, and return the new state."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = job.counted or read_io()
-    group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
+    group, result, seconds = _timed_step(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after, phases = read_io(), job.clock.take()
     drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
     job.counted = after if result.update_running else None
@@ -273,7 +273,7 @@ def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, in
     return drive, sum(counts) * job.engine.world // len(counts)
 
 
-def _carry_out(
+def _timed_step(
     job: Job, batches: Iterator[Batch], *, lr: float, last: bool = False
 ) -> tuple[list[Batch], StepResult, float]:
     """Run the next step; return its micro-batches, its result and its duration in seconds.
@@ -343,7 +343,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     for number in range(steps):
         forget_peak_rss()
         rate = learning_rate(number, job.optim, steps=train.steps)
-        _, result, seconds = _carry_out(job, batches, lr=rate)
+        _, result, seconds = _timed_step(job, batches, lr=rate)
         before, counted = counted, read_io()
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **memory_of_step(())}
 

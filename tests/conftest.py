@@ -169,8 +169,9 @@ def as_before() -> Iterator[None]:
     products_of_torch()
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
-    os.environ.clear()
-    os.environ.update(before)
+    for name in {*os.environ} - {*before}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 _boxes = count()

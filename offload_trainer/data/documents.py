@@ -1,11 +1,15 @@
-"""Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
+"""Readers of text, records of JSON and tables, with bounded memory, and checks of a record's fields for error messages.
 
-any text (.txt, .md)     one document                                text_blocks    -> blocks of text
-.jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
-.json                    the same, or an array of them
-.csv, .tsv               one a row; the first row has the names
-.parquet, .arrow         one a row, a few rows in memory (pyarrow)
-.gz, .bz2, .xz, .zst     the same, decompressed as a stream          opened         -> the bytes
+The suffix gives the format. A file of text is one document; of the others each row, line or item is a record.
+
+    any other suffix (.txt, .md)   text_blocks    -> blocks of text; the caller opens the file with `opened`
+    .jsonl, .ndjson                read_records   -> (file and line, object), one a line
+    .json                                            the same, or the items of one array
+    .csv, .tsv                                       the first row has the names; all fields are strings
+    .parquet, .arrow                                 a few rows in memory (pyarrow), without nulls in nested values
+    NAME.jsonl.gz, .bz2, .xz, .zst                   all of these but .parquet and .arrow, decompressed by `opened`
+
+What a record means, a document or a conversation, is for conversations.py and packing.py to say.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
 
-The order is computed for each position, so the whole state of the data is one number, and resuming reads nothing again.
-The rows of a step and the seeds of their forwards do not depend on how they are divided over ranks and gradient
-accumulation.
+The order is computed for each position, so the whole state of the data is one number. A resume reads no token file
+again, and a stream from the seek point before the position. With micro-batches of one size, the rows of a step and the
+seeds of their forwards do not depend on how they are divided over ranks and gradient accumulation.
 
     joined(files)          their ids follow each other as in a single file; rows cross from one file into the next
     mixed(files, weights)  in each epoch every text supplies a fixed share of the rows, exact to the row:

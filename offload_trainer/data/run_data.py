@@ -3,14 +3,15 @@
     DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
     find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
 
-Text is tokenised once into the cache, and a ``.bin`` file is used unchanged. Documents are plain text; conversations
+Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a stream is tokenised while the run reads
+it (stream.py). Documents are plain text; conversations
 are divided into rows as they are tokenised. The key is a hash of everything that the ids depend on, including the
 text's bytes, so a changed text, field or tokenizer leads to another file.
 
-Hashes of text files are remembered in cache/NAME-KEY.sums.json. A file is read again unless its size, modification
-times, inode and device equal the remembered ones and it had not changed for two seconds when it was hashed: a second
-change within one clock tick would leave the same times. The inode's ctime is compared too, since no program can set it
-back.
+Hashes of text files are remembered in cache/NAME-PATHS.sums.json, PATHS being a hash of the files' paths. A file is
+read again unless its size, modification times, inode and device equal the remembered ones and it had not changed for
+two seconds when it was hashed: a second change within one clock tick would leave the same times. The inode's ctime is
+compared too, since no program can set it back.
 """
 
 from __future__ import annotations
@@ -389,7 +390,8 @@ def _describe(data: RunData) -> Iterator[str]:
         yield f"conversations: {tokens.summary}"
     left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * data.spec.seq_len - 1
     rest = f"; the last {left} tokens do not fill a row" if left else ""
-    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
+    padded = " with padding" if tokens.summary else ""
+    yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
 

@@ -1,18 +1,17 @@
-"""Streamed data sets: records are tokenized in the data set's order while the run reads them, without a token file.
+"""Streamed data sets: `StreamedTokens.read(start, count)` returns ids by number, as a token file does, without one.
 
     stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
     stream:PATH ── files of records ────┘
 
-The records of a path are those of the same path prepared, and the ids are those of the token file that would be
-written; behind the last record the data set begins again. A row is found by its number, as in a token file, so the
-number of rows is all that a run needs to resume. To reach a row without tokenizing everything before it, the run
-directory has a list of seek points (stream.jsonl): ids before the point, the state of the data set there, and a
-checksum of the ids behind it. Without the list a resumed run tokenizes from the beginning. Packed conversations have
-seek points only where no row is open, which is where the data set begins again. Every rank reads the whole stream and
-takes its own rows.
+Ids are in the data set's own order, and behind the last record the data set begins again. The records of a path are
+those of the same path prepared, and the ids are those of the token file that would be written. rows.py makes rows of
+them, chooses each rank's, and shuffles: with data.shuffle=N the last block of N rows that was read stays in memory, so
+that they can be asked for in any order.
 
-With data.shuffle=N each block of N consecutive rows is in memory while its rows are read in another order. rows.py
-computes it from the seed and the block's number: nothing else has to be saved.
+To reach an id without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl,
+`Point`): ids before the point, the state of the data set there, and a checksum of the ids behind it. Without the list
+a resumed run tokenizes from the beginning. Packed conversations have seek points only where no row is open, which is
+where the data set begins again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) with a JSON sidecar that describes them.
+"""Token files: nanoGPT's ``.bin`` (little-endian ids without a header), and the JSON sidecar that may describe them.
 
     write_tokens   ids -> a scratch directory -> fsync -> NAME.bin, then NAME.bin.json
-    TokenFile      NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
+    TokenFile      NAME.bin, NAME.bin.json if any -> ranges of ids; each block's CRC-32 is checked when it is first read
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
 scratch directory that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the

@@ -1,6 +1,10 @@
-"""Load and save transformers tokenizers.
+"""Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them.
 
-Prepared data records a tokenizer's fingerprint and vocabulary; validation counts the UTF-8 bytes of its tokens' text.
+load_tokenizer, save_tokenizer            builtin, a directory or the hub; files that transformers 4 reads too
+tokenizer_fingerprint, vocabulary_size    recorded in prepared data; the second is the largest id plus one
+document_marks                            ids that begin and end a document
+text_bytes                                UTF-8 bytes of the text of consecutive ids, for validation's bits per byte
+read_template                             a file with a chat template
 """
 
 from __future__ import annotations

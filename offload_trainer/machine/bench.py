@@ -2,16 +2,16 @@
 
     probe -> bench_machine -> the same profile with rates        leaves no files
 
-`bench` measures for a minute or two. A run that starts without rates measures for a few seconds, on the shapes of its
-own model (`run/machine_rates.py`).
+`run/machine_rates.py` calls it for the `bench` command, which takes a minute or two, and at the start of a longer run
+whose choices need rates that are missing, for a few seconds on the shapes of its model.
 
-Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
-zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
-more is written.
+Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
+since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
+in the drive shrinks as more is written.
 
-Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from pinned
-memory and the all-gather is NCCL's. Without GPUs, host memory replaces device memory and gloo replaces NCCL. A
-rate is the slowest rank's, since all ranks wait for it.
+Links are timed by one process per rank, with all ranks active. With GPUs each rank uses one; copies are from and to
+pinned memory, and all-gather and all-to-all are NCCL's. Without GPUs, host memory replaces device memory and gloo
+replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import TimeoutError as ProcessTimeout
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import median
 
@@ -500,15 +499,19 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
     """
     say(f"bench: links between {ranks} ranks")
-    with scratch("offload-trainer-links-") as folder, get_context("spawn").Pool(ranks) as pool:
-        timed = pool.imap_unordered(partial(run_rank, ranks=ranks, store=folder / "store"), range(ranks))
-        until = time.monotonic() + _PATIENCE
+    with (
+        scratch("offload-trainer-links-") as folder,
+        ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool,
+    ):
+        timed = [pool.submit(run_rank, rank, ranks=ranks, store=folder / "store") for rank in range(ranks)]
         try:
-            found, *_ = [timed.next(until - time.monotonic()) for _ in range(ranks)]
-        except ProcessTimeout as error:
-            raise TrainerError(
-                f"links between {ranks} ranks could not be timed: not finished in {_PATIENCE:.0f} s"
-            ) from error
+            found, *_ = [each.result() for each in as_completed(timed, timeout=_PATIENCE)]
+        except (TimeoutError, BrokenProcessPool) as error:
+            why = f"not finished in {_PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "a rank was killed"
+            raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from error
+        finally:
+            for process in active_children():  # the pool would wait for ranks that wait for one that failed
+                process.terminate()
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 

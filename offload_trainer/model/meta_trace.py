@@ -1,8 +1,16 @@
-"""Traces of a model's passes on meta tensors: allocations and releases as on a device, and the order of its weights.
+"""Instruments for a pass on meta tensors: allocations and releases as on a device, and the order of its weights.
 
-Meta tensors have no memory and no values. Two things depend on values, so they are modelled: the attention kernel
-(fused kernels keep their output and one logarithm per row; a CPU has no fused kernel with dropout), and whether rows
-are packed, which the caller says.
+activations.py runs the passes inside them and computes memory from what they record.
+
+    AllocationTrace   bytes allocated and released, in order, with marks
+    Kernels           attention and dropout as the device has them: fused kernels keep their output and one logarithm
+                      per row (a CPU has none with dropout), a GPU keeps a byte per element that it may drop
+    Gradient, TileStub   in place of the layers behind a block, and of a module that runs in pieces
+    UnitsOfWeights    the order in which forward and backward use weights
+    Operations        a budget, beyond which `TooLong` is raised
+
+Meta tensors have no values. Where code asks for one (is anything padded, are positions consecutive), the answer is that
+of usual rows; whether rows are packed is for the caller to say.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Norms of gradients and of their sums, for clipping and logging, with the same bits wherever the values are placed.
+"""Norms of gradients and of their sums, the total of all weights, and the factor that clips it.
 
-    one gradient                    `norm_of`, on the device that computed it
-    a sum over micro-batches        `norm_of` if a CPU trains; ordered if a GPU trains, wherever the sum is
+    one gradient                  norm_of(g), on the device that computed it: wherever it then goes, the bits are these
+    a sum over micro-batches      norm_of(sum) if a CPU trains; norm_of(sum, ordered=True) if a GPU trains
 
 With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
-Ordered norms therefore consist of single additions in a fixed order. In host memory both kinds are combined from one
-partial result for each of several `Pieces`, which kernels compute while they add gradients (`TorchKernel.add`).
+An ordered norm therefore adds squares in a fixed order, by halving. `Pieces` says into which pieces a weight is cut:
+in host memory a kernel returns one partial result a piece while it adds a gradient (`TorchKernel.add`), and
+`Pieces.norm` combines them. Whoever clips multiplies by `clip_factor` itself.
 """
 
 from __future__ import annotations

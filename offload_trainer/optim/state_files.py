@@ -3,10 +3,16 @@
     DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole
         exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           with 8-bit moments
         fixed.safetensors                                                   frozen weights, if there are any
-        engine.json                                                         optimizer steps, loss scale
+        engine.json                                                         `EngineState`: steps, in all and by weight,
+                                                                            update rule, formats, loss scale
+
+    write   write_files asks each `StateFile` for one whole tensor after the other, on all ranks, and one rank writes.
+            The tiered engine writes masters and moments page by page (offloading/pages/named_state.py).
+    read    StoredKind: a range of a weight, as stored or in fp32; read_tensors: whole tensors in fp32
 
 The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
-and an export needs no engine. Masters and moments have their storage format and are read as fp32.
+and an export needs no engine. Masters and moments have their storage formats. Manifest and the run's other files are
+checkpoint.py's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""Tiers: where weights, gradients, optimizer state and block inputs are placed, and what a machine has there.
+"""Tiers: the names and numbers of the places for weights, gradients, optimizer state and block inputs.
 
-TierKind   the value of a configuration key and of an engine's placement: the GPU, RAM, or the drives
-Tier       one tier of a machine, with its capacity and rates; plans count bytes by its name
-Tiers      all tiers of a machine, by the numbers that the layout gives them (`plan/tiered/layout.py`)
+    TierKind                what a configuration key asks for: the GPU, RAM, or the drives
+    Placement               the kinds of the 16-bit weights and of the optimizer state
+    RAM, DEVICE, ELSEWHERE  and 0, 1, ...: homes, the number of the tier where a page or a unit is (drives from 0 on)
+    Tier, Tiers             a machine's tiers with their capacities (a drive also has its rates); `by_home` finds
+                            one by its number
+    Item                    bytes on a tier, with a name and the reason: a line of the plan
+
+What goes where is decided in plan/tiered/layout.py and the engines' plans; machine/ probes and measures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# A plugin for ms-swift: `swift sft` and `swift pt` train all weights, offloaded; other tuners were not tried.
+# A plugin that runs inside ms-swift: `swift sft` and `swift pt` train all weights, offloaded; other tuners: not tried.
 # run:    swift sft sft.yaml --external_plugins configs/ms_swift.py
 # docs/integrations.md has a YAML. It needs ms-swift 4.6, and offload-trainer without its extra hf.
 import argparse

@@ -94,7 +94,7 @@ def train_run(
         if finished and instead is None:
             resume.clear(setup)
             return
-        attempt = partial(_carry_out, lock=lock, nodes=nodes, instead=instead, build=build)
+        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead, build=build)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
         if full and instead is not None:
@@ -247,7 +247,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
 # -- resume, build, train ----------------------------------------------------------------------------------------------
 
 
-def _carry_out(
+def _run_once(
     setup: Setup,
     checkpoint: Path | None,
     *,
@@ -280,11 +280,11 @@ def _carry_out(
             return
         job.unvalidated = unvalidated
         resume.keep(setup, job)
-        _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
+        _train_to_end(setup, job, resume_from=(checkpoint, begins) if begins else None)
         resume.clear(setup)
 
 
-def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
+def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
     """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:

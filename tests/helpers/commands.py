@@ -43,7 +43,10 @@ torch.set_num_threads(1)  # Several tests run at the same time.
 KILL = signal.SIGKILL
 LIMIT = 3 << 29  # bytes (1.5 GiB)
 _RANKS = ("--gpus", "placement.gpus")
-_NUMBERS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped", "validation_loss")
+_NUMBERS = {  # what runs are compared by in their files of lines
+    "metrics": ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped"),
+    "evaluations": ("step", "validation_loss"),
+}
 
 
 @dataclass(frozen=True)
@@ -141,22 +144,24 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 
 def results(output: Path) -> dict[str, Any]:
-    """Return what runs are compared by: the numbers of `steps` and `validations`, and checksums of all `tensors` in the
-    newest checkpoint and in the export, by file and name.
+    """Return what runs are compared by: the numbers of `metrics` and `evaluations`, and dtype, shape and checksum of
+    all `tensors` in the newest checkpoint and in the export, by file and name.
     """
     found: dict[str, Any] = {"tensors": {}}
-    for part, name in (("steps", "metrics.jsonl"), ("validations", "evaluations.jsonl")):
-        lines = (output / name).read_text().splitlines() if (output / name).exists() else ()
-        found[part] = [[json.loads(line).get(key) for key in _NUMBERS] for line in lines]
+    for name, keys in _NUMBERS.items():
+        lines = map(json.loads, (output / f"{name}.jsonl").read_text().splitlines())
+        found[name] = [[line[key] for key in keys] for line in lines]
     places = [*sorted((output / "checkpoints").glob("step-*"))[-1:], output / "export"]
     for path in (path for place in places for path in place.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            found["tensors"][path.parent.name, path.stem, name] = crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+            bits = crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+            found["tensors"][path.parent.name, path.stem, name] = (tensor.dtype, tensor.shape, bits)
+    assert found["tensors"], output
     return found
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
     """Assert identical numbers of all steps, and bit-identical state or weights at the end."""
     ours, right = results(run.output), results(expected.output)
-    assert ours["steps"] == right["steps"]
-    assert ours["tensors"] == right["tensors"] != {}
+    assert ours["metrics"] == right["metrics"]
+    assert ours["tensors"] == right["tensors"]

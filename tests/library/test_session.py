@@ -131,7 +131,7 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
     def sleep(updater: Updater, _: Any, route: Any, *__: Any, **___: Any) -> None:
         time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0.001)
 
-    run_before(monkeypatch.setattr, Updater, "_update", sleep)
+    run_before(monkeypatch.setattr, Updater, "_update_page", sleep)
     torch.manual_seed(3)
     model = Spare()
 

@@ -22,7 +22,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow down each page's update, so that the next forward, or the backward, is ahead of it."""
-    run_before(monkeypatch.setattr, Updater, "_update", lambda *_, **__: time.sleep(0.0007))
+    run_before(monkeypatch.setattr, Updater, "_update_page", lambda *_, **__: time.sleep(0.0007))
 
 
 @pytest.fixture

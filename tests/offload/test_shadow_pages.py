@@ -70,7 +70,7 @@ def test_files_hold_one_whole_step_at_every_moment(
     """A kill at any page of any update would find the previous step, also with two drives."""
     drives = [build.drive / "a", build.drive / "b"]
     seen: list[int] = []
-    update = Updater._update
+    update = Updater._update_page
 
     with engine(build.model, *TWO, drives=drives) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
@@ -85,7 +85,7 @@ def test_files_hold_one_whole_step_at_every_moment(
                 assert_same(dict(stored.weights()), before)
                 seen.append(stored.step)
 
-        monkeypatch.setattr(Updater, "_update", looked)
+        monkeypatch.setattr(Updater, "_update_page", looked)
         for data in batches(4):
             train(ours, [data])
             ours.commit({})

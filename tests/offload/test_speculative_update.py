@@ -139,7 +139,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
             assert decided.wait(300)
 
     run_before(monkeypatch.setattr, Updater, "_end_speculation", lambda _: decided.set())
-    run_before(monkeypatch.setattr, Updater, "_update", wait)
+    run_before(monkeypatch.setattr, Updater, "_update_page", wait)
     for how in (IN_LINE, FULL):
         with build(ALL, limit, how, shadows=1.0) as ours:
             spoil = plant(ours, {skipped: float("nan")})
@@ -229,7 +229,7 @@ def test_seconds_during_the_backward_are_hidden(build: Build, monkeypatch: pytes
         if updater._speculative is not None and not slept:
             slept.append(time.sleep(0.1))
 
-    run_before(monkeypatch.setattr, Updater, "_update", sleep)
+    run_before(monkeypatch.setattr, Updater, "_update_page", sleep)
     with build("nothing in RAM", FULL, held=True) as ours:
         train(ours, batches(1))
         ours.synchronize()

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,14 +297,15 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_or_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits for it in vain."""
-    monkeypatch.setattr(bench, "run_rank", without_a_second)
-    with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank 1: OSError: no second rank"):
-        bench.bench_links(Links(), ranks=2, say=lambda line: None)
+    for second, why in ((failing, "rank 1: OSError: no second rank"), (killed, "a rank was killed")):
+        monkeypatch.setattr(bench, "run_rank", second)
+        with pytest.raises(TrainerError, match=f"between 2 ranks could not be timed: {why}"):
+            bench.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
-def without_a_second(rank: int, **how: Any) -> Links:
+def failing(rank: int, **how: Any) -> Links:
     if rank == 1:
         bench.all_ranks.join = no_second  # in a process of its own
     return bench.run_rank(rank, **how)
@@ -311,6 +313,12 @@ def without_a_second(rank: int, **how: Any) -> Links:
 
 def no_second() -> None:
     raise OSError("no second rank")
+
+
+def killed(rank: int, **how: Any) -> Links:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return bench.run_rank(rank, **how)
 
 
 @pytest.mark.slow

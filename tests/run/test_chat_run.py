@@ -47,7 +47,7 @@ def test_a_run_resumes_on_another_day_and_machine(chat: Path, drive: Path, tmp_p
         words = (*WORDS, *data, f"data.cache={tmp_path / zone[-3:]}", *words)
         done = faulty(fault, *words, output=tmp_path / name, TZ=zone)
         assert done.code == code, done.text[-3000:]
-        return results(done.output)["steps"]
+        return results(done.output)["metrics"]
 
     whole = run("whole", zone=first)
     assert run("other", zone=later) != whole

@@ -161,7 +161,7 @@ def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
     assert not (stopped.output / "export").exists()
     again = call(*NEVER, output=stopped.output)
     assert "resumed from" in again.text
-    assert results(again.output)["steps"] == results(whole.output)["steps"]
+    assert results(again.output)["metrics"] == results(whole.output)["metrics"]
     weights = "export/model.safetensors"
     assert (again.output / weights).read_bytes() == (whole.output / weights).read_bytes()
 

@@ -211,7 +211,7 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         assert cli.main(["chat", str(run), "--tokens", "3", "--temperature", "0"]) == 0
         told = capsys.readouterr()
         assert told.out == answer
-        assert "type a message; Ctrl-D ends" in told.err
+        assert "earlier ones are remembered; Ctrl-D ends" in told.err
     assert cli.main(["runs", str(run.parent)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("done")
     assert cli.main(["runs", str(run), "--json"]) == 0

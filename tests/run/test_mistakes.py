@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "no such checkpoint": ("--resume nowhere", "nowhere"),
     "another seed where a run was": ("--seed 7 --output run TINY", "seed"),
-    "another text where a run was": ("--data long.txt --output run TINY", "text"),
+    "another text where a run was": ("--data long.txt --output run TINY", "the text of --data is"),
     "an export of nothing": ("export nowhere out --dtype bf16", "nowhere"),
     "an export over files": ("export run full --dtype bf16", "full"),
     "a sample of nothing": ("sample nowhere", "nowhere: no such directory"),

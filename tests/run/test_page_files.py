@@ -148,7 +148,7 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
     done = faulty("none", *words, "tiered.state_copies=1", output=alone, **begun)
     assert done.code == 0, done.text
     whole = results(alone)
-    skipped = [row[-2] for row in whole["steps"]]  # before the loss of a validation
+    skipped = [row[-1] for row in whole["metrics"]]
     assert {True, False} == set(skipped)
     first = skipped.index(False)
     killed(f"line={first - 3}", *words, output=tmp_path / "run", **begun)
@@ -187,7 +187,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
     assert "step-00000006 is already at step 6 of 6" in run.text
-    assert results(run.output)["steps"] == alone["steps"]
+    assert results(run.output)["metrics"] == alone["metrics"]
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path:
     run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
     assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
-    assert results(run.output)["steps"] == alone["steps"]
+    assert results(run.output)["metrics"] == alone["metrics"]
     killed("record=2", "--nvme", place, *ALL, output=tmp_path / "other")
     run = call("--nvme", place, *ALL, "--ram-fraction", "0.5", "--resume", "never", output=tmp_path / "other")
     assert gone_on(run) is None

@@ -126,7 +126,7 @@ def test_a_step_ends_behind_the_rows_of_its_last_micro_batch(monkeypatch: pytest
     rows = torch.zeros(1, 4, dtype=torch.int64)
     group = [Batch(rows, rows, data_position=number) for number in (11, 12, 13)]
     result = StepResult(loss=1.0, grad_norm=1.0, loss_scale=1.0, skipped=False)
-    monkeypatch.setattr(trainer, "_carry_out", lambda *_, **__: (group, result, 1.0))
+    monkeypatch.setattr(trainer, "_timed_step", lambda *_, **__: (group, result, 1.0))
     job: Any = SimpleNamespace(
         train=TrainSection(steps=9), optim=OptimSection(), engine=SimpleNamespace(world=1), clock=PhaseClock(),
         counted=None, telemetry=None, to_save=trainer.TimeToSave(step=None, save=0.0),

@@ -79,7 +79,8 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     assert DEMO == "make demo"
     venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
     (venv / ".ready").touch()  # `make setup` was run
-    shown = shell(f"{DEMO} VENV={venv}", fresh | {"UV_OFFLINE": "1"}, clone)
+    offline = {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "uv")}  # another test may have loaded the model
+    shown = shell(f"{DEMO} VENV={venv}", fresh | offline, clone)
     assert "PyPI must be reachable" in shown  # tests/tools/test_tutorial.py has the demo with its model
     assert "\nMACBETH." in shown
     assert len(steps(clone / "demo-run/run")) == 20

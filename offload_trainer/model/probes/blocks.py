@@ -1,14 +1,18 @@
-"""Probes of a model's blocks: what can run on pieces of a row of tokens, or be fetched one module at a time.
+"""Probes of a model's blocks, made once before the plan: what can run in pieces, in parts, or in another order.
 
-A third probe finds whether several micro-batches can pass through a block before the next block runs. Names and
-architectures do not tell: some code reads a child module's weight without calling the child, some MLPs use the previous
-token, some blocks feed all later ones. So each probe tries a tiny model of the same kind (tiny_model.py):
+Names and architectures do not tell: some code reads a child module's weight without calling the child, some MLPs use
+the previous token, some blocks feed all later ones. So a tiny model of the same kind is run (tiny_model.py):
 
-    tiles      position-wise modules (tiled_mlp.py): a token's output is the same alone, in a piece, and in a whole row
-    children   modules whose children can be present one at a time (`tiered.fetch_granularity=module`)
-    chain      blocks through which micro-batches may pass together (`tiered.micro_batch_order`, breadth_first.py)
+    with_tiles            position-wise modules (tiled_mlp.py): loss and gradients are the same with the module run on
+                          pieces of the row. The tiles' memory is counted as well.
+    with_divided_blocks   modules whose children can be present one at a time (`tiered.fetch_granularity=module`): in a
+                          recorded forward each weight is used before another child begins. The order in which a block
+                          uses its weights is recorded as well.
+    why_no_chain          blocks through which several micro-batches may pass together (`tiered.micro_batch_order`,
+                          breadth_first.py): gradients have the same bits. Returns the reason if not.
 
-A module qualifies if it passes in all blocks of its kind, alone and together with all others that passed.
+The first two return the model with the findings in its shape. A kind of module qualifies if it passes alone and
+together with all others that passed; a chain is of the whole model.
 """
 
 from __future__ import annotations

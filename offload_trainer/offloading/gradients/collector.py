@@ -1,16 +1,19 @@
-"""Collect gradients from autograd, accumulate them over a step's micro-batches, and compute their norm.
+"""Accumulate gradients over a step's micro-batches where their sums are placed, and measure each weight's sum.
 
-    autograd ──add──> sums on the device                               one operation on the device's stream
-             ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
-             ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
-             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
+    add ──add──> sums on the device                               one operation on the device's stream
+        ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
+        ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
+        ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
 
-A GPU's copies are queued together for a unit (`Downloads`), with one event and one wait, for which Python takes 100 us.
-Autograd's thread waits only if too many bytes are in flight, on the device or in the host ring buffer, and then only
-for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
-as autograd does. Norms are computed as gradients arrive, and summed in the model's order, so that neither the placement
-nor the order of arrival changes a bit of the total. `Gradients` serves one rank; with several ranks
-`ranks/sharded_gradients.py` takes its place.
+    Gradients        one rank's sums; hooks of offloading/model.py call `add`. ranks/sharded_gradients.py takes its
+                     place with several ranks, and uses the next two
+    GradientIntake   which weights have a gradient, and the sum of a tied weight's uses, on the device as in autograd
+    StagedSums       sums in RAM, and buffers in front of drives
+    Downloads        copies from the GPU: together for a unit, with one event and one wait, for which Python takes
+                     100 us. Autograd's thread waits only if too many bytes are in flight, for the oldest copy
+
+Norms are measured as the last micro-batch's gradients arrive, with the same bits for every placement and order of
+arrival; `norms` gives them in the model's order, and optim/norms.py makes the total of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fetch offloaded weights together with the other ranks of a node, so that each byte is read or copied once per node.
+"""Fetch offloaded weights together with the other ranks of a node, so that bytes are read or copied once per node.
 
     drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
     RAM    ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
+           only with `Node.by_parts`; else each rank copies whole units, as it does what ranks cannot divide evenly
 
 `Turns` decides which fetches ranks share, without deadlock when they need different units:
 

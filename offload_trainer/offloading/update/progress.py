@@ -1,13 +1,14 @@
 """Track which units have their new weights while an update runs, so that a forward waits only for the unit it needs.
 
-    update   page written, page written, ... ──told_by──> the unit's future ──> `wait`, or `fetched`: copy to the device
+    update   pages written ──when_written──> the unit's future ──> `wait`, or `fetch_when_ready`: copy to the device
     end      all units, and the update's last actions ──> `finish`
 
 With several ranks each updates its own pages of a unit. A thread then visits the units in the order of the forward,
-waits for this rank's pages and for the other ranks' threads, and only then reports the unit. It never waits for a
-training thread.
+waits for this rank's pages and for the other ranks' threads, and only then reports the unit. Of a training thread it
+waits at most for pages that this updates itself (`tiered.overlap=off`).
 
-An error completes every pending future with that error, and every later wait raises it.
+An error completes the pending futures of all units with that error. A later wait raises it, except for a unit that has
+all of its new weights; `finish` raises it each time.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ class Updater:
     def _compute(self, page: PageMemory, params: StepParams) -> None:
         """Update one page on the CPU."""
         rest = "weights" in page.route.through_host
-        self._update(self._kernel, page.route, page.state, page.gradient, page.out, params, rest=rest)
+        self._update_page(self._kernel, page.route, page.state, page.gradient, page.out, params, rest=rest)
 
     def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
@@ -404,11 +404,11 @@ class Updater:
         staged = "weights" in route.through_device
         if staged:
             out = self._device_out[:count]
-        self._update(self._device_kernel, route, page.state, gradient, out, params, rest=staged)
+        self._update_page(self._device_kernel, route, page.state, gradient, out, params, rest=staged)
         if staged:
             page.out.copy_(out, non_blocking=True)
 
-    def _update(
+    def _update_page(
         self,
         kernel: Kernel,
         route: Route,

@@ -2,7 +2,7 @@
 
 A parameter stays the same object; its class becomes `OffloadedParameter`. A tensor that shares its memory (a view,
 `detach()`, `.data`) gets the class `ParameterView`. torch calls `__torch_function__` of both classes before each
-operation:
+operation. Values come from the parameter's `provider` (`OffloadedModel.borrow_weights`):
 
     shape, dtype, device, ...    answered without fetching anything
     values, inside its module    the module's hook has fetched them

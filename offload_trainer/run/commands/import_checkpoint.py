@@ -1,10 +1,12 @@
-"""The import command: make a run directory whose first checkpoint is another trainer's.
+"""The import command: make a run directory whose first checkpoint is another trainer's (run/foreign.py: which ones).
 
     SOURCE ── opened ──> ForeignState ── one tensor at a time ──> RUN/checkpoints/step-N (optim/state_files.py)
+    configuration, model, tokenizer, the source's settings ─────> the checkpoint's manifest and model/
+    rates of the next step, there and here ─────────────────────> what the command prints (`Imported`)
 
-The new checkpoint is like one that a run has saved, except that nothing is known of the data: keys of the run's
-identity are null in its manifest, so any data can follow. The run that resumes from it writes all other files of the
-run directory.
+Only AdamW's state is imported. The new checkpoint is like one that a run has saved, except that nothing is known of
+the data: every key of the run's identity but the number of parameters is null, so any data can follow. The run that
+resumes from it writes all other files of the run directory.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 Its results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements,
 which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer
-arithmetic rounds them in the same way on every card. Every operation in fp32 rounds to nearest even; moments are stored
-with stochastic rounding in bf16, and the second in 8 bits. FMA is written where a CPU with FMA fuses, and
-`enable_fp_fusion=False` keeps the compiler from forming others.
+arithmetic rounds them in the same way on every card. Every operation in fp32 rounds to nearest even; masters and
+moments are stored with stochastic rounding in bf16, and second moments in 8 bits. FMA is written where a CPU with FMA
+fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
 
 cuda_adam.py launches these functions. In the package only that module imports this one: Triton comes with torch's CUDA
 wheels, and not with the ones for CPUs.

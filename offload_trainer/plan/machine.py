@@ -210,7 +210,7 @@ def read_machine(name: str) -> MachineProfile:
 def describe_rates(machine: MachineProfile) -> str:
     """Return the machine's rates as text, one line each."""
     rates = machine.rates
-    lines = [f"{machine.gpu or machine.cpu}, {machine.cores} cores; {machine.source}"]
+    lines = [f"{machine.gpu or f'no GPU; {machine.cpu}'}, {machine.cores} cores; {machine.source}"]
 
     def add(name: str, rate: Rate | None, scale: float, unit: str) -> None:
         lines.extend(_line_of(name, rate, scale, unit))
@@ -236,7 +236,7 @@ def describe_rates(machine: MachineProfile) -> str:
         )
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
-        add("moved per second of products lost", drive.rates.computation_lost, 1e9, "GB")
+        add("moved at the cost of 1 s computing", drive.rates.computation_lost, 1e9, "GB")
     return "\n".join(lines)
 
 
@@ -251,8 +251,8 @@ def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]
     """Return the line of a rate, with its source if it was not measured; none if it is unknown."""
     if rate is None:
         return []
-    source = "" if rate.origin == "measured" else f": {rate.source}"
-    return [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}{source}"]
+    source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
+    return [f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()]
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

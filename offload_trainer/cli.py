@@ -165,7 +165,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
 
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
-    kept = f"kept for plans from now on, with how each was measured: {cache_file()}"
+    kept = f"`offload-train plan` knows seconds from now on; all rates, and how they were measured:\n  {cache_file()}"
     _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
 
 

@@ -130,6 +130,8 @@ def open_file(path: Path, *, links: bool = False) -> int:
     symbolic link at the end of the path.
     """
     try:
+        if not links and stat.S_ISLNK(os.lstat(path).st_mode):  # before anything opens it
+            raise ValueError("it is a link")
         return open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise

@@ -52,7 +52,7 @@ def importing(package: str, *, feature: str) -> Iterator[None]:
 
     Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
-    if not torch.cuda.is_available():
+    if package == "deepspeed" and not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # without it, DeepSpeed warns that it found none
     try:
         yield

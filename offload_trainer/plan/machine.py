@@ -70,15 +70,9 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
-_LAYER_UNITS = {
-    "attention": "GFLOP/s",
-    "values": "G values/s",
-    "loss": "G logits/s",
-    "weights": "G weights/s",
-    "tables": "G elements/s",
-    "orthogonalisation": "GFLOP/s",
-}
-LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
+# in FLOP/s attention and orthogonalisation, the others in values, logits, weights and elements a second
+_LAYER_PARTS = ("attention", "values", "loss", "weights", "tables", "orthogonalisation")
+LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_PARTS)})\.\w+$")]  # `layer_key` writes it
 
 
 @exact_record
@@ -208,23 +202,18 @@ def read_machine(name: str) -> MachineProfile:
 
 
 def describe_rates(machine: MachineProfile) -> str:
-    """Return the machine's rates as text, one line each."""
+    """Return as text, one line each, the rates that a reader can judge; the profile's JSON has all of them."""
     rates = machine.rates
-    lines = [f"{machine.gpu or machine.cpu}, {machine.cores} cores; {machine.source}"]
+    lines = [f"{machine.gpu or f'no GPU; {machine.cpu}'}, {machine.cores} cores; {machine.source}"]
 
     def add(name: str, rate: Rate | None, scale: float, unit: str) -> None:
         lines.extend(_line_of(name, rate, scale, unit))
 
     for dtype, rate in rates.matmul.items():
         add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
-    for key, rate in rates.layers.items():
-        dtype, part, phase = key.split(".")
-        add(f"{part}, {phase}, {dtype}", rate, 1e9, _LAYER_UNITS[part])
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
-    for kernel, rate in rates.sums.items():
-        add(f"adding gradients, {' with '.join(kernel.split('.'))}", rate, 1e9, "GB/s")
     for name in ("to_device", "from_device", "both_ways", "both_ways_out"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     lines += describe_links(machine.links)
@@ -234,9 +223,8 @@ def describe_rates(machine: MachineProfile) -> str:
         lines.append(
             f"{drive.directory}: {drive.filesystem} on {drive.disk or 'no block device'} {drive.throttle}".rstrip()
         )
-        for name in ("read", "write", "mixed_read", "mixed_write"):
-            add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
-        add("moved per second of products lost", drive.rates.computation_lost, 1e9, "GB")
+        for name, told in (("read", "alone"), ("write", "alone"), ("mixed_read", "both"), ("mixed_write", "both")):
+            add(f"{name.removeprefix('mixed_')}, {told}", getattr(drive.rates, name), 1e9, "GB/s")
     return "\n".join(lines)
 
 
@@ -251,8 +239,8 @@ def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]
     """Return the line of a rate, with its source if it was not measured; none if it is unknown."""
     if rate is None:
         return []
-    source = "" if rate.origin == "measured" else f": {rate.source}"
-    return [f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}{source}"]
+    source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
+    return [f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()]
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

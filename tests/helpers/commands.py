@@ -156,7 +156,6 @@ def results(output: Path) -> dict[str, Any]:
         for name, tensor in load_file(path).items():
             bits = crc32(tensor.reshape(-1).view(torch.uint8).numpy())
             found["tensors"][path.parent.name, path.stem, name] = (tensor.dtype, tensor.shape, bits)
-    assert found["tensors"], output
     return found
 
 
@@ -164,4 +163,4 @@ def assert_same_run(run: Run, expected: Run) -> None:
     """Assert identical numbers of all steps, and bit-identical state or weights at the end."""
     ours, right = results(run.output), results(expected.output)
     assert ours["metrics"] == right["metrics"]
-    assert ours["tensors"] == right["tensors"]
+    assert ours["tensors"] == right["tensors"] != {}

@@ -316,6 +316,7 @@ def open_parts(
         units=units,
         homes=homes,
         sizes=sizes,
+        format=work.state,
         dtype=dtype,
         gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
         ring_bytes=gradient_ring(

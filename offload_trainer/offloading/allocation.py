@@ -26,6 +26,7 @@ from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
 from offload_trainer.storage.transfer import DriveFile, Transfers
 
@@ -60,6 +61,7 @@ class EngineParts:
     units: tuple[Unit, ...]
     homes: TierMap
     sizes: TierSizes  # sizes of the buffers between tiers, and when the update runs
+    format: StateFormat  # of the optimizer state
     dtype: torch.dtype  # dtype of the model's weights
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
@@ -88,7 +90,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     """
     device, drives, kernel, copies = parts.device, parts.drives, parts.kernels[0], parts.sizes.places
     units, homes, node = parts.units, parts.homes, parts.node
-    table = PageTable(homes.pages, parts.sizes.format)
+    table = PageTable(homes.pages, parts.format)
     state = PageStore(
         table,
         files=drives.files("state", [copies * size for size in table.sizes], table.homes),

@@ -27,7 +27,7 @@ class Workload:
     offload_activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: device
     loss_chunk: int  # tokens whose logits are in memory at a time
     sums: Literal["fp32", "model"]  # dtype in which gradients of several micro-batches are accumulated
-    state: StateFormat  # optimizer rule and format of its moments
+    state: StateFormat  # optimizer rule, and the formats of its state
     kernel: str  # CPU update kernel: "auto" or a name
     checkpoints: int | None  # number kept on the output's drive; 0: export weights at the end instead; None: neither
     nodes: int = 1  # each with the same number of ranks

@@ -309,8 +309,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     if why := _why_never(setup):
         raise ValueError(why)
     identity, layout = setup.record.identity, setup.record.layout
-    units, pages, sizes = layouts_of(setup.work).units, _pages(setup), setup.plan.sizes
-    assert isinstance(sizes, TierSizes)
+    units, pages = layouts_of(setup.work).units, _pages(setup)
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
@@ -321,7 +320,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         folders,
         units,
         pages,
-        format=sizes.format,
+        format=setup.work.state,
         model=setup.output / "model",
         run=manifest.run,
     )

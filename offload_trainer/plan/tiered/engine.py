@@ -207,9 +207,6 @@ class Tiered:
             ram_fraction=in_ram if place.ram_fraction == "auto" else place.ram_fraction,
             gradients=gradients,
             activations=work.offload_activations,
-            rule=work.state.rule.name,
-            states=work.state.moments.name,
-            masters=work.state.masters.name,
             page=tiered.page_size,
             page_buffers=tiered.page_buffers,
             unit_buffers=tiered.weight_buffers,
@@ -256,7 +253,7 @@ class Tiered:
         if may_keep and heap_holes(work, one.items) <= left_free(ram.capacity):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
         trained, ram_is_open = sum(unit.trained for unit in one.units) // work.nodes, place.ram_fraction == "auto"
-        is_open, each = place.optimizer == "auto" and trained > 0, sizes.format.mean_bytes(work.shape)
+        is_open, each = place.optimizer == "auto" and trained > 0, work.state.mean_bytes(work.shape)
         if is_open and place.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
             bare = replace(sizes, gpu_fraction=0.0, ram_fraction=0.0 if ram_is_open else sizes.ram_fraction)
             share = bare.on_drives
@@ -434,7 +431,7 @@ class TieredCandidate:
             products = seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            beside = traffic_beside_matrices(work, self._laid_out, format=self.sizes.format, tiers=tiers_of(machine))
+            beside = traffic_beside_matrices(work, self._laid_out, format=work.state, tiers=tiers_of(machine))
             others = transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
@@ -486,7 +483,7 @@ class TieredCandidate:
         homes, sizes = self._laid_out, self.sizes
         # Copying the old bytes of pages with shadow memory reads and writes each. If the memory's rate was not
         # measured, it is that of the update, which is bound by memory.
-        size, memory = shadow_bytes(homes, sizes.format), self.machine.rates.memory
+        size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
         early = early_pages(self.units, homes, copying=2 * size / moved if moved else 0.0, buffers=sizes.page_buffers)

@@ -54,7 +54,7 @@ def tiered_items(
     e, g = work.item_bytes, work.gradient_bytes
     items = [
         *process_items(tiers, here=here),
-        *_page_items(homes, sizes, tiers=tiers, e=e, g=g),
+        *_page_items(work, homes, sizes, tiers=tiers),
         *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e),
         *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g),
     ]
@@ -90,7 +90,7 @@ def tiered_items(
             items.append(device("broadcasts", here * NCCL_BYTES, why))
     pages = [one.page for one in homes.cut.groups]
     outside = [page for page in pages if on_drive(page.home) or page.home == DEVICE]
-    stored = max(map(sizes.format.page_bytes, outside), default=0)
+    stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
         size = here * SAVE_BUFFERS * stored
         items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
@@ -106,20 +106,21 @@ def tiered_items(
     return items
 
 
-def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: int) -> list[Item]:
-    less = " (4 B less for Muon's matrices)" if sizes.format.rule.matrices else ""
-    why = f"{sizes.masters} master, {sizes.states} moments: {sizes.format.bytes_each:.3g} B a parameter{less}"
+def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tiers) -> list[Item]:
+    state, e, g = work.state, work.item_bytes, work.gradient_bytes
+    less = " (4 B less for Muon's matrices)" if state.rule.matrices else ""
+    why = f"{state.masters.name} master, {state.moments.name} moments: {state.bytes_each:.3g} B a parameter{less}"
     share = "of the optimizer state"
     items = []
     for home, tier in tiers.by_home.items():
-        held = sum(one.count * sizes.format.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
+        held = sum(one.count * state.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
         if home in sizes.shares:
             items.append(tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}"))
             continue
         items.append(tier.item("state", held, why))
         if sizes.places > 1:
             items.append(tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)"))
-    if kept := shadow_bytes(homes, sizes.format):
+    if kept := shadow_bytes(homes, state):
         why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
         items.append(tiers.ram.item("shadow memory", kept, why))
     here = [one for one in homes.cut.groups if one.page.home != ELSEWHERE]
@@ -129,7 +130,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
         for rank in range(sizes.here):
             mine = [(route, one) for route, one in routes if one.rank == rank]
             moved = sum(one.count for route, one in mine if route.through_host)
-            slot = host_slot([route for route, _ in mine], format=sizes.format, gradient=g, weight=e)
+            slot = host_slot([route for route, _ in mine], format=state, gradient=g, weight=e)
             buffers = min(sizes.page_buffers, moved)
             count, size = count + buffers, size + buffers * slot.total
         items.append(tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer"))
@@ -238,7 +239,7 @@ def tiered_traffic(
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step."""
     move = _Moved()
-    _move_pages(move, work, homes, homes.cut.groups, format=sizes.format)
+    _move_pages(move, work, homes, homes.cut.groups, format=work.state)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])

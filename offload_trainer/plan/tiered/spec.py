@@ -22,7 +22,7 @@ from offload_trainer.plan.tiered.layout import (
     range_of_rank,
     units_of,
 )
-from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
+from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, in_memory, on_drive
 from offload_trainer.plan.workload import Workload
 
@@ -44,8 +44,6 @@ class TierSizes:
     ram_fraction: float  # share in RAM; the rest is on drives
     gradients: TierKind  # tier of the gradient sums that are not updated on the device
     activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: the device
-    rule: str  # optim.name
-    states: str  # optim.moment_dtype
     page: int  # elements
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, if weights are elsewhere
@@ -57,7 +55,6 @@ class TierSizes:
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
-    masters: str = "fp32"  # optim.master_dtype
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
     keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
 
@@ -79,10 +76,6 @@ class TierSizes:
     def on_drives(self) -> float:
         """Return the share of the optimizer state on drives."""
         return round(1 - sum(self.shares.values()), 9)
-
-    @property
-    def format(self) -> StateFormat:
-        return state_format(self.rule, self.states, self.masters)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ TESTS = {
 }
 # A rehearsal runs these, since other test runs cover the rest.
 _REHEARSED = {"tests that are quick": ["tests/house/test_units.py"]}
-TESTS_CACHE = "offload-trainer-tests-cache"  # tests/helpers/commands.py
+TESTS_CACHE = Path(tempfile.gettempdir(), "offload-trainer-tests-cache")  # tests/helpers/commands.py
 FAILED = "tests-failed.txt"  # the file with the messages of failed tests
 _AT_ONCE = 8  # test processes; each initialises CUDA
 _TO_REPORT = 10.0  # seconds that pytest gets for its report when the time is over
@@ -66,8 +66,9 @@ def kernels(stage: Stage) -> None:
 def tests(stage: Stage) -> None:
     """Run the tests of the update and its overlap; those that imitate a GPU are skipped where there is one."""
     (stage.record.folder / FAILED).unlink(missing_ok=True)
-    if (kernels := Path(os.environ.get("OFFLOAD_TRAINER_CACHE", ""), "kernels")).is_dir():  # `doctor` has compiled them
-        shutil.copytree(kernels, Path(tempfile.gettempdir(), TESTS_CACHE, "kernels"), dirs_exist_ok=True)
+    compiled, of_tests = Path(os.environ.get("OFFLOAD_TRAINER_CACHE", ""), "kernels"), TESTS_CACHE / "kernels"
+    if compiled.is_dir() and not of_tests.exists():  # `doctor` has compiled them
+        shutil.copytree(compiled, of_tests)
     for name, what in (_REHEARSED if stage.rehearsal else TESTS).items():
         stage.add_row(partial(_run_tests, stage, what), check=name)
 

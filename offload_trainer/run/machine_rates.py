@@ -104,7 +104,7 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     here = plan.world == 1 or (plan.nodes == 1 and plan.engine == "tiered")
     moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
-    recomputes = plan.checkpointed and 6 * plan.parameters * plan.tokens_per_step * steps >= _WORTH_FLOPS
+    recomputes = plan.checkpointed > 0 and 6 * plan.parameters * plan.tokens_per_step * steps >= _WORTH_FLOPS
     due = (moves and (plan.uses_drives or on_gpu)) or (recomputes and on_gpu)
     return here and due and plan.fits and plan.forecast.step is None
 

@@ -53,6 +53,7 @@ TESTS = {
 }
 # A rehearsal runs these, since other test runs cover the rest.
 _REHEARSED = {"tests that are quick": ["tests/house/test_units.py"]}
+TESTS_CACHE = Path(tempfile.gettempdir(), "offload-trainer-tests-cache")  # tests/helpers/commands.py
 FAILED = "tests-failed.txt"  # the file with the messages of failed tests
 _AT_ONCE = 8  # test processes; each initialises CUDA
 _TO_REPORT = 10.0  # seconds that pytest gets for its report when the time is over
@@ -65,6 +66,9 @@ def kernels(stage: Stage) -> None:
 def tests(stage: Stage) -> None:
     """Run the tests of the update and its overlap; those that imitate a GPU are skipped where there is one."""
     (stage.record.folder / FAILED).unlink(missing_ok=True)
+    compiled, of_tests = Path(os.environ.get("OFFLOAD_TRAINER_CACHE", ""), "kernels"), TESTS_CACHE / "kernels"
+    if compiled.is_dir() and not of_tests.exists():  # `doctor` has compiled them
+        shutil.copytree(compiled, of_tests)
     for name, what in (_REHEARSED if stage.rehearsal else TESTS).items():
         stage.add_row(partial(_run_tests, stage, what), check=name)
 
@@ -87,6 +91,7 @@ def _bench(stage: Stage, row: dict[str, Any]) -> None:
     """Measure the machine's rates, and write bench.json next to the table, for `plan --machine FILE` elsewhere."""
     if stage.rehearsal:
         raise Failure("not run: it takes a minute")
+    stage.need_time(90.0)
     row["machine"] = _ours(stage, ["bench", "--json", "--nvme", str(stage.drive)])
     (stage.record.folder / "bench.json").write_text(json.dumps(row["machine"], indent=1))
     rates = row["machine"]["rates"]
@@ -110,8 +115,8 @@ def _run_tests(stage: Stage, what: Sequence[str], row: dict[str, Any]) -> None:
     start = time.monotonic()
     # --foreground: pytest alone gets the signal, and ends its processes itself.
     command = ["timeout", "--foreground", "--preserve-status", "--signal=INT", f"{max(1.0, stage.left() - _TO_REPORT)}"]
-    command += [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += ["--continue-on-collection-errors"]
+    command += [sys.executable, "-m", "pytest", "--all", "-p", "no:cacheprovider", "-W", "ignore"]
+    command += ["--continue-on-collection-errors", f"--basetemp={stage.drive / 'tests'}"]
     if find_spec("xdist") is not None and not stage.rehearsal:
         command += ["-n", str(_AT_ONCE)]
     done = stage.command([*command, *what])
@@ -140,9 +145,9 @@ class StageKind:
 
 
 STAGES = {
-    "kernels": StageKind("The bits of the update kernels", kernels, most=100),
-    "tests": StageKind("The tests of the update, its overlap and all placements here", tests, most=220),
-    **{name: StageKind(group.title, group.carry_out) for name, group in speed.GROUPS.items()},
+    "kernels": StageKind("The bits of the update kernels", kernels, most=130),
+    "tests": StageKind("The tests of the update, its overlap and all placements here", tests, most=170),
+    **{name: StageKind(group.title, group.carry_out, most=group.most) for name, group in speed.GROUPS.items()},
     "machine": StageKind("Rates of this machine", machine),
 }
 # The two calls for a machine that is there for fifteen minutes: seconds, and stages by evidence a minute.

@@ -45,7 +45,7 @@ class Tiled:
         if not torch.is_grad_enabled() or not (x.requires_grad or weights):
             return self.outputs(x)
         here = torch.empty(0, requires_grad=True)
-        return _Pieces.apply(self, _Input.apply(here, x).grad_fn, x, *weights)
+        return _Pieces.apply(self, (_Input.apply(here, x),), x, *weights)  # in a tuple, it is no input of the node
 
     def pieces(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split [rows, tokens, width] or [tokens, width] into pieces, which are views of a contiguous tensor."""
@@ -84,7 +84,10 @@ class Tiled:
 
 
 class _Input(torch.autograd.Function):
-    """Save a tensor under the saved-tensor hooks that are active now; read it as this node's `saved_tensors`."""
+    """Save a tensor under the saved-tensor hooks that are active now, until the returned one goes.
+
+    It is read as `saved_tensors` of the returned tensor's node. Torch 2.11 empties a node whose tensor is gone.
+    """
 
     @staticmethod
     def forward(ctx: Any, here: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +103,16 @@ class _Pieces(torch.autograd.Function):
     """The autograd node of a tiled module. Weights are its inputs, so each receives exactly one gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: Tiled, kept: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tiled: Tiled, kept: tuple[torch.Tensor], x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.tiled, ctx.kept, ctx.weights = tiled, kept, weights
         ctx.on_cpu, ctx.on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         return tiled.outputs(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,), needed, weights = ctx.kept.saved_tensors, ctx.needs_input_grad[2], ctx.weights
+        (x,), needed, weights = ctx.kept[0].grad_fn.saved_tensors, ctx.needs_input_grad[2], ctx.weights
         ctx.kept = None  # otherwise the input would stay in memory as long as the graph
         back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
         with torch.random.fork_rng(devices=[x.device] if ctx.on_gpu is not None else []):

@@ -37,6 +37,7 @@ from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import format_bytes, format_count
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
+_WORTH_FLOPS = 2e16  # a GPU's products of weights in a run from which on measuring pays: about a minute of an H100
 # Limits on rows and sides of the timed products at a start. A CPU's rate no longer depends on them from there on, and
 # larger ones would take it seconds each.
 _ON_GPU, _ON_CPU = (8192, 8192), (256, 2048)
@@ -96,14 +97,16 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
     It should if the plan fits, could not predict its step, and has choices that rates decide: the update schedule, and
-    on a GPU also the placement. Short runs start without. So do runs on several machines, since
-    nothing here measures the network between them. Of stock ZeRO's ranks the plan does not know the machines.
+    on a GPU also the placement and the recomputed blocks, all without a forecast. Short runs start without. So do runs
+    on several machines, since nothing here measures the network between them. Of stock ZeRO's ranks the plan does not
+    know the machines.
     """
-    plan = planned.plan
+    plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     here = plan.world == 1 or (plan.nodes == 1 and plan.engine == "tiered")
-    moved = sum(one.read + one.written for one in plan.traffic) * (steps or planned.config.train.steps)
-    chooses = plan.uses_drives or planned.machine.gpu is not None
-    return here and chooses and plan.fits and plan.forecast.step is None and moved >= _WORTH_BYTES
+    moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
+    recomputes = plan.checkpointed > 0 and 6 * plan.parameters * plan.tokens_per_step * steps >= _WORTH_FLOPS
+    due = (moves and (plan.uses_drives or on_gpu)) or (recomputes and on_gpu)
+    return here and due and plan.fits and plan.forecast.step is None
 
 
 def is_due_in_session(planned: Planned) -> bool:

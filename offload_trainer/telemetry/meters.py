@@ -20,6 +20,7 @@ from offload_trainer.storage.atomic_io import bytes_below
 PHASES = ("data", *OF_STEP)
 
 _IO = Path("/proc/self/io")
+_STATUS = Path("/proc/self/status")
 
 
 class PhaseClock:
@@ -107,8 +108,8 @@ def read_io() -> IoCount:
 
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
-    # getrusage's maximum survives exec, so a child of a large parent would report the parent's.
-    return _status_bytes("VmHWM")
+    # getrusage's maximum survives exec, so a child of a large parent would report the parent's. gVisor has no peak.
+    return _status_bytes("VmHWM") or current_rss_bytes()
 
 
 def forget_peak_rss() -> None:
@@ -144,6 +145,6 @@ def memory_of_step(swaps: Sequence[Path]) -> dict[str, Any]:
 
 
 def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024  # e.g. "VmHWM:   12345 kB", where kB means KiB
+    lines = _STATUS.read_text(encoding="utf-8").splitlines()
+    found = (int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))  # "VmHWM:   12345 kB" means KiB
+    return 1024 * next(found, 0)

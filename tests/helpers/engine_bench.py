@@ -129,6 +129,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     if alone := "plain" in words:
         words = tuple(word for word in words if word not in ("--engine", "plain"))
     always = ["--scratch"] if alone else ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"]
+    if ON_GPU and not alone:  # otherwise a plan moves the state there that `words` place in RAM or on a drive
+        always += ["--gpu-fraction", "0"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
     with cached_counts():

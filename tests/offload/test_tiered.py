@@ -65,7 +65,7 @@ def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(
     accumulation.
     """
     unused = {2, 3, 6}
-    with engine(build.model, "--engine", "plain") as reference:
+    with engine(build.model, *REFERENCE) as reference:
         expected = train(reference, batches(6), before=skip_last_block(reference, unused))
         weights = masters(reference)
     with build(SUMS[home]) as ours:
@@ -272,7 +272,7 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], build: Build)
 
 def test_a_block_unused_in_the_last_micro_batch_counts_in_the_norm(build: Build) -> None:
     results = []
-    for words in (["--engine", "plain"], *SUMS.values()):
+    for words in (REFERENCE, *SUMS.values()):
         with build(words, "--accumulate", "2") as trained:
             skip, whole = skip_last_block(trained, {1}), trained._module.forward
 
@@ -326,7 +326,7 @@ def test_a_load_drops_what_was_read_ahead(build: Build, tmp_path: Path) -> None:
 
 def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> None:
     found = []
-    for words in (["--engine", "plain"], "all in RAM"):
+    for words in (REFERENCE, "all in RAM"):
         with build(words) as trained:
             train(trained, batches(1))
             found.append([trained.eval_loss(batches(2)[1]) for _ in range(2)])

@@ -81,6 +81,11 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
     assert machine_rates.is_due(moves)
+    # Without rates all blocks are recomputed, also where nothing moves: 6 * 1e9 * 4096 * 20000 operations.
+    recomputes = replace(gpu, plan=replace(gpu.plan, checkpointed=2, parameters=10**9, tokens_per_step=4096))
+    assert machine_rates.is_due(recomputes)
+    assert not machine_rates.is_due(replace(recomputes, machine=in_ram.machine))
+    assert not machine_rates.is_due(replace(recomputes, plan=replace(recomputes.plan, checkpointed=0)))
     # A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process.
     monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
     in_bf16 = planned(drive, tmp_path / "run", "--dtype", "bf16")

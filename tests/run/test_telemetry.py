@@ -137,6 +137,12 @@ def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
     assert before + 63 * MIB < peak < before + 96 * MIB
 
 
+def test_a_system_without_a_peak_of_memory_tells_the_present_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(meters, "_STATUS", tmp_path / "status")
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    512 kB\n")
+    assert meters.peak_rss_bytes() == 512 * 1024
+
+
 def test_memory_of_a_device_is_torchs_once_cuda_runs(monkeypatch, tmp_path):
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for initialized, peak, retries in ((False, 0, 0), (True, 12345, 2)):

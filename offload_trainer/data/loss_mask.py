@@ -385,8 +385,8 @@ class AnswerEncoder:
         if isinstance(given, dict) and prints_text and not prints_objects:
             return function | {"arguments": json.dumps(given, ensure_ascii=False)}
         if isinstance(given, str) and not prints_text:
-            with suppress(ValueError):
-                return function | {"arguments": json_in(given)}
+            with suppress(UserError):
+                return function | {"arguments": json_in(given, "arguments")}
         return function
 
     @cached_property
@@ -454,10 +454,8 @@ def _contains(text: str, content: str) -> bool:
     if (content := content.strip()) in text:
         return True
     if content[:1] in ("{", "["):
-        try:
-            return all(_contains(text, one) for _, one in texts_in(json_in(content)))
-        except ValueError:
-            pass
+        with suppress(UserError):
+            return all(_contains(text, one) for _, one in texts_in(json_in(content, "a string")))
     pieces = (piece.strip() for piece in _PIECES.split(content))
     return all(
         piece in text or any(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))

@@ -3,7 +3,7 @@
 with session.micro_batch(last=...):   forward, loss and backward; weights are prefetched, gradients offloaded
 session.clip_grad_norm_(limit)        gradient norm; the clipping factor is applied in the next step
 optimizer.step()                      update, wherever the optimizer state is placed
-session.save, resume, export          see `saving.py`
+session.save, resume, export          methods that `saving.py` defines
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from offload_trainer.optim.norms import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
+from offload_trainer.session import saving
 from offload_trainer.session.optimizer import (
     Changes,
     OffloadedOptimizer,
@@ -47,7 +48,6 @@ from offload_trainer.session.optimizer import (
     update_residents,
     with_gradient,
 )
-from offload_trainer.session.saving import Stateful, merging, read_save, write_export, write_save
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 from offload_trainer.units import format_bytes
 
@@ -361,7 +361,7 @@ class Session:
         parameters that cannot be merged.
         """
         self._refuse_closed()
-        change = merging(self.model) if merge else None
+        change = saving.merging(self.model) if merge else None
         for name in self._offloaded.parameters:
             weight = self._offloaded.weight(name)
             yield name, change(name, weight) if change else weight
@@ -411,42 +411,9 @@ class Session:
         """After load_state_dict: do not report the removed weights as missing."""
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in self._equal]
 
-    # -- saves --------------------------------------------------------------------------------------------------------
+    # -- saves, in saving.py ------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, *stateful: Stateful) -> None:
-        """Save master weights, moments, step counts, optimizer groups and each `stateful`'s state_dict().
-
-        An existing save at `directory` is replaced only once the new one is complete, so a kill at any moment leaves
-        one of the two. Raises UserError for a state_dict that is not plain data, and TrainerError if writing fails.
-        """
-        self._refuse_closed()
-        refuse_written(self._model_parameters)
-        write_save(self, Path(directory), stateful)
-
-    def resume(self, directory: str | Path, *stateful: Stateful) -> int:
-        """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
-
-        Pending gradients are dropped in any case. Returns 0 and loads nothing if `directory` does not exist or is
-        empty. Raises UserError if the save is damaged or belongs to another model or other parameter groups.
-        """
-        self._refuse_closed()
-        self._clear()
-        return read_save(self, Path(directory), stateful)
-
-    def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
-        """Export the weights, streamed one at a time, to a directory that transformers can load.
-
-        `dtype`: "bf16", "fp16" or "fp32". A module that is not a causal language model of transformers is written to
-        model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
-        the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
-        merged. Quantised weights are exported with the values that the model computes with, and the model card says
-        so. Ranks other than 0 return immediately.
-        """
-        self._refuse_closed()
-        if self.rank:
-            return
-        refuse_written(self._model_parameters)
-        write_export(self, Path(directory), dtype=dtype, merge=merge)
+    save, resume, export = saving.save, saving.resume, saving.export
 
     @property
     def _kept_buffers(self) -> dict[str, torch.Tensor]:

@@ -56,7 +56,8 @@ class Session:
     """An offloaded model and its training state, created by `ot.load` and `ot.offload`.
 
     Use it as a context manager, or call `close`, to free memory and drives. `model` is the module to call; `plan` the
-    placement; `device` the device that computes; `rank` and `world` the number of this process among all that train.
+    placement; `device` the device that computes; `dtype` that of the offloaded weights; `rank` and `world` the number
+    of this process among all that train.
 
     With several ranks a step uses the mean of the gradients of all ranks, as DistributedDataParallel does. All ranks
     make the same calls; `export` writes on rank 0 only.
@@ -78,7 +79,8 @@ class Session:
         """
         self.model = model
         self.plan = plan
-        self.device = next(iter(offloaded.parameters.values()))[0].device
+        first = next(iter(offloaded.parameters.values()))[0]
+        self.device, self.dtype = first.device, first.dtype
         self.rank, self.world = offloaded.node.rank, offloaded.node.world
         self._offloaded, self._record, self._from_config, self._opened = offloaded, record, from_config, opened
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]

@@ -30,6 +30,7 @@ from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import (
     OffloadedParameter,
     refuse_recording,
+    refuse_write,
     refuse_written,
 )
 from offload_trainer.optim.norms import clip_factor
@@ -94,10 +95,9 @@ class Session:
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
         self._buffers = frozenset(persistent_buffers(model))  # without those of adapters, which come later
-        model.register_load_state_dict_pre_hook(self._leave_equal)
-        model.register_load_state_dict_post_hook(self._have_equal)
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(self._keep_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
         model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
         model.forward = self._around(model)  # PEFT's AdaLoRA calls forward directly, without hooks
@@ -395,23 +395,21 @@ class Session:
         found = listed(self.model, cache(self.weight), **words)  # each tied weight once
         return {name: value.read() if isinstance(value, LazyWeight) else value for name, value in found.items()}
 
-    def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Before load_state_dict: remove weights whose given values equal the current ones.
+    def _keep_equal(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Before load_state_dict of a module: replace given values that equal those of a weight by the weight itself.
 
-        PEFT saves embeddings together with adapters on them and loads both. The parameter itself refuses other values.
+        PEFT saves embeddings together with adapters on them and loads both. Writing other values is refused.
         """
-        self._equal = set()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
             given = state_dict.get(prefix + name)
             if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:
                 continue
             if torch.equal(given.to("cpu", parameter.dtype), self.weight(parameter.weight)):
-                self._equal.add(prefix + name)
-                del state_dict[prefix + name]
-
-    def _have_equal(self, _: nn.Module, keys: Any) -> None:
-        """After load_state_dict: do not report the removed weights as missing."""
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in self._equal]
+                state_dict[prefix + name] = parameter
+            elif metadata.get("assign_to_params_buffers"):  # the parameter would not learn of it
+                refuse_write("load_state_dict(assign=True)", parameter)
 
     # -- saves, in saving.py ------------------------------------------------------------------------------------------
 

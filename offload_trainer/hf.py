@@ -107,7 +107,7 @@ class Offloaded(_Trainer):
             raise UserError("Offloaded needs the model itself, of offload_trainer.hf.load(...); it takes no model_init")
         self._session = session_of(model)
         args = next((given for given in (*positional, *words.values()) if isinstance(given, TrainingArguments)), None)
-        if args is not None and args.mixed_precision == "bf16" and _dtype(self._session) is torch.bfloat16:
+        if args is not None and args.mixed_precision == "bf16" and self._session.dtype is torch.bfloat16:
             args.bf16, args.mixed_precision = False, "no"
             warnings.warn(f"bf16=True changes nothing: {_AUTOCAST}; they are in bf16 already", stacklevel=2)
         mistakes = argument_mistakes(args, self._session) if args is not None else []
@@ -447,7 +447,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
     if session.rank:
         return
     model: Any = session.model
-    dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
+    dtype = next(name for name, dtype in DTYPES.items() if dtype is session.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         remove_dead(folder / _WORK, what=EXPORT)  # left by a killed process
@@ -462,14 +462,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
             if path.name not in new:
                 path.unlink()  # shard of an earlier save that was divided differently
     config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], _dtype(session)
+    config.architectures, config.dtype = [type(model).__name__], session.dtype
     write_config(config, folder, source=session.configuration)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _dtype(session: Session) -> torch.dtype:
-    """Return the dtype of the offloaded weights that the model computes with."""
-    return next(
-        parameter.dtype for parameter in session.model.parameters() if isinstance(parameter, OffloadedParameter)
-    )

@@ -252,7 +252,7 @@ def _message(message: Any, number: int) -> Message:
 
 def _called(value: Any, number: int) -> list[Any]:
     """Parse LLaMA-Factory's calls in JSON: {"name": ..., "arguments": ...}, or a list of those."""
-    found = _parsed_json(value, f"message {number}, a {_CALL},")
+    found = json_in(value, f"message {number}, a {_CALL},")
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise UserError(f"message {number} is a {_CALL} without the 'name' of a function")
@@ -263,7 +263,7 @@ def _tools(record: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a line's tools, which are a list or JSON text, each in the form that templates expect."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = _parsed_json(tools, "'tools'")
+        tools = json_in(tools, "'tools'")
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -274,13 +274,6 @@ def _tools(record: dict[str, Any]) -> tuple[Any, ...] | None:
         else tool
         for tool in tools
     )
-
-
-def _parsed_json(text: Any, what: str) -> Any:
-    try:
-        return json_in(text)
-    except ValueError as error:
-        raise UserError(f"{what} holds no JSON") from error
 
 
 def _text(content: Any, number: int) -> str:

@@ -316,12 +316,12 @@ def named_fields(record: dict[str, Any]) -> str:
     return ", ".join(repr(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
 
 
-def json_in(text: object) -> Any:
-    """Parse a string from a user's file as JSON. Raises ValueError if it is not JSON."""
+def json_in(text: Any, what: str) -> Any:
+    """Parse a string from a user's file as JSON. Raises UserError, which names it as `what`, if it is not JSON."""
     try:
-        return json.loads(text)  # type: ignore[arg-type]
-    except (TypeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{what} holds no JSON") from error
 
 
 def json_kind(value: object) -> str:

@@ -45,7 +45,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between these: reasoning moves, lines are stripped
 _NAMED, _WHERE = 12, 120  # number of fields named in a summary; characters shown of a file and line
 _TEXT = "\ufdd0"  # stands for the text of an answer; Unicode reserves it, so no template and no data contain it
-_NAME = "offload_trainer_function"  # stands for the name of a function
+_NAMES = {"tools": "offload_trainer_tool", "tool_calls": "offload_trainer_call"}  # stand for names of functions
 _ASKING = [{"role": "user", "content": "?"}]
 _QUESTIONS = (_ASKING, [{"role": "system", "content": "."}, *_ASKING])  # some templates require a system message
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
@@ -385,8 +385,8 @@ class AnswerEncoder:
         if isinstance(given, dict) and prints_text and not prints_objects:
             return function | {"arguments": json.dumps(given, ensure_ascii=False)}
         if isinstance(given, str) and not prints_text:
-            with suppress(ValueError):
-                return function | {"arguments": json_in(given)}
+            with suppress(UserError):
+                return function | {"arguments": json_in(given, "arguments")}
         return function
 
     @cached_property
@@ -406,23 +406,17 @@ class AnswerEncoder:
     def _omitted_functions(self, example: Example) -> set[str]:
         """Return which of an example's tools and calls of tools the template does not print, or not all of them.
 
-        They are rendered with another name, which can only be in the text if the template prints it.
+        They are rendered with other names, which can only be in the text if the template prints them.
         """
 
-        def renamed(message: Message) -> Message:
-            return _with_functions(message, lambda its: its | {"name": _NAME})
+        def renamed(message: Message, name: str) -> Message:
+            return _with_functions(message, lambda its: its | {"name": name})
 
-        omitted = set()
-        if example.tools:
-            tools = renamed({"tool_calls": example.tools})["tool_calls"]
-            text, _ = self._tried(replace(example, tools=tools), example.messages)
-            if text and text.count(_NAME) < len(tools):
-                omitted.add("tools")
-        if calls := sum(len(message.get("tool_calls") or ()) for message in example.messages):
-            text, _ = self._tried(example, [renamed(message) for message in example.messages])
-            if text and text.count(_NAME) < calls:
-                omitted.add("tool_calls")
-        return omitted
+        tools = renamed({"tool_calls": example.tools}, _NAMES["tools"])["tool_calls"]
+        messages = [renamed(message, _NAMES["tool_calls"]) for message in example.messages]
+        counts = {"tools": len(tools or ()), "tool_calls": sum(len(one.get("tool_calls") or ()) for one in messages)}
+        text = self._tried(replace(example, tools=tools), messages)[0] if any(counts.values()) else ""
+        return {field for field, count in counts.items() if text and text.count(_NAMES[field]) < count}
 
 
 def _calling(arguments: Any) -> Message:
@@ -454,10 +448,8 @@ def _contains(text: str, content: str) -> bool:
     if (content := content.strip()) in text:
         return True
     if content[:1] in ("{", "["):
-        try:
-            return all(_contains(text, one) for _, one in texts_in(json_in(content)))
-        except ValueError:
-            pass
+        with suppress(UserError):
+            return all(_contains(text, one) for _, one in texts_in(json_in(content, "a string")))
     pieces = (piece.strip() for piece in _PIECES.split(content))
     return all(
         piece in text or any(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))

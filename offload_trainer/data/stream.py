@@ -111,22 +111,18 @@ class StreamedTokens:
             lines = file_bytes(points).splitlines()
         except (FileNotFoundError, ValueError):  # without the file, reading begins at the beginning
             lines = []
-        found: list[Point] = []
+        written: set[int] = set()
         for line in lines:
             with suppress(ValueError):  # empty, or torn by a kill
-                found.append(parsed(line, Point))
-        found = [point for point in found if point.stream == self._key]
-        for point in found:
-            if point.tokens in known:
-                self._compare(point, known[point.tokens])
-            else:
-                known[point.tokens] = point
-                insort(self._points, point, key=_place)
+                point = parsed(line, Point)
+                if point.stream == self._key:
+                    self._compare(point, known.setdefault(point.tokens, point))
+                    written.add(point.tokens)
+        self._points = sorted([self._points[0], *known.values()], key=_place)
         if writes:
             self._file = points
-            for point in known.values():
-                if point not in found:
-                    self._write(point)
+            for place in sorted(known.keys() - written):
+                self._write(known[place])
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from `start` on. Reads in one block of rows are fast, and so are those whose start grows.
@@ -155,11 +151,9 @@ class StreamedTokens:
         """
         self._open(self._points[0])
         count = rows * self._seq_len + 1
-        parts: list[np.ndarray] = []
-        while self._end < count:
+        parts = [self._next_ids()]
+        while self._end < count and self._state is not None:  # None: the end of the data set
             parts.append(self._next_ids())
-            if self._state is None:  # the end of the data set
-                break
         ids = np.concatenate(parts)[:count]
         if self.row_length:  # The last row needs one id after it as its last target.
             ids = np.append(ids[: rows * self._seq_len], np.uint32(NOT_LEARNED))

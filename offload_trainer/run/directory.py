@@ -98,14 +98,28 @@ class Log:
 def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
     """Lock the run directory until `stack` closes; return the descriptor of the lock. Collective.
 
-    It is -1 on ranks other than 0, and without `create` where there is no lock that this user may write. Raises
-    UserError if another run is writing there.
+    It is -1 on ranks other than 0, and where there is no lock that this user may write, unless `create`, which creates
+    the directory if needed. Retries, since a list of runs holds a lock briefly. Raises UserError if another run has it.
+    On a filesystem without locks, print a note and continue without protection from a second run.
     """
     locks: list[int] = []
 
     def take() -> None:
-        if create or os.access(output / _MARK, os.W_OK):
-            locks.append(stack.enter_context(held(output, log)))
+        if not create and not os.access(output / _MARK, os.W_OK):
+            return
+        make_directories(output)
+        try:
+            lock, unlocked = stack.enter_context(exclusive_lock(output / _MARK, say=log.say, patience=_INSTANT))
+        except TrainerError:
+            raise UserError(f"{output}: another run is using this directory; name another --output") from None
+        except OSError as error:
+            raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
+        if unlocked:
+            log.say(
+                f"note: {output}: {unlocked}. A second run in this directory would not be noticed: start none. Older "
+                "checkpoints are not pruned, and leftovers of a killed save are not removed"
+            )
+        locks.append(lock)
 
     everybody().first(take)
     return next(iter(locks), -1)
@@ -132,33 +146,10 @@ def refuse_strangers(output: Path) -> None:
 
 
 @contextmanager
-def held(output: Path, log: Log) -> Iterator[int]:
-    """Create the run directory if needed and lock it within this context; yield the descriptor of the lock.
-
-    Retries, since a list of runs holds a lock briefly. Raises UserError if another run has it. On a filesystem without
-    locks, print a note and continue without protection from a second run.
-    """
-    make_directories(output)
-    with ExitStack() as stack:
-        try:
-            lock, unlocked = stack.enter_context(exclusive_lock(output / _MARK, say=log.say, patience=_INSTANT))
-        except TrainerError:
-            raise UserError(f"{output}: another run is using this directory; name another --output") from None
-        except OSError as error:
-            raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
-        if unlocked:
-            log.say(
-                f"note: {output}: {unlocked}. A second run in this directory would not be noticed: start none. Older "
-                "checkpoints are not pruned, and leftovers of a killed save are not removed"
-            )
-        yield lock
-
-
-@contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """Log to the locked run directory within this context, including the reason if the run fails.
 
-    First removes leftovers of killed runs. `lock`: the descriptor from `held`. Its file has the pid while the run
+    First removes leftovers of killed runs. `lock`: the descriptor from `hold`. Its file has the pid while the run
     lives, so content found at the start means that a run was killed.
     """
     with log.opened(output):

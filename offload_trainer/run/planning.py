@@ -328,18 +328,14 @@ class MemoryFallbacks:
         """The model with whole MLPs and weights fetched by the block."""
         return self._make()
 
-    @cached_property
-    def tiled(self) -> Any:
-        """The model with the modules marked that can run on chunks of a row."""
-        return _tiled(self.source)
-
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
         """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
         key = pieces or isinstance(config.model.mlp_chunk, int), config.tiered.fetch_granularity == "module"
         if self._preset and not any(key):
             return self._preset
-        if key not in self._models:
-            self._models[key] = as_wished(self.tiled if key[0] else self.source, config)
+        if key not in self._models:  # blocks are divided after the probe for chunked MLPs, which is slower
+            probed = self._models.get((key[0], False))
+            self._models[key] = as_wished(probed or self.source, config, pieces=key[0] and probed is None)
         return self._models[key]
 
     def ways(self, config: TrainConfig) -> Iterator[tuple[list[TrainConfig], Any]]:
@@ -357,12 +353,16 @@ class MemoryFallbacks:
                     yield with_fewer_buffers(candidate), of
 
 
-def as_wished(source: Any, config: TrainConfig) -> Any:
-    """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them."""
-    source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
-    if config.tiered.fetch_granularity == "module":
-        from offload_trainer.model.probes.blocks import with_divided_blocks
+def as_wished(source: Any, config: TrainConfig, *, pieces: bool = False) -> Any:
+    """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them.
 
+    `pieces`: with chunked MLPs in any case.
+    """
+    from offload_trainer.model.probes.blocks import with_divided_blocks, with_tiles
+
+    if (pieces or isinstance(config.model.mlp_chunk, int)) and not source.shape.tiles:
+        source = with_tiles(source)
+    if config.tiered.fetch_granularity == "module":
         return source if is_divided(source.shape) else with_divided_blocks(source)
     return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
 
@@ -370,12 +370,6 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
 def may_tile(config: TrainConfig) -> bool:
     """Return True if the plan may choose to run MLPs on chunks of a row."""
     return config.model.mlp_chunk == "auto" and config.placement.engine_name != "deepspeed"
-
-
-def _tiled(source: Any) -> Any:
-    from offload_trainer.model.probes.blocks import with_tiles
-
-    return source if source.shape.tiles else with_tiles(source)
 
 
 # -- choices of the run that this one resumes --------------------------------------------------------------------------
@@ -436,6 +430,6 @@ def _with_resumed_choices(
     if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
         model = model.model_copy(update={"activation_checkpointing": recomputed})
     kept = config.model_copy(update={"model": model, "tiered": tiered})
-    if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
+    if kept == config or (isinstance(model.mlp_chunk, int) and not models.as_wished(kept).shape.tiles):
         return config
     return kept

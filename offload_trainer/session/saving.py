@@ -1,4 +1,4 @@
-"""Save, resume and export of a Session. A save is either complete or absent, and `offload-train export` can read it.
+"""Methods of a Session: save, resume and export. A save is complete or absent; `offload-train export` can read it.
 
 DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a run's checkpoint (checkpoint.py)
     session.json   the optimizer's groups and the state of schedulers and other objects: plain data
@@ -32,7 +32,7 @@ from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes
+from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes, refuse_written
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
@@ -72,12 +72,16 @@ class _SessionState:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> None:
-    """Write a save to `final`, replacing an older save there once the new one is complete. All ranks call it.
+def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
+    """Save master weights, moments, step counts, optimizer groups and each `stateful`'s state_dict().
 
-    Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
+    All ranks call it. An existing save at `directory` is replaced only once the new one is complete, so a kill at any
+    moment leaves one of the two. Raises UserError for a state_dict that is not plain data, and if `directory` holds
+    something other than a save, and TrainerError if writing fails.
     """
-    final, group, optimizer = final.absolute(), everybody(), session.optimizer
+    session._refuse_closed()
+    refuse_written(session._model_parameters)
+    final, group, optimizer = Path(directory).absolute(), everybody(), session.optimizer
     states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
     groups = [
         _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
@@ -112,8 +116,19 @@ def write_save(session: Session, final: Path, stateful: Sequence[Stateful]) -> N
         snapshot.close()
 
 
-def write_export(session: Session, destination: Path, *, dtype: str, merge: bool) -> None:
-    """Export the weights in `dtype`, with adapters merged into them if `merge`."""
+def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
+    """Export the weights, streamed one at a time, to a directory that transformers can load.
+
+    `dtype`: "bf16", "fp16" or "fp32". A module that is not a causal language model of transformers is written to
+    model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into the
+    weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be merged.
+    Quantised weights are exported with the values that the model computes with, and the model card says so. Ranks other
+    than 0 return immediately.
+    """
+    session._refuse_closed()
+    if session.rank:
+        return
+    refuse_written(session._model_parameters)
     change = merging(session.model) if merge else None
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -131,36 +146,39 @@ def write_export(session: Session, destination: Path, *, dtype: str, merge: bool
     )
     several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
-    write_model(source.with_buffers(buffers), destination, dtype=dtype, **several)
+    write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, **several)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_save(session: Session, directory: Path, stateful: Sequence[Stateful]) -> int:
-    """Load a save into model, optimizer, buffers and the `stateful` objects; return its step count, 0 without a save.
+def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:
+    """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
 
-    All ranks call it. The save is checked before anything is changed. Raises UserError if it is damaged or does not fit
-    this session.
+    All ranks call it. Pending gradients are dropped in any case. Returns 0 and loads nothing if `directory` does not
+    exist or is empty. The save is checked before anything is changed: raises UserError if it is damaged or belongs to
+    another model or other parameter groups.
     """
+    session._refuse_closed()
+    session._clear()
     optimizer, offloaded = session.optimizer, session._offloaded
-    save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
-    if save is None:
+    path: Path | None = from_rank_zero(lambda: _newest(Path(directory).absolute()), Path | None)
+    if path is None:
         return 0
-    manifest = checked_manifest(save, fix=_FIX)
+    manifest = checked_manifest(path, fix=_FIX)
     residents, buffers, record = optimizer.residents, session._kept_buffers, session._record
     layout = {**record.layout, **layout_of({**residents, **buffers})}
-    refuse_other_run(save, manifest, identity=record.identity, layout=layout)
-    held = read_back(save / _STATE, _SessionState, fix=_FIX)
+    refuse_other_run(path, manifest, identity=record.identity, layout=layout)
+    held = read_back(path / _STATE, _SessionState, fix=_FIX)
     if len(held.stateful) != len(stateful):
-        raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
+        raise UserError(f"{path} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
     if [group.get("params") for group in held.groups] != optimizer.names():
         sizes = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
-        raise UserError(f"{save} was made with other groups of parameters (of {sizes} parameters): use the same groups")
+        raise UserError(f"{path} was made with other groups of parameters (of {sizes} parameters): use the same groups")
     if held.base != _base(offloaded):
-        raise UserError(f"{save} was made with other weights, or in another dtype or base: load the same model for it")
-    values, kept = read_residents(save, residents), load_file(save / BUFFERS) if buffers else {}
-    offloaded.load(save)
+        raise UserError(f"{path} was made with other weights, or in another dtype or base: load the same model for it")
+    values, kept = read_residents(path, residents), load_file(path / BUFFERS) if buffers else {}
+    offloaded.load(path)
     with torch.no_grad():
         for name, parameter in residents.items():
             parameter.copy_(values[name].pop(WEIGHT))

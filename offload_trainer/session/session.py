@@ -3,7 +3,7 @@
 with session.micro_batch(last=...):   forward, loss and backward; weights are prefetched, gradients offloaded
 session.clip_grad_norm_(limit)        gradient norm; the clipping factor is applied in the next step
 optimizer.step()                      update, wherever the optimizer state is placed
-session.save, resume, export          see `saving.py`
+session.save, resume, export          methods that `saving.py` defines
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import (
     OffloadedParameter,
     refuse_recording,
+    refuse_write,
     refuse_written,
 )
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
+from offload_trainer.session import saving
 from offload_trainer.session.optimizer import (
     Changes,
     OffloadedOptimizer,
@@ -47,7 +49,6 @@ from offload_trainer.session.optimizer import (
     update_residents,
     with_gradient,
 )
-from offload_trainer.session.saving import Stateful, merging, read_save, write_export, write_save
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 from offload_trainer.units import format_bytes
 
@@ -56,7 +57,8 @@ class Session:
     """An offloaded model and its training state, created by `ot.load` and `ot.offload`.
 
     Use it as a context manager, or call `close`, to free memory and drives. `model` is the module to call; `plan` the
-    placement; `device` the device that computes; `rank` and `world` the number of this process among all that train.
+    placement; `device` the device that computes; `dtype` that of the offloaded weights; `rank` and `world` the number
+    of this process among all that train.
 
     With several ranks a step uses the mean of the gradients of all ranks, as DistributedDataParallel does. All ranks
     make the same calls; `export` writes on rank 0 only.
@@ -78,7 +80,8 @@ class Session:
         """
         self.model = model
         self.plan = plan
-        self.device = next(iter(offloaded.parameters.values()))[0].device
+        first = next(iter(offloaded.parameters.values()))[0]
+        self.device, self.dtype = first.device, first.dtype
         self.rank, self.world = offloaded.node.rank, offloaded.node.world
         self._offloaded, self._record, self._from_config, self._opened = offloaded, record, from_config, opened
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
@@ -92,10 +95,9 @@ class Session:
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
         self._buffers = frozenset(persistent_buffers(model))  # without those of adapters, which come later
-        model.register_load_state_dict_pre_hook(self._leave_equal)
-        model.register_load_state_dict_post_hook(self._have_equal)
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(self._keep_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
         model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
         model.forward = self._around(model)  # PEFT's AdaLoRA calls forward directly, without hooks
@@ -361,7 +363,7 @@ class Session:
         parameters that cannot be merged.
         """
         self._refuse_closed()
-        change = merging(self.model) if merge else None
+        change = saving.merging(self.model) if merge else None
         for name in self._offloaded.parameters:
             weight = self._offloaded.weight(name)
             yield name, change(name, weight) if change else weight
@@ -396,60 +398,25 @@ class Session:
         found = listed(self.model, cache(self.weight), **words)  # each tied weight once
         return {name: value.read() if isinstance(value, LazyWeight) else value for name, value in found.items()}
 
-    def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Before load_state_dict: remove weights whose given values equal the current ones.
+    def _keep_equal(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Before load_state_dict of a module: replace given values that equal those of a weight by the weight itself.
 
-        PEFT saves embeddings together with adapters on them and loads both. The parameter itself refuses other values.
+        PEFT saves embeddings together with adapters on them and loads both. Writing other values is refused.
         """
-        self._equal = set()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
             given = state_dict.get(prefix + name)
             if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:
                 continue
             if torch.equal(given.to("cpu", parameter.dtype), self.weight(parameter.weight)):
-                self._equal.add(prefix + name)
-                del state_dict[prefix + name]
+                state_dict[prefix + name] = parameter
+            elif metadata.get("assign_to_params_buffers"):  # the parameter would not learn of it
+                refuse_write("load_state_dict(assign=True)", parameter)
 
-    def _have_equal(self, _: nn.Module, keys: Any) -> None:
-        """After load_state_dict: do not report the removed weights as missing."""
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in self._equal]
+    # -- saves, in saving.py ------------------------------------------------------------------------------------------
 
-    # -- saves --------------------------------------------------------------------------------------------------------
-
-    def save(self, directory: str | Path, *stateful: Stateful) -> None:
-        """Save master weights, moments, step counts, optimizer groups and each `stateful`'s state_dict().
-
-        An existing save at `directory` is replaced only once the new one is complete, so a kill at any moment leaves
-        one of the two. Raises UserError for a state_dict that is not plain data, and TrainerError if writing fails.
-        """
-        self._refuse_closed()
-        refuse_written(self._model_parameters)
-        write_save(self, Path(directory), stateful)
-
-    def resume(self, directory: str | Path, *stateful: Stateful) -> int:
-        """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
-
-        Pending gradients are dropped in any case. Returns 0 and loads nothing if `directory` does not exist or is
-        empty. Raises UserError if the save is damaged or belongs to another model or other parameter groups.
-        """
-        self._refuse_closed()
-        self._clear()
-        return read_save(self, Path(directory), stateful)
-
-    def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
-        """Export the weights, streamed one at a time, to a directory that transformers can load.
-
-        `dtype`: "bf16", "fp16" or "fp32". A module that is not a causal language model of transformers is written to
-        model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
-        the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
-        merged. Quantised weights are exported with the values that the model computes with, and the model card says
-        so. Ranks other than 0 return immediately.
-        """
-        self._refuse_closed()
-        if self.rank:
-            return
-        refuse_written(self._model_parameters)
-        write_export(self, Path(directory), dtype=dtype, merge=merge)
+    save, resume, export = saving.save, saving.resume, saving.export
 
     @property
     def _kept_buffers(self) -> dict[str, torch.Tensor]:

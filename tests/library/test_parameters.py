@@ -377,6 +377,22 @@ def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
     assert_trains(offloaded)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_equal_weights_can_be_loaded_and_others_are_refused(assign: bool, offloaded: Offloaded) -> None:
+    """Also into a part of the model; an assignment would leave the session with parameters that nothing uses."""
+    model, reference, _ = offloaded
+    before = dict(model.named_parameters())
+    parts = {"blocks.1.0.weight": (model, reference), "0.weight": (model.blocks[1], reference.blocks[1])}
+    for name, (one, plain) in parts.items():
+        assert not any(one.load_state_dict(plain.state_dict(), assign=assign))
+        other = plain.state_dict()
+        other[name] = other[name] + 1
+        with pytest.raises((ot.UserError, RuntimeError), match=r"blocks\.1\.0\.weight"):
+            one.load_state_dict(other, assign=assign)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert_trains(offloaded)
+
+
 @every_home
 def test_a_module_with_parametrizations_trains_as_in_plain_torch(home: str, tmp_path: Path) -> None:
     model = net()

@@ -30,7 +30,7 @@ from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run import directory
-from offload_trainer.run.directory import Log, held, hold
+from offload_trainer.run.directory import Log, hold
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.owned_dirs import ScratchDirectory, cache_directory, clear
 from offload_trainer.storage.scratch_dir import dead_runs, is_alive, leased, root_of
@@ -133,7 +133,8 @@ def test_run_directories(
     with ExitStack() as stack:
         assert hold(stack, output, Log(loud=True), create=False) == -1
         assert not output.exists()
-    with held(output, Log(loud=True)), ExitStack() as stack:
+    with ExitStack() as other, ExitStack() as stack:
+        hold(other, output, Log(loud=True), create=True)
         if filesystem != "none":
             with pytest.raises(UserError, match="another run is using this directory"):
                 hold(stack, output, Log(loud=True), create=False)
@@ -308,7 +309,8 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(synced: list[st
 
 
 def test_new_parents_of_a_directory_are_durable(synced: list[str], tmp_path: Path) -> None:
-    with held(tmp_path / "a/b/c", Log(loud=False)):
+    with ExitStack() as stack:
+        hold(stack, tmp_path / "a/b/c", Log(loud=False), create=True)
         assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
 
 

@@ -104,7 +104,7 @@ def _refuse_swapping(one: Shared) -> NoReturn:
 
 
 def _refuse_set(one: Shared, *_: Any, **__: Any) -> NoReturn:
-    _refuse_write("set_", _parameter_of(one))
+    refuse_write("set_", _parameter_of(one))
 
 
 def _refuse_subclass(one: Shared, cls: Any) -> NoReturn:
@@ -277,7 +277,7 @@ def _run_with_values(
             f"{first.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
             "Python's own control flow, or give it parameter.clone()"
         )
-    if _clamps_nothing(operation, args, kwargs):
+    if _changes_nothing(operation, args, kwargs):
         return args[0]
     _refuse_writing(operation, args, kwargs)
     provider = first.provider
@@ -403,7 +403,7 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
     name = "grad" if name == "_grad" else name
     if isinstance(parameter, ParameterView):
         if name not in ("grad", "requires_grad"):
-            _refuse_write(f"setting .{name}", parameter.parameter)
+            refuse_write(f"setting .{name}", parameter.parameter)
         return
     if name == "grad" and value is None:
         parameter.provider.drop_gradient(parameter.weight)
@@ -417,7 +417,7 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
             "nor converted. Name the dtype when it is loaded"
         )
     if name in ("real", "imag"):
-        _refuse_write(f"setting .{name}", parameter)
+        refuse_write(f"setting .{name}", parameter)
 
 
 def _raise_written(parameter: OffloadedParameter) -> NoReturn:
@@ -435,8 +435,13 @@ def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
     )
 
 
-def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operation clamps a weight in place without changing it, as Gemma 3n does in each forward."""
+def _changes_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the operation writes to a weight without changing it.
+
+    It copies the weight to itself, or clamps it, as Gemma 3n does in each forward.
+    """
+    if operation.name == "copy_" and len(args) > 1:
+        return args[0] is args[1]
     if operation.name != "clamp_" or not isinstance(args[0], Shared):
         return False
     with torch.no_grad():
@@ -449,17 +454,17 @@ def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[s
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)
         for one in target if isinstance(target, list | tuple) else (target,):
             if type(one) in _SHARED:
-                _refuse_write(operation.name, _parameter_of(one))
+                refuse_write(operation.name, _parameter_of(one))
     for at, name in operation.writes_if_set:
         value = args[at] if at < len(args) else kwargs.get(name)
         if value not in (None, False):
             found: list[Shared] = []
             _collect((args[:1] if name == "inplace" else args[:2], kwargs), found)
             for one in found:
-                _refuse_write(f"{operation.name}({name}={value})", _parameter_of(one))
+                refuse_write(f"{operation.name}({name}={value})", _parameter_of(one))
 
 
-def _refuse_write(name: str, parameter: OffloadedParameter) -> NoReturn:
+def refuse_write(name: str, parameter: OffloadedParameter) -> NoReturn:
     before = "change weights before the model is offloaded, or go on from a save with session.resume"
     if name == "set_":  # torch's parametrizations call it for each weight that they are registered on
         before = f"register parametrizations and {before}"

@@ -374,10 +374,7 @@ class Session:
         return self._offloaded.weight(name)
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over (name, master weight on the CPU, bf16 ones widened to fp32).
-
-        For a frozen weight it is the weight itself.
-        """
+        """Return an iterator over (name, master weight on the CPU in fp32); for a frozen weight, the weight itself."""
         self._refuse_closed()
         return self._offloaded.masters()
 

@@ -51,9 +51,8 @@ def resolve_and_plan(
     """
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     chosen = make_plan(config, shape, machine, world=world, nodes=nodes, saves=saves)
-    found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
-    if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
-        count = chosen.checkpointed
+    count, found = chosen.work.checkpointed, dict[str, object](mlp_chunk=chosen.work.mlp_chunk or "off")
+    if count or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = "off" if not count else "on" if count == shape.layers else count
     return config.with_keys("model", **found), chosen
 
@@ -101,7 +100,7 @@ def make_plan(
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
     for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
         if not chosen.fits:
-            chosen = _best(engine, replace(work, checkpointed=chosen.checkpointed, mlp_chunk=chunk), machine)
+            chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
@@ -128,11 +127,11 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     shortest, the one that computes least is therefore taken, also if it saves `WORTH` of the step in computation alone.
     """
     shape, layers, step = work.shape, work.shape.layers, default.forecast.step
-    may_gain = default.fits and default.checkpointed and step is not None
-    may_fit = not default.fits and not default.checkpointed
+    may_gain = default.fits and default.work.checkpointed and step is not None
+    may_fit = not default.fits and not default.work.checkpointed
     if not shape.can_checkpoint or not shape.trainable or not (may_gain or may_fit):
         return default  # if only adapters are trained, what they keep in each block is not counted
-    plans = {default.checkpointed: default}
+    plans = {default.work.checkpointed: default}
     least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
 
     def on_drives(plan: Plan) -> tuple[float, ...]:
@@ -164,15 +163,15 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
         best = best_of((best - width, best + width))
     if not plans[best].fits:
         return plans[layers]
-    before, saved = seconds(default.checkpointed), 0.0
+    before, saved = seconds(default.work.checkpointed), 0.0
     if machine.gpu is None and step is not None:
         alike = (count for count in plans if seconds(count) <= _ALIKE * seconds(best))
         best = min(alike, key=computing)
-        saved = computing(default.checkpointed) - computing(best)
+        saved = computing(default.work.checkpointed) - computing(best)
     if default.fits and seconds(best) > (1 - WORTH) * before and saved < WORTH * before:
         return default
     told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
-    other = f"{default.checkpointed} of {layers}: {told}"
+    other = f"{default.work.checkpointed} of {layers}: {told}"
     note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
 
@@ -219,7 +218,7 @@ def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
     """Return the forecast of a plan with the update schedule `words`."""
     if not plan.fits:
         return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
-    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
+    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.work.tokens)
     return UpdateSchedule(words, plan.forecast.step, tokens)
 
 
@@ -269,7 +268,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
         return
     if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
         return
-    same = replace(work, checkpointed=plan.checkpointed, mlp_chunk=plan.mlp_chunk)
+    same = replace(work, checkpointed=plan.work.checkpointed, mlp_chunk=plan.work.mlp_chunk)
     for moments in formats[formats.index(work.state.moments) + 1 :]:
         smaller = _best(engine, replace(same, state=replace(work.state, moments=moments)), machine)
         shorter = smaller.forecast.step
@@ -341,15 +340,7 @@ def _plan_of(one: Candidate) -> Plan:
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
         tunable=tuple(one.tunable()),
-        checkpointed=work.checkpointed,
-        layers=work.shape.layers,
-        parameters=work.shape.parameters,
-        seq_len=work.seq_len,
-        mlp_chunk=work.mlp_chunk,
-        micro_batch=work.micro_batch,
-        tokens_per_step=work.tokens,
-        world=work.world,
-        nodes=work.nodes,
+        work=work,
         items=tuple(items),
         tiers=tiers,
         shared=shared,

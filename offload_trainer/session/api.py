@@ -40,11 +40,10 @@ from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
-from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
+from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
-from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
 from offload_trainer.run.build import lease_drives
@@ -223,7 +222,8 @@ def load(
             )
         planned = _planned(config, source, say=say)
         with ExitStack() as stack:
-            parts, work, record = _opened(planned, stack, say=say)
+            parts, record = _opened(planned, stack, say=say)
+            work = planned.plan.work
             without = parameters_without_memory()
             model = source.build(dtype=parts.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = without_values(model, dtype=parts.dtype, place=parts.device.place)
@@ -263,7 +263,7 @@ def offload(
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         planned = _planned(config, source, say=say, moves=here)
         with ExitStack() as stack:
-            parts, _, record = _opened(planned, stack, say=say)
+            parts, record = _opened(planned, stack, say=say)
             from_config = _keep_configuration(module, record.model)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             if parts.node.rank:
@@ -374,18 +374,17 @@ def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
     return counted, beside
 
 
-def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload, RunRecord]:
+def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, RunRecord]:
     """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
 
-    Return them, the workload that was planned, and the metadata of saves, with an empty directory for the model's
-    configuration, which is copied into each save.
+    Return them and the metadata of saves, with an empty directory for the model's configuration, which is copied into
+    each save.
     """
     set_malloc_threshold("tiered")
-    plan, shape = planned.plan, planned.source.shape
+    plan, work = planned.plan, planned.plan.work
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
     places = lease_drives(drives, stack, say=say)
     assert isinstance(plan.sizes, TierSizes)
-    work = workload(planned.config, shape, world=plan.world)
     once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
     one_use = replace(work, shape=replace(work.shape, weights=once))
     parts = open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
@@ -393,7 +392,7 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
     identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
-    return parts, work, record_of(planned, identity=identity, model=folder)
+    return parts, record_of(planned, identity=identity, model=folder)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------

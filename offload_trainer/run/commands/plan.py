@@ -150,13 +150,14 @@ def _line(name: str, words: str, plan: Plan) -> str:
         return f"  {name:<33}does not fit: {'; '.join(plan.shortfalls())}"
     step = plan.forecast.step
     seconds = "unknown" if step is None else format_seconds(step)
-    speed = "" if step is None else f"{format_count(plan.tokens_per_step / step)} tokens/s"
-    sizes = {"GPU": plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world, "RAM": plan.tiers[RAM_NAME]["need"]}
+    speed = "" if step is None else f"{format_count(plan.work.tokens / step)} tokens/s"
+    gpu = plan.tiers[GPU_NAME]["need"] // plan.work.here
+    sizes = {"GPU": gpu, "RAM": plan.tiers[RAM_NAME]["need"]}
     for title, place in (("between GPUs", GPUS), ("network", NETWORK)):
         moved = [(one.read, one.written) for one in plan.links if one.place == place]
         sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more
     needs = ", ".join(f"{title} {format_bytes(size)}" for title, size in sizes.items() if size)
-    return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
+    return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.work.micro_batch}: {words}"
 
 
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:

@@ -51,7 +51,7 @@ from offload_trainer.model.loader import ModelSource, resolve_model, save_model_
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -460,7 +460,7 @@ def config(folder: Path) -> Files:
         planned = load_config(["--model", "gpt2", "--nvme", machine.drives[0].directory])
         for found in (rate_cache.with_cached_rates(machine), read_machine(str(folder / "profile.json"))):
             assert all(note.isprintable() for note in found.notes), found.notes
-            _, plan = resolve_and_plan(planned, shape, found)
+            plan = make_plan(planned, shape, found)
             plan.describe(full=True)
             json.dumps(plan.to_json())
 

@@ -1,6 +1,6 @@
 """Choose the engine, placement and update schedule for a configuration on a machine.
 
-    MachineProfile + ModelShape + TrainConfig  ->  resolve_and_plan  ->  Plan
+    MachineProfile + ModelShape + TrainConfig  ->  make_plan  ->  Plan
 
 Each engine's module lists its candidate placements and checks its settings. The planner takes the fastest candidate
 that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
@@ -35,28 +35,6 @@ _ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
 
 
-def resolve_and_plan(
-    config: TrainConfig,
-    shape: ModelShape,
-    machine: MachineProfile,
-    *,
-    world: int = 1,
-    nodes: int = 1,
-    saves: bool = True,
-) -> tuple[TrainConfig, Plan]:
-    """Return the configuration with dtype, checkpointing and MLP chunks resolved, and its plan.
-
-    Raises:
-        UserError: the settings cannot be combined on this machine (see `make_plan`).
-    """
-    config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    chosen = make_plan(config, shape, machine, world=world, nodes=nodes, saves=saves)
-    count, found = chosen.work.checkpointed, dict[str, object](mlp_chunk=chosen.work.mlp_chunk or "off")
-    if count or not config.model.offload_activations:  # off would be refused with offload_activations
-        found["activation_checkpointing"] = "off" if not count else "on" if count == shape.layers else count
-    return config.with_keys("model", **found), chosen
-
-
 def make_plan(
     config: TrainConfig,
     shape: ModelShape,
@@ -79,6 +57,7 @@ def make_plan(
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
+    config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
@@ -108,6 +87,16 @@ def make_plan(
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
     faster = tuple(_faster_formats(engine, chosen, work, machine))
     return replace(chosen, notes=tuple(notes), faster=faster)
+
+
+def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """Return the configuration with the dtype, checkpointing and MLP chunks of its plan."""
+    count, found = plan.work.checkpointed, dict[str, object](mlp_chunk=plan.work.mlp_chunk or "off")
+    if count or not config.model.offload_activations:  # off would be refused with offload_activations
+        found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
+    if plan.work.dtype != config.model.dtype:
+        found["dtype"] = plan.work.dtype
+    return config.with_keys("model", **found)
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------

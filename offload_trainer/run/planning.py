@@ -28,7 +28,8 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
     any_placement_fits,
     longest_row,
-    resolve_and_plan,
+    make_plan,
+    resolved,
     with_fewer_buffers,
 )
 from offload_trainer.plan.shape import ModelShape
@@ -210,8 +211,8 @@ def planned(
     """
 
     def plan_of(candidate: TrainConfig, of: Any) -> Planned:
-        settled, plan = resolve_and_plan(candidate, of.shape, machine, world=world, nodes=nodes)
-        return Planned(settled, plan, machine, of)
+        plan = make_plan(candidate, of.shape, machine, world=world, nodes=nodes)
+        return Planned(resolved(candidate, plan), plan, machine, of)
 
     first = plan_of(config, models.as_wished(config))
     if not lacks_room(first.plan, machine):

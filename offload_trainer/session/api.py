@@ -40,7 +40,7 @@ from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
-from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers
+from offload_trainer.plan.planner import make_plan, resolved, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
@@ -346,12 +346,12 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
     tried = list[Planned]()
     for wish in with_fewer_buffers(whole):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = resolve_and_plan(wish, source.shape, free, world=world, saves=False)
+        plan = make_plan(wish, source.shape, free, world=world, saves=False)
         if beside:
             item = Item("ram", "libraries and data", beside, "of the caller, in this process when it was planned")
             ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
             plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
-        tried.append(Planned(settled, plan, machine, source))
+        tried.append(Planned(resolved(wish, plan), plan, machine, source))
         if plan.fits or not lacks_room(plan, machine):
             break
     planned = tried[-1] if tried[-1].plan.fits else tried[0]

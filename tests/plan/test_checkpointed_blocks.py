@@ -12,7 +12,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 
 SHAPE = SHAPES["gpt2-10b"]
 BATCH = ("--micro-batch", "4", "--accumulate", "8")
@@ -31,7 +31,8 @@ def step(plan: Plan) -> float:
 def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
     here = with_products(read_machine("a100-40gb"), 156e12)
-    config, plan = resolve_and_plan(wish(*BATCH), SHAPE, here)
+    plan = make_plan(wish(*BATCH), SHAPE, here)
+    config = resolved(wish(*BATCH), plan)
     assert plan.fits
     assert 0 < plan.work.checkpointed < 50
     assert config.model.activation_checkpointing == plan.work.checkpointed
@@ -61,7 +62,7 @@ def test_each_block_that_keeps_everything_takes_its_bytes_from_the_state_on_the_
 def test_without_rates_auto_checkpoints_all_blocks_of_large_models_and_none_of_small_ones() -> None:
     untimed = replace(read_machine("h200"), rates=Rates())
     for name, setting in (("gpt2-10b", "on"), ("gpt2", "on"), ("gpt2-mini", "off")):
-        config, _ = resolve_and_plan(wish(*BATCH), SHAPES[name], untimed)
+        config = resolved(wish(*BATCH), make_plan(wish(*BATCH), SHAPES[name], untimed))
         assert config.model.activation_checkpointing == setting
 
 

@@ -20,7 +20,7 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import longest_row, make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import longest_row, make_plan, resolved, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere
@@ -72,9 +72,12 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
 
 def test_auto_is_resolved_for_the_engine_as_planned() -> None:
     small = needs(planned(80, "model.mlp_chunk=256", "--params", "nvme")) / GB + 0.01
-    config, plan = resolve_and_plan(wish(*ROWS[:-2], "--params", "nvme"), wide(), machine(gpu=int(small * GB)))
+    wished = wish(*ROWS[:-2], "--params", "nvme")
+    plan = make_plan(wished, wide(), machine(gpu=int(small * GB)))
+    config = resolved(wished, plan)
     assert plan.work.mlp_chunk == config.model.mlp_chunk == workload(config, wide()).mlp_chunk > 0
-    config, plan = resolve_and_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
+    plan = make_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
+    config = resolved(wish(*ROWS), plan)
     assert (plan.work.mlp_chunk, config.model.mlp_chunk, workload(config, wide()).mlp_chunk) == (0, "off", 0)
     off = make_plan(wish(*ROWS, "--params", "nvme", "model.mlp_chunk=off"), wide(), machine(gpu=int(small * GB)))
     assert not off.fits

@@ -23,7 +23,7 @@ from offload_trainer.optim import cpu_units
 from offload_trainer.plan import step_time
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import resolve_and_plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -101,7 +101,7 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
 
 def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
     """A layer of a large model would take a CPU seconds each time; its rate is that of a smaller one."""
-    _, plan = resolve_and_plan(load_config(["--model", "gpt2-xl"]), SHAPES["gpt2-xl"], read_machine("v100-32gb"))
+    plan = make_plan(load_config(["--model", "gpt2-xl"]), SHAPES["gpt2-xl"], read_machine("v100-32gb"))
     of_cpu, of_gpu = (machine_rates._layer_of(plan.work, gpu=gpu) for gpu in (False, True))
     assert max(of_gpu.matrix) > 4096
     rows, inner, outer = of_cpu.matrix

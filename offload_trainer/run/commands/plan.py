@@ -17,7 +17,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, with_dtype_of_card, workload
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes
@@ -89,7 +89,6 @@ def compare_modes(
             refuse_pieces(models.source.meta())
         except UserError as error:
             whole = str(error)
-    config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()

@@ -39,7 +39,7 @@ from offload_trainer.model.loader import resolve_model, save_model_config, write
 from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
+from offload_trainer.plan.memory import CUDA_PROCESS, PROCESS, inputs_of
 from offload_trainer.plan.planner import make_plan, resolved, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -367,7 +367,7 @@ def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
     process. The second is beyond that reserve: the caller's libraries and data.
     """
     found = psutil.Process().memory_info()
-    usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
+    usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
     own = found.rss - found.shared - moves  # mapped files are reclaimable
     mine = [max(0, min(own, usual)) + moves, max(0, found.rss - moves - usual)]
     counted, beside = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))

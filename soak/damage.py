@@ -48,7 +48,7 @@ from offload_trainer.export.sources import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.model.presets import preset_shape
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan, workload
@@ -451,8 +451,7 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape is not None
+    shape = gpt2_shape(PRESETS["gpt2"])
 
     def use() -> None:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)

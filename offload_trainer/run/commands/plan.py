@@ -13,7 +13,7 @@ from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.model.presets import preset_shape
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
@@ -174,9 +174,10 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
-    if changed:
+    if changed or section.name not in PRESETS:
         return None
-    return preset_shape(section.name, item_bytes=item_bytes(section.dtype), chunk=section.loss_chunk)
+    bytes_each, chunk = item_bytes(section.dtype), section.loss_chunk
+    return gpt2_shape(PRESETS[section.name], item_bytes=bytes_each, chunk=chunk)
 
 
 def described(machine: MachineProfile, nvme: Sequence[str]) -> MachineProfile:

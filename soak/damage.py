@@ -51,7 +51,7 @@ from offload_trainer.model.loader import ModelSource, resolve_model, save_model_
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -307,7 +307,7 @@ def _engine_of(folder: Path, *words: str) -> tuple[TrainConfig, ModelSource, Cal
     save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
     plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)))
     given = {"placement": plan.placement, "sizes": plan.sizes}
-    return config, source, partial(TieredEngine, source, workload(config, source.shape), config.optim, **given)
+    return config, source, partial(TieredEngine, source, plan.work, config.optim, **given)
 
 
 def pages(folder: Path) -> Files:

@@ -186,7 +186,8 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
         return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
-        tried.append(_schedule_of(other, replace(first, forecast=found.otherwise)))
+        toggled = replace(found, behind=not found.behind, hidden=found.could_hide)
+        tried.append(_schedule_of(other, replace(first, forecast=toggled)))
     if may_have_two_copies and why_not:
         tried.append(UpdateSchedule(FULL, None, None, why_not))
     elif may_have_two_copies:

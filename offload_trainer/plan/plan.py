@@ -35,9 +35,9 @@ class UpdateSchedule:
 
 @dataclass(frozen=True)
 class Shared:
-    """A filesystem that contains several of a run's directories."""
+    """A filesystem of which a plan uses several directories."""
 
-    directories: tuple[str, ...]
+    directories: tuple[str, ...]  # all of the run's directories there
     free_bytes: int
 
 
@@ -91,10 +91,7 @@ class Plan:
 
     def _shared(self, tier: str) -> Shared | None:
         """Return the filesystem that a directory shares with other directories in use, or None."""
-        for one in self.shared:
-            if tier in one.directories and sum(self.tiers[each]["need"] > 0 for each in one.directories) > 1:
-                return one
-        return None
+        return next((one for one in self.shared if tier in one.directories), None)
 
     def refuse(self, *, force: bool) -> None:
         """Raise UserError if the plan does not fit, unless `force`."""

@@ -352,7 +352,7 @@ def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], tuple
 def room_of(
     items: Sequence[Item], work: Workload, machine: MachineProfile
 ) -> tuple[dict[str, dict[str, int]], tuple[Shared, ...]]:
-    """Return {"need", "have"} in bytes for each tier, and the filesystems with several of a run's directories.
+    """Return {"need", "have"} in bytes for each tier, and the filesystems with several directories in use.
 
     A directory that shares its filesystem with others has what the others leave.
     """
@@ -372,7 +372,7 @@ def room_of(
     shared = (
         Shared(tuple(these), min(drives[directory].free_bytes for directory in these))
         for these in together.values()
-        if len(these) > 1
+        if sum(need[directory] > 0 for directory in these) > 1
     )
     return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, tuple(shared)
 

@@ -379,7 +379,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
     several = 2 if _is_one_of(args, _PAIRS) else 1
-    rows, planned = args.per_device_train_batch_size * several, session.plan.micro_batch
+    rows, planned = args.per_device_train_batch_size * several, session.plan.work.micro_batch
     if rows > planned:
         mistakes.append(
             f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"

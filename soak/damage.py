@@ -48,10 +48,10 @@ from offload_trainer.export.sources import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.model.presets import preset_shape
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -307,7 +307,7 @@ def _engine_of(folder: Path, *words: str) -> tuple[TrainConfig, ModelSource, Cal
     save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
     plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(folder)))
     given = {"placement": plan.placement, "sizes": plan.sizes}
-    return config, source, partial(TieredEngine, source, workload(config, source.shape), config.optim, **given)
+    return config, source, partial(TieredEngine, source, plan.work, config.optim, **given)
 
 
 def pages(folder: Path) -> Files:
@@ -451,8 +451,7 @@ def config(folder: Path) -> Files:
     (folder / "profile.json").write_text(json.dumps(asdict(machine)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     rate_cache.keep_rates(machine)
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape is not None
+    shape = gpt2_shape(PRESETS["gpt2"])
 
     def use() -> None:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
@@ -460,7 +459,7 @@ def config(folder: Path) -> Files:
         planned = load_config(["--model", "gpt2", "--nvme", machine.drives[0].directory])
         for found in (rate_cache.with_cached_rates(machine), read_machine(str(folder / "profile.json"))):
             assert all(note.isprintable() for note in found.notes), found.notes
-            _, plan = resolve_and_plan(planned, shape, found)
+            plan = make_plan(planned, shape, found)
             plan.describe(full=True)
             json.dumps(plan.to_json())
 

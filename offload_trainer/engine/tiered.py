@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,6 @@ class TieredEngine:
         Without `load_weights` a checkpoint is loaded afterwards. `open_parts` explains placement, sizes and drives.
         """
         self._optim = optim
-        work = replace(work, breadth_first=sizes.breadth_first)
         self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
@@ -103,7 +102,7 @@ class TieredEngine:
                 group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
                 share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
-            if sizes.breadth_first:
+            if work.breadth_first:
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())

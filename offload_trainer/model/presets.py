@@ -162,8 +162,3 @@ def local_directory(name: str) -> Path | None:
             f"nor a hub id such as openai-community/gpt2{hint}"
         )
     return None
-
-
-def preset_shape(name: str, *, item_bytes: int, chunk: int = _CHUNK) -> ModelShape | None:
-    """Return the shape of a preset, or None for any other name."""
-    return gpt2_shape(PRESETS[name], item_bytes=item_bytes, chunk=chunk) if name in PRESETS else None

@@ -30,7 +30,7 @@ PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (3
 LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
 PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
 _HOLES = 110_000_000  # bytes; see `heap_holes`
-CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; estimated, not measured
+CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process with a GPU; estimated, not measured
 
 
 def gpu_reserve(machine: MachineProfile) -> int:
@@ -49,14 +49,9 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     return [tiers_of(machine).gpu.item("reserve", gpu_reserve(machine) * here, why)]
 
 
-def cuda_process(*, has_gpu: bool) -> int:
-    """Return the bytes of RAM that a process needs in addition if a GPU computes."""
-    return CUDA_PROCESS if has_gpu else 0
-
-
 def process_items(tiers: Tiers, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
     """Return the RAM of `here` processes on a machine."""
-    each = PROCESS - LIBRARIES + cuda_process(has_gpu=tiers.has_gpu)
+    each = PROCESS - LIBRARIES + CUDA_PROCESS * tiers.has_gpu
     return [
         tiers.ram.item("process", each * here, f"interpreter, {what}, in each process"),
         tiers.ram.item("libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),

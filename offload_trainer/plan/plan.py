@@ -16,6 +16,7 @@ from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traffic, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
+from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds, screen_columns
 
 _LINES, _REJECTED = 25, 2  # lines of the screen, and placements that it rejects by name
@@ -34,9 +35,9 @@ class UpdateSchedule:
 
 @dataclass(frozen=True)
 class Shared:
-    """A filesystem that contains several of a run's directories."""
+    """A filesystem of which a plan uses several directories."""
 
-    directories: tuple[str, ...]
+    directories: tuple[str, ...]  # all of the run's directories there
     free_bytes: int
 
 
@@ -52,15 +53,7 @@ class Plan:
     uses_drives: bool
     cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
     tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
-    checkpointed: int  # the first blocks, which are recomputed in the backward
-    layers: int
-    parameters: int
-    seq_len: int
-    mlp_chunk: int  # tokens that go through an MLP at a time; 0: all of a micro-batch
-    micro_batch: int
-    tokens_per_step: int
-    world: int  # ranks of all nodes
-    nodes: int
+    work: Workload  # the step, with the numbers that the plan chose
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]  # bytes by the tier's name: {"need": ..., "have": ...}
     traffic: tuple[Traffic, ...]
@@ -98,10 +91,7 @@ class Plan:
 
     def _shared(self, tier: str) -> Shared | None:
         """Return the filesystem that a directory shares with other directories in use, or None."""
-        for one in self.shared:
-            if tier in one.directories and sum(self.tiers[each]["need"] > 0 for each in one.directories) > 1:
-                return one
-        return None
+        return next((one for one in self.shared if tier in one.directories), None)
 
     def refuse(self, *, force: bool) -> None:
         """Raise UserError if the plan does not fit, unless `force`."""
@@ -127,14 +117,14 @@ class Plan:
                 "params": self.placement.params,
                 "optimizer": self.placement.optimizer,
                 "zero_stage": self.placement.stage if isinstance(self.sizes, ZeroSizes) else None,
-                "checkpointing": self.checkpointed > 0,
-                "checkpointed_blocks": self.checkpointed,
-                "seq_len": self.seq_len,
-                "mlp_chunk": self.mlp_chunk,
-                "micro_batch": self.micro_batch,
-                "tokens_per_step": self.tokens_per_step,
-                "ranks": self.world,
-                "nodes": self.nodes,
+                "checkpointing": self.work.checkpointed > 0,
+                "checkpointed_blocks": self.work.checkpointed,
+                "seq_len": self.work.seq_len,
+                "mlp_chunk": self.work.mlp_chunk,
+                "micro_batch": self.work.micro_batch,
+                "tokens_per_step": self.work.tokens,
+                "ranks": self.work.world,
+                "nodes": self.work.nodes,
                 "sizes": asdict(self.sizes) if self.sizes else None,
             },
             "tiers": {tier: dict(room) for tier, room in self.tiers.items()},
@@ -155,13 +145,13 @@ class Plan:
 
     def describe(self, *, steps: int | None = None, full: bool = False) -> str:
         """Return the plan on one screen, or with `full` in lines of any number and length. `steps`: of the run."""
-        count, rows = self.checkpointed, f"{self.micro_batch} x {self.seq_len}"
-        some = "" if count == self.layers else f" of the first {count} of {self.layers} blocks"
+        work, layers, count = self.work, self.work.shape.layers, self.work.checkpointed
+        some = "" if count == layers else f" of the first {count} of {layers} blocks"
         head = [
-            f"plan: {format_count(self.parameters)} parameters, {format_count(self.tokens_per_step)} tokens a step in "
-            f"micro-batches of {rows}, {self.title}",
+            f"plan: {format_count(work.shape.parameters)} parameters, {format_count(work.tokens)} tokens a step in "
+            f"micro-batches of {work.micro_batch} x {work.seq_len}, {self.title}",
             f"  {self.homes}{f'; gradient checkpointing{some}' if count else ''}"
-            + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else ""),
+            + (f"; MLPs in chunks of {work.mlp_chunk} tokens" if work.mlp_chunk else ""),
             *self._describe_tiers(full=full),
             *self._describe_seconds(steps, full=full),
         ]
@@ -207,10 +197,10 @@ class Plan:
         if self.longest_row == 0:
             lines.append("  rows of any length: not even the shortest fit with these settings")
         elif self.longest_row is not None:
-            longer = "; rows longer than this plan's may need another placement" * (self.longest_row > self.seq_len)
+            work, longer = self.work, "; rows longer than this plan's may need another placement"
             lines.append(
-                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch"
-                f"{longer}"
+                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {work.micro_batch} in a micro-batch"
+                f"{longer if self.longest_row > work.seq_len else ''}"
             )
         return lines
 
@@ -220,6 +210,7 @@ class Plan:
         Without a forecast these are the rates that are missing, and the command that measures them.
         """
         found, step, ways = self.forecast, self.forecast.step, [way for way in self.ways if way.words != self.way]
+        of_step = self.work.tokens
         if step is None:
             untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
             drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
@@ -231,7 +222,7 @@ class Plan:
                 f"    run `{command}` once to time it{chooses}",
             ]
         total = f", {format_seconds(steps * step)} for {steps} steps" if steps else ""
-        lines = [f"  a step takes {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s{total}"]
+        lines = [f"  a step takes {format_seconds(step)}, {format_count(of_step / step)} tokens/s{total}"]
         for phase in PHASES:
             seconds = format_seconds(found.seconds[phase] or 0.0)
             lines.append(f"    {phase:<10}{seconds:>9}   {found.slowest(phase).what}")
@@ -246,8 +237,8 @@ class Plan:
         if full and timed:
             lines.append(f"    auto chose {self.way}; estimated step with {', '.join(timed)}")
         lines += [f"    auto ruled out {way.why_not}" for way in ways if full and way.why_not]
-        tokens = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
-        if tokens and tokens > self.tokens_per_step:
+        tokens = tokens_that_hide_the_update(found, tokens=of_step)
+        if tokens and tokens > of_step:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
             more = [f"with {way.words} from {format_count(way.tokens)} on" for way in ways if way.tokens]
             lines.append(f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *more])}")

@@ -1,6 +1,6 @@
 """Choose the engine, placement and update schedule for a configuration on a machine.
 
-    MachineProfile + ModelShape + TrainConfig  ->  resolve_and_plan  ->  Plan
+    MachineProfile + ModelShape + TrainConfig  ->  make_plan  ->  Plan
 
 Each engine's module lists its candidate placements and checks its settings. The planner takes the fastest candidate
 that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
@@ -35,29 +35,6 @@ _ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
 
 
-def resolve_and_plan(
-    config: TrainConfig,
-    shape: ModelShape,
-    machine: MachineProfile,
-    *,
-    world: int = 1,
-    nodes: int = 1,
-    saves: bool = True,
-) -> tuple[TrainConfig, Plan]:
-    """Return the configuration with dtype, checkpointing and MLP chunks resolved, and its plan.
-
-    Raises:
-        UserError: the settings cannot be combined on this machine (see `make_plan`).
-    """
-    config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    chosen = make_plan(config, shape, machine, world=world, nodes=nodes, saves=saves)
-    found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
-    if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
-        count = chosen.checkpointed
-        found["activation_checkpointing"] = "off" if not count else "on" if count == shape.layers else count
-    return config.with_keys("model", **found), chosen
-
-
 def make_plan(
     config: TrainConfig,
     shape: ModelShape,
@@ -80,6 +57,7 @@ def make_plan(
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
+    config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
@@ -101,7 +79,7 @@ def make_plan(
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
     for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
         if not chosen.fits:
-            chosen = _best(engine, replace(work, checkpointed=chosen.checkpointed, mlp_chunk=chunk), machine)
+            chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
@@ -109,6 +87,16 @@ def make_plan(
         notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
     faster = tuple(_faster_formats(engine, chosen, work, machine))
     return replace(chosen, notes=tuple(notes), faster=faster)
+
+
+def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """Return the configuration with the dtype, checkpointing and MLP chunks of its plan."""
+    count, found = plan.work.checkpointed, dict[str, object](mlp_chunk=plan.work.mlp_chunk or "off")
+    if count or not config.model.offload_activations:  # off would be refused with offload_activations
+        found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
+    if plan.work.dtype != config.model.dtype:
+        found["dtype"] = plan.work.dtype
+    return config.with_keys("model", **found)
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -128,11 +116,11 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     shortest, the one that computes least is therefore taken, also if it saves `WORTH` of the step in computation alone.
     """
     shape, layers, step = work.shape, work.shape.layers, default.forecast.step
-    may_gain = default.fits and default.checkpointed and step is not None
-    may_fit = not default.fits and not default.checkpointed
+    may_gain = default.fits and default.work.checkpointed and step is not None
+    may_fit = not default.fits and not default.work.checkpointed
     if not shape.can_checkpoint or not shape.trainable or not (may_gain or may_fit):
         return default  # if only adapters are trained, what they keep in each block is not counted
-    plans = {default.checkpointed: default}
+    plans = {default.work.checkpointed: default}
     least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
 
     def on_drives(plan: Plan) -> tuple[float, ...]:
@@ -164,15 +152,15 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
         best = best_of((best - width, best + width))
     if not plans[best].fits:
         return plans[layers]
-    before, saved = seconds(default.checkpointed), 0.0
+    before, saved = seconds(default.work.checkpointed), 0.0
     if machine.gpu is None and step is not None:
         alike = (count for count in plans if seconds(count) <= _ALIKE * seconds(best))
         best = min(alike, key=computing)
-        saved = computing(default.checkpointed) - computing(best)
+        saved = computing(default.work.checkpointed) - computing(best)
     if default.fits and seconds(best) > (1 - WORTH) * before and saved < WORTH * before:
         return default
     told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
-    other = f"{default.checkpointed} of {layers}: {told}"
+    other = f"{default.work.checkpointed} of {layers}: {told}"
     note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
 
@@ -198,7 +186,8 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
         return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
-        tried.append(_schedule_of(other, replace(first, forecast=found.otherwise)))
+        toggled = replace(found, behind=not found.behind, hidden=found.could_hide)
+        tried.append(_schedule_of(other, replace(first, forecast=toggled)))
     if may_have_two_copies and why_not:
         tried.append(UpdateSchedule(FULL, None, None, why_not))
     elif may_have_two_copies:
@@ -219,7 +208,7 @@ def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
     """Return the forecast of a plan with the update schedule `words`."""
     if not plan.fits:
         return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
-    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
+    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.work.tokens)
     return UpdateSchedule(words, plan.forecast.step, tokens)
 
 
@@ -270,7 +259,7 @@ def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: Machine
         return
     if update - found.hidden < WORTH * step or (machine.gpu is None and not plan.uses_drives):
         return
-    same = replace(work, checkpointed=plan.checkpointed, mlp_chunk=plan.mlp_chunk)
+    same = replace(work, checkpointed=plan.work.checkpointed, mlp_chunk=plan.work.mlp_chunk)
     tried = [replace(state, moments=moments) for moments in formats[formats.index(state.moments) + 1 :]]
     if work.dtype == "bf16" and BF16 in state.rule.masters and state.masters != BF16:
         tried.append(replace(state, moments=formats[-1], masters=BF16))
@@ -346,15 +335,7 @@ def _plan_of(one: Candidate) -> Plan:
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
         tunable=tuple(one.tunable()),
-        checkpointed=work.checkpointed,
-        layers=work.shape.layers,
-        parameters=work.shape.parameters,
-        seq_len=work.seq_len,
-        mlp_chunk=work.mlp_chunk,
-        micro_batch=work.micro_batch,
-        tokens_per_step=work.tokens,
-        world=work.world,
-        nodes=work.nodes,
+        work=work,
         items=tuple(items),
         tiers=tiers,
         shared=shared,
@@ -376,7 +357,7 @@ def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], tuple
 def room_of(
     items: Sequence[Item], work: Workload, machine: MachineProfile
 ) -> tuple[dict[str, dict[str, int]], tuple[Shared, ...]]:
-    """Return {"need", "have"} in bytes for each tier, and the filesystems with several of a run's directories.
+    """Return {"need", "have"} in bytes for each tier, and the filesystems with several directories in use.
 
     A directory that shares its filesystem with others has what the others leave.
     """
@@ -396,7 +377,7 @@ def room_of(
     shared = (
         Shared(tuple(these), min(drives[directory].free_bytes for directory in these))
         for these in together.values()
-        if len(these) > 1
+        if sum(need[directory] > 0 for directory in these) > 1
     )
     return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, tuple(shared)
 

@@ -152,17 +152,11 @@ def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The order in which a block's forward and backward use its weights, by name; a weight may occur several times."""
-
-    block: str
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]  # includes the recomputation if blocks are checkpointed
-
-
-@dataclass(frozen=True)
 class Order:
-    """The order in which a pass uses the weights of blocks and of modules outside them, by name."""
+    """The order in which a pass uses the weights of blocks and of modules outside them, by name.
+
+    Inside a block it is that of its weights. A weight may occur several times.
+    """
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -215,7 +209,9 @@ class ModelShape:
     tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
     divisible: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
-    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `divisible` names
+    # The order of use inside the blocks that `divisible` names; the backward includes the recomputation if blocks are
+    # checkpointed.
+    needs: tuple[tuple[str, Order], ...] = ()
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none

@@ -73,12 +73,6 @@ class Forecast:
         return sum(known) - self.hidden if len(known) == len(self.seconds) else None
 
     @property
-    def otherwise(self) -> Forecast:
-        """Return this forecast with the overlap of update and next forward toggled."""
-        assert not self.ahead
-        return replace(self, behind=not self.behind, hidden=self.could_hide, could_hide=self.hidden)
-
-    @property
     def in_line(self) -> dict[str, float | None]:
         """Return the seconds of each phase without overlap; of an overlapped update, only the exposed part."""
         update = self.seconds.get("update")

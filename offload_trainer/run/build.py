@@ -31,9 +31,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
-from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import everybody, nodes, place_here
 from offload_trainer.run.directory import Log, record_of
 from offload_trainer.run.planning import Planned
@@ -66,11 +64,6 @@ class Setup(Planned):
         return self.output / PAGES
 
     @cached_property
-    def work(self) -> Workload:
-        """One optimizer step of all ranks."""
-        return workload(self.config, self.source.shape, world=self.plan.world, nodes=self.plan.nodes)
-
-    @cached_property
     def record(self) -> RunRecord:
         """The metadata of the run's checkpoints."""
         identity = self.identity | self.data.identity()
@@ -87,7 +80,7 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     train, plan = setup.config.train, setup.plan
     if train.epochs == "auto":
         return setup
-    rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
+    rows, rows_of_step = len(setup.data.split.train), plan.work.tokens // plan.work.seq_len
     done, visited = (begins.step, begins.data_position) if begins else (0, 0)
     left = max(0, math.ceil(Fraction(str(train.epochs)) * rows) - visited)
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
@@ -111,7 +104,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
         assert isinstance(sizes, TierSizes)
         engine = TieredEngine(
             setup.source,
-            setup.work,
+            setup.plan.work,
             config.optim,
             placement=plan.placement,
             sizes=sizes,
@@ -127,7 +120,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
     assert isinstance(sizes, ZeroSizes)
     _, world = start_processes()
     words = deepspeed_config(
-        replace(setup.work, world=world),
+        replace(setup.plan.work, world=world),
         config.optim,
         config.deepspeed,
         plan.placement,
@@ -168,7 +161,7 @@ def build_job(
     dtype = setup.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
-    set_malloc_threshold(setup.plan.engine, row=setup.plan.seq_len)
+    set_malloc_threshold(setup.plan.engine, row=setup.plan.work.seq_len)
     engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
     return_now()  # DeepSpeed's flat weights leave holes as large as the model
@@ -216,11 +209,11 @@ def lease_drives(
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
     plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
     shape, every = setup.source.shape, setup.config.save.every
-    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
+    rows = partial(RowReader, seq_len=plan.work.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.spec.section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
-    need, (_, write) = checkpoint_bytes(setup.work), setup.machine.rates_of(setup.machine.output)
+    need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     clock = PhaseClock()
     if torch.cuda.is_available():  # DeepSpeed uses streams that do not wait for each other at a phase's end
@@ -248,8 +241,8 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_request_file=output / "save",
-        flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
-        peak_flops=peak.value * plan.world if peak else None,
+        flops_per_step=shape.flops_per_token(seq_len=plan.work.seq_len) * plan.work.tokens,
+        peak_flops=peak.value * plan.work.world if peak else None,
         swaps=swaps,
     )
 

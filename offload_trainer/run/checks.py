@@ -29,7 +29,7 @@ from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.export.sources import FINAL_RECORD
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.planner import room_of, workload
+from offload_trainer.plan.planner import room_of
 from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.directory import refuse_strangers
@@ -172,9 +172,8 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
         )
     names = dict(zip(*drives, strict=True))
     items = tuple(replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items)
-    work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
     try:
-        tiers, shared = room_of(items, work, machine)
+        tiers, shared = room_of(items, plan.work, machine)
         replace(plan, items=items, tiers=tiers, shared=shared).refuse(force=config.placement.force)
     except UserError as error:
         raise UserError(f"{here}: {error}") from error

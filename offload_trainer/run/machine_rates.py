@@ -27,9 +27,8 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable, threads_of_all_ranks
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.state_formats import ADAMW, state_format
+from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.owned_dirs import reason
@@ -102,9 +101,10 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     know the machines.
     """
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
-    here = plan.world == 1 or (plan.nodes == 1 and plan.engine == "tiered")
+    work = plan.work
+    here = work.world == 1 or (work.nodes == 1 and plan.engine == "tiered")
     moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
-    recomputes = plan.checkpointed > 0 and 6 * plan.parameters * plan.tokens_per_step * steps >= _WORTH_FLOPS
+    recomputes = work.checkpointed > 0 and 6 * work.shape.parameters * work.tokens * steps >= _WORTH_FLOPS
     due = (moves and (plan.uses_drives or on_gpu)) or (recomputes and on_gpu)
     return here and due and plan.fits and plan.forecast.step is None
 
@@ -189,9 +189,9 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         update_page=config.tiered.page_size,
         copy_seconds=0.05,
     )
-    layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
+    layer = _layer_of(planned.plan.work, gpu=machine.gpu is not None)
     # This may build the kernel, as the run would.
-    state = state_format(config.optim.name, config.optim.moment_dtype, config.optim.master_dtype)
+    state = planned.plan.work.state
     updates = timed_updates.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
     start = time.perf_counter()
     try:
@@ -224,15 +224,16 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     return timed
 
 
-def _layer_of(shape: ModelShape, plan: Plan, *, gpu: bool) -> LayerSizes:
+def _layer_of(work: Workload, *, gpu: bool) -> LayerSizes:
     """Return the sizes of the model's largest matrix product, and of its attention, in one micro-batch."""
+    shape = work.shape
     inside = [weight for weight in shape.weights if weight.block and len(weight.shape) > 1] or list(shape.weights)
     largest = max(inside, key=lambda weight: weight.numel)
     inner, outer = sorted(largest.shape[-2:]) if len(largest.shape) > 1 else (shape.hidden, shape.hidden)
     rows, side = _ON_GPU if gpu else _ON_CPU
     of_layer = side if gpu else _LAYER_ON_CPU
     return LayerSizes(
-        (min(plan.micro_batch * plan.seq_len, rows), min(inner, side), min(outer, side)),
-        tokens=min(plan.seq_len, of_layer),
+        (min(work.micro_batch * work.seq_len, rows), min(inner, side), min(outer, side)),
+        tokens=min(work.seq_len, of_layer),
         width=min(shape.hidden, of_layer),
     )

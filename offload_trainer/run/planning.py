@@ -23,11 +23,13 @@ from typing import Any
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
     any_placement_fits,
     longest_row,
-    resolve_and_plan,
+    make_plan,
+    resolved,
     with_fewer_buffers,
 )
 from offload_trainer.plan.shape import ModelShape
@@ -61,7 +63,7 @@ class Planned:
         """The part of the run's identity that is known without the data. Resuming requires an equal one."""
         return {
             "seed": self.config.train.seed,
-            "seq_len": self.plan.seq_len,
+            "seq_len": self.plan.work.seq_len,
             "shuffle": self.config.data.shuffle,
             **self.source.identity,
         }
@@ -140,10 +142,12 @@ def shared_plan(own: Planned) -> Planned:
     """
     from offload_trainer.ranks import from_rank_zero
 
-    told = json.dumps(own.config.model_dump(exclude_unset=True)), own.plan, own.machine
+    bare = replace(own.plan.work, shape=ModelShape((), 0, 0, 0, 0))  # every rank has read the model
+    told = json.dumps(own.config.model_dump(exclude_unset=True)), replace(own.plan, work=bare), own.machine
     words, plan, machine = from_rank_zero(lambda: told, tuple[str, Plan, MachineProfile])
     config = TrainConfig.model_validate_json(words)
     source = as_wished(own.source, config)
+    plan = replace(plan, work=replace(plan.work, shape=with_rate(source.shape, plan.work.seq_len)))
     return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, source)
 
 
@@ -207,8 +211,8 @@ def planned(
     """
 
     def plan_of(candidate: TrainConfig, of: Any) -> Planned:
-        settled, plan = resolve_and_plan(candidate, of.shape, machine, world=world, nodes=nodes)
-        return Planned(settled, plan, machine, of)
+        plan = make_plan(candidate, of.shape, machine, world=world, nodes=nodes)
+        return Planned(resolved(candidate, plan), plan, machine, of)
 
     first = plan_of(config, models.as_wished(config))
     if not lacks_room(first.plan, machine):
@@ -228,7 +232,7 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
     plan, candidate = found.plan, found.config.with_keys("model", **requested)
 
     def longest(source: Any) -> int:
-        return longest_row(candidate, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
+        return longest_row(candidate, source.shape, found.machine, world=plan.work.world, nodes=plan.work.nodes)
 
     tokens = longest(found.source)
     if tokens < found.source.shape.context and may_tile(config):
@@ -244,7 +248,7 @@ def with_what_fits(
     Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
     `resumes`: the run resumes another, whose rows keep their length.
     """
-    world, nodes = found.plan.world, found.plan.nodes
+    world, nodes = found.plan.work.world, found.plan.work.nodes
     moves = [words for words in _moves(found, config, here=here) if not (resumes and words.startswith("--seq-len"))]
 
     def fits(words: str, *, contradicts: bool = False) -> bool:
@@ -296,7 +300,7 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[str]:
     rows = train.micro_batch_size
     if rows > 1:
         yield f"--micro-batch 1 --accumulate {rows * train.gradient_accumulation_steps}"
-    for tokens in filter(None, (plan.seq_len // 2, plan.seq_len // 8)):
+    for tokens in filter(None, (plan.work.seq_len // 2, plan.work.seq_len // 8)):
         yield f"--seq-len {tokens}"
     if config.model.dtype == "fp32":
         yield "--dtype bf16"

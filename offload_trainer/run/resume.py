@@ -168,7 +168,7 @@ def keep(setup: Setup, job: Job) -> None:
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
     engine.offloaded.enable_manifest(model=setup.output / "model")
-    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
+    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.work.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
     scratch_dir.write_list(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
@@ -203,8 +203,8 @@ def _why_never(setup: Setup) -> str:
         return "this run stores no state on drives"
     if sizes.places < 2:
         return "this run's pages have only one copy (tiered.state_copies=1)"
-    if plan.nodes > 1:
-        return f"this run has {plan.nodes} nodes; only runs on one node can resume from page files"
+    if plan.work.nodes > 1:
+        return f"this run has {plan.work.nodes} nodes; only runs on one node can resume from page files"
     if any(page.home < 0 for page in _pages(setup)):
         return "this run stores some of its state in memory; with --ram-fraction 0 all of it is on drives"
     if any(not weight.trainable for weight in setup.source.shape.weights):
@@ -215,7 +215,7 @@ def _why_never(setup: Setup) -> str:
 def _pages(setup: Setup) -> Sequence[Any]:
     plan = setup.plan
     assert isinstance(plan.sizes, TierSizes)
-    return layouts_of(setup.work).homes(plan.placement, plan.sizes).pages
+    return layouts_of(setup.plan.work).homes(plan.placement, plan.sizes).pages
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     if why := _why_never(setup):
         raise ValueError(why)
     identity, layout = setup.record.identity, setup.record.layout
-    units, pages = layouts_of(setup.work).units, _pages(setup)
+    units, pages = layouts_of(setup.plan.work).units, _pages(setup)
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
@@ -320,14 +320,14 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         folders,
         units,
         pages,
-        format=setup.work.state,
+        format=setup.plan.work.state,
         model=setup.output / "model",
         run=manifest.run,
     )
     differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]
-    if "pages" in differ and made.ranks != setup.plan.world:
+    if "pages" in differ and made.ranks != (world := setup.plan.work.world):
         raise ValueError(
-            f"they were written by {made.ranks} rank(s), and this run has {setup.plan.world}: use --gpus {made.ranks}"
+            f"they were written by {made.ranks} rank(s), and this run has {world}: use --gpus {made.ranks}"
         )
     if differ:
         raise ValueError(f"their layout differs from this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")

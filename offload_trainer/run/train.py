@@ -131,7 +131,7 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
     machine, log, output = before.machine, before.log, before.output
     more = more_free(machine, missing=full.missing)
     text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
-    if alone := before.plan.world == 1 and before.plan.engine == "tiered":
+    if alone := before.plan.work.world == 1 and before.plan.engine == "tiered":
         saved = complete_checkpoints(output / "checkpoints")
         if config.save.resume != "auto" and saved and step_of(saved[-1]) > began:
             config = config.with_keys("save", resume=str(saved[-1]))
@@ -230,7 +230,7 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
     """Prepare the data of a planned run. Collective."""
     config = planned.config
     eval_rows = config.train.eval_rows
-    return prepare_data(config.data, planned.source, seq_len=planned.plan.seq_len, eval_rows=eval_rows, say=say)
+    return prepare_data(config.data, planned.source, seq_len=planned.plan.work.seq_len, eval_rows=eval_rows, say=say)
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
@@ -240,7 +240,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     data = _data_of(planned, say=say)
     for line in first_row(data):
         say(line)
-    say(epoch_line(data, rows_per_step=plan.tokens_per_step // plan.seq_len, steps=planned.config.train.steps))
+    say(epoch_line(data, rows_per_step=plan.work.tokens // plan.work.seq_len, steps=planned.config.train.steps))
     return data.paths
 
 
@@ -268,7 +268,7 @@ def _run_once(
             checkpoint, begins = None, files.train
         setup = with_steps(setup, begins)
         if epochs != "auto":
-            rows, rows_of_step = len(setup.data.split.train), setup.plan.tokens_per_step // setup.plan.seq_len
+            rows, rows_of_step = len(setup.data.split.train), setup.plan.work.tokens // setup.plan.work.seq_len
             log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.config.train.steps} steps")
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
@@ -367,7 +367,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
         return []
     plan, output, counted = setup.plan, setup.output, steady(rows)
     measured: dict[str, int | None] = {"gpu": max(row.device_peak_bytes for row in rows)}
-    measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
+    measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.work.world == 1 else None
     for drive, swap in zip(setup.drives, swaps, strict=False):
         measured[str(drive.resolve())] = bytes_below(swap)
     saved = sum(bytes_below(output / left) for left in ("checkpoints", "export"))
@@ -379,7 +379,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
     on_drives = [moved for moved in plan.traffic if moved.place != "device"]
     for way, key in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
         moved = [getattr(row, key) for row in counted]
-        need = plan.nodes * sum(getattr(part, way) for part in on_drives)
+        need = plan.work.nodes * sum(getattr(part, way) for part in on_drives)
         table += predicted_row(f"{way} on drives, a step", need, None if None in moved else median(moved), format_bytes)
     forecast, taken = plan.forecast.in_line, median_phases(rows)
     for phase in dict.fromkeys([*forecast, *taken]):

@@ -39,12 +39,11 @@ from offload_trainer.model.loader import resolve_model, save_model_config, write
 from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel, refuse_other_default
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
-from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
+from offload_trainer.plan.memory import CUDA_PROCESS, PROCESS, inputs_of
+from offload_trainer.plan.planner import make_plan, resolved, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
-from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
 from offload_trainer.run.build import lease_drives
@@ -224,7 +223,8 @@ def load(
             )
         planned = _planned(config, source, say=say)
         with ExitStack() as stack:
-            parts, work, record = _opened(planned, stack, say=say)
+            parts, record = _opened(planned, stack, say=say)
+            work = planned.plan.work
             without = parameters_without_memory()
             model = source.build(dtype=parts.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = without_values(model, dtype=parts.dtype, place=parts.device.place)
@@ -264,7 +264,7 @@ def offload(
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         planned = _planned(config, source, say=say, moves=here)
         with ExitStack() as stack:
-            parts, _, record = _opened(planned, stack, say=say)
+            parts, record = _opened(planned, stack, say=say)
             from_config = _keep_configuration(module, record.model)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             if parts.node.rank:
@@ -347,12 +347,12 @@ def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves
     tried = list[Planned]()
     for wish in with_fewer_buffers(whole):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = resolve_and_plan(wish, source.shape, free, world=world, saves=False)
+        plan = make_plan(wish, source.shape, free, world=world, saves=False)
         if beside:
             item = Item("ram", "libraries and data", beside, "of the caller, in this process when it was planned")
             ram = {key: size + beside for key, size in plan.tiers["ram"].items()}
             plan = replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
-        tried.append(Planned(settled, plan, machine, source))
+        tried.append(Planned(resolved(wish, plan), plan, machine, source))
         if plan.fits or not lacks_room(plan, machine):
             break
     planned = tried[-1] if tried[-1].plan.fits else tried[0]
@@ -368,25 +368,24 @@ def memory_in_use(machine: MachineProfile, *, moves: int) -> tuple[int, int]:
     process. The second is beyond that reserve: the caller's libraries and data.
     """
     found = psutil.Process().memory_info()
-    usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
+    usual = PROCESS + CUDA_PROCESS * (machine.gpu is not None)
     own = found.rss - found.shared - moves  # mapped files are reclaimable
     mine = [max(0, min(own, usual)) + moves, max(0, found.rss - moves - usual)]
     counted, beside = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
     return counted, beside
 
 
-def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload, RunRecord]:
+def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, RunRecord]:
     """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
 
-    Return them, the workload that was planned, and the metadata of saves, with an empty directory for the model's
-    configuration, which is copied into each save.
+    Return them and the metadata of saves, with an empty directory for the model's configuration, which is copied into
+    each save.
     """
     set_malloc_threshold("tiered")
-    plan, shape = planned.plan, planned.source.shape
+    plan, work = planned.plan, planned.plan.work
     drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
     places = lease_drives(drives, stack, say=say)
     assert isinstance(plan.sizes, TierSizes)
-    work = workload(planned.config, shape, world=plan.world)
     once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
     one_use = replace(work, shape=replace(work.shape, weights=once))
     parts = open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
@@ -394,7 +393,7 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
     identity = {"session": True, CONFIG: planned.source.identity.get(CONFIG)}
-    return parts, work, record_of(planned, identity=identity, model=folder)
+    return parts, record_of(planned, identity=identity, model=folder)
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_a_piece_of_a_row_needs_the_memory_of_a_row_of_its_length() -> None:
     for name in ("block inputs", "activations"):
         assert held(short)[name] <= held(pieces)[name] <= 1.1 * held(short)[name]
         assert held(pieces)[name] < held(whole)[name]
-    assert (pieces.tokens_per_step, whole.tokens_per_step) == (1024, 4096)
+    assert (pieces.work.tokens, whole.work.tokens) == (1024, 4096)
     assert any(
         "each GPU processes 256 of the 1024 tokens of a row; 1 data-parallel group(s) of 4 ranks" in note
         for note in pieces.notes

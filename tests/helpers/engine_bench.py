@@ -27,7 +27,7 @@ from offload_trainer.model import shape as model_shape
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes import blocks
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.run.planning import as_wished
@@ -144,13 +144,12 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     first = next(its.start for its in nodes if rank in its)
     plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
     assert isinstance(plan.sizes, TierSizes)
-    work = workload(config, source.shape, world=world, nodes=len(nodes))
     sizes = replace(plan.sizes, shadow_fraction=shadows)
     leases = ExitStack()
     places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
     made = TieredEngine(
         source,
-        work,
+        plan.work,
         config.optim,
         placement=plan.placement,
         sizes=sizes,
@@ -159,7 +158,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     )
     # What tests compare its bytes with.
     vars(made)["plan"] = plan
-    vars(made)["candidate"] = TieredCandidate(work, machine, plan.placement, sizes, layouts_of(work))
+    vars(made)["candidate"] = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))
     try:
         yield made
     finally:

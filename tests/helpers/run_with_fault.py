@@ -73,7 +73,7 @@ ENGINE = "offload_trainer.engine.tiered:TieredEngine"
 MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
     "measure": ("offload_trainer.machine.bench:bench_machine", lambda *_: True),
-    "plan": ("offload_trainer.run.planning:resolve_and_plan", lambda *_: True),
+    "plan": ("offload_trainer.run.planning:make_plan", lambda *_: True),
     "setup": ("offload_trainer.run.train:Setup", lambda *_: True),  # planned, with its data
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
     "build": (f"{ENGINE}.__init__", lambda *_: True),

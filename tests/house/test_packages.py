@@ -23,7 +23,7 @@ from commands import TINY, environment
 from offload_trainer import packages
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError, explain
-from offload_trainer.model.presets import preset_shape
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import _CU126, MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
@@ -111,8 +111,7 @@ def machine(*installed: str) -> MachineProfile:
 
 
 def test_auto_never_picks_what_is_not_installed() -> None:
-    shape = preset_shape("gpt2", item_bytes=2)
-    assert shape
+    shape = gpt2_shape(PRESETS["gpt2"])
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"
     eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.moment_dtype=8bit"])

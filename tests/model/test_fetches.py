@@ -26,7 +26,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
+from offload_trainer.plan.shape import ModelShape, Order, Weight
 from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
@@ -207,7 +207,7 @@ def test_without_a_trace_the_order_is_that_of_registration() -> None:
 
 def test_parts_are_fetched_in_the_probed_order_at_each_run_of_their_block() -> None:
     """h.0 runs twice, and its trial covers both; h.1 is frozen, and is recomputed only with checkpointing."""
-    needs = (Needs("h.0", ("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2),)
+    needs = (("h.0", Order(("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2)),)
     order = Order(("late", "embed", "h.1", "h.0", "h.0", "embed"), ("embed", "h.0", "h.0"))
     shape = with_order(shape_of(needs=needs), order)
     assert shape.order == order

@@ -96,7 +96,7 @@ def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
 def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:
     def orders(*words: str, shape: ModelShape = SHAPES["gpt2-xl"]) -> tuple[bool, list[str]]:
         plan = make_plan(wish(*words), shape, machine(gpu=32 * GB))
-        return plan.sizes.breadth_first, [note for note in plan.notes if "micro_batch_order" in note]
+        return plan.work.breadth_first, [note for note in plan.notes if "micro_batch_order" in note]
 
     assert orders("--params", "nvme", "--accumulate", "8")[0]
     assert orders("--params", "nvme") == (False, [])
@@ -136,7 +136,7 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
     words = ["--model", str(model_directory(folder / "opt", "opt")), "--params", "nvme", "--accumulate", "8"]
     config = wish("--scratch", *words, "model.activation_checkpointing=on")
     plan = make_plan(config, model_of(config).shape, machine(gpu=32 * GB))
-    assert not plan.sizes.breadth_first
+    assert not plan.work.breadth_first
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
 
 

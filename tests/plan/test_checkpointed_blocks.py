@@ -12,7 +12,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 
 SHAPE = SHAPES["gpt2-10b"]
 BATCH = ("--micro-batch", "4", "--accumulate", "8")
@@ -31,19 +31,20 @@ def step(plan: Plan) -> float:
 def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
     here = with_products(read_machine("a100-40gb"), 156e12)
-    config, plan = resolve_and_plan(wish(*BATCH), SHAPE, here)
+    plan = make_plan(wish(*BATCH), SHAPE, here)
+    config = resolved(wish(*BATCH), plan)
     assert plan.fits
-    assert 0 < plan.checkpointed < 50
-    assert config.model.activation_checkpointing == plan.checkpointed
+    assert 0 < plan.work.checkpointed < 50
+    assert config.model.activation_checkpointing == plan.work.checkpointed
     everyone = {count: with_count(count, here) for count in range(0, 51, 5)}
     best = min(step(one) for one in everyone.values() if one.fits)
     assert step(plan) <= 1.02 * best
     assert step(plan) < 0.95 * step(with_count("on", here))
     again = make_plan(config, SHAPE, here)  # a settled configuration has the same plan
     assert (again.items, again.forecast) == (plan.items, plan.forecast)
-    told = f"gradient checkpointing of the first {plan.checkpointed} of 50 blocks"
+    told = f"gradient checkpointing of the first {plan.work.checkpointed} of 50 blocks"
     assert told in plan.describe(full=True)
-    assert plan.to_json()["chosen"]["checkpointed_blocks"] == plan.checkpointed
+    assert plan.to_json()["chosen"]["checkpointed_blocks"] == plan.work.checkpointed
 
 
 def test_each_block_that_keeps_everything_takes_its_bytes_from_the_state_on_the_device() -> None:
@@ -61,7 +62,7 @@ def test_each_block_that_keeps_everything_takes_its_bytes_from_the_state_on_the_
 def test_without_rates_auto_checkpoints_all_blocks_of_large_models_and_none_of_small_ones() -> None:
     untimed = replace(read_machine("h200"), rates=Rates())
     for name, setting in (("gpt2-10b", "on"), ("gpt2", "on"), ("gpt2-mini", "off")):
-        config, _ = resolve_and_plan(wish(*BATCH), SHAPES[name], untimed)
+        config = resolved(wish(*BATCH), make_plan(wish(*BATCH), SHAPES[name], untimed))
         assert config.model.activation_checkpointing == setting
 
 
@@ -74,7 +75,7 @@ def test_a_cpu_leaves_out_recomputation_that_a_drive_hides() -> None:
 
     auto, all_ = planned("--ram-fraction", "0"), planned("--ram-fraction", "0", "model.activation_checkpointing=on")
     assert 0.95 * step(all_) < step(auto) <= step(all_)  # the forecast alone would not have decided
-    assert auto.checkpointed < all_.checkpointed == shape.layers
+    assert auto.work.checkpointed < all_.work.checkpointed == shape.layers
     saved = [one.forecast.seconds["forward"] + one.forecast.seconds["backward"] for one in (all_, auto)]  # type: ignore[operator]
     assert saved[0] - saved[1] >= 0.05 * step(all_)
     small = replace(here, ram_bytes=5 * GB)
@@ -96,7 +97,7 @@ def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> N
         assert needs[count - 1] > needs[count] + 10**6
         here = machine(ram=needs[count] + 10**6)
         plan = make_plan(wish(*words), shape, here)
-        assert (plan.fits, plan.checkpointed, plan.mlp_chunk) == (True, count, 0)
+        assert (plan.fits, plan.work.checkpointed, plan.work.mlp_chunk) == (True, count, 0)
         assert any_placement_fits(wish(*words), shape, here, world=1, nodes=1)
 
 

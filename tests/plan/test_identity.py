@@ -129,7 +129,7 @@ def test_a_run_resumes_with_its_mlp_chunks(tmp_path: Path) -> None:
     saved = call(*PIECES, "--steps", "2", "model.mlp_chunk=256", output=tmp_path / "run").output
 
     def chunk(*words: str) -> int:
-        return plan_run(load_config([*PIECES, *words, "--output", str(tmp_path / "later")])).plan.mlp_chunk
+        return plan_run(load_config([*PIECES, *words, "--output", str(tmp_path / "later")])).plan.work.mlp_chunk
 
     resumed = ["--steps", "4", "--resume", str(saved / "checkpoints/step-00000002")]
     assert chunk() == 0

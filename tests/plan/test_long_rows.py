@@ -20,7 +20,7 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.blocks import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import longest_row, make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import longest_row, make_plan, resolved, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere
@@ -57,13 +57,13 @@ def needs(plan: Plan) -> int:
 def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does() -> None:
     """Pieces shrink from the whole row to 256 tokens, each size taken once the larger one no longer fits."""
     roomy = planned(40)
-    assert (roomy.mlp_chunk, roomy.fits) == (0, True)
+    assert (roomy.work.mlp_chunk, roomy.fits) == (0, True)
     sizes = {chunk: needs(planned(40, f"model.mlp_chunk={chunk}", "--params", "nvme")) for chunk in (8192, 1024, 256)}
     assert sizes[256] < sizes[1024] < sizes[8192] < needs(planned(40, "--params", "nvme"))
     assert sizes[8192] - sizes[1024] > 7168 * 16384 * 2 * 3  # at least three intermediate tensors of an MLP
     for chunk, size in sizes.items():
         plan = planned(size / GB + 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
-        assert (plan.mlp_chunk, plan.fits) == (chunk, True)
+        assert (plan.work.mlp_chunk, plan.fits) == (chunk, True)
         assert f"MLPs in chunks of {chunk} tokens" in plan.describe(full=True)
         assert plan.to_json()["chosen"]["mlp_chunk"] == chunk
     least = planned(sizes[256] / GB - 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
@@ -72,17 +72,20 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
 
 def test_auto_is_resolved_for_the_engine_as_planned() -> None:
     small = needs(planned(80, "model.mlp_chunk=256", "--params", "nvme")) / GB + 0.01
-    config, plan = resolve_and_plan(wish(*ROWS[:-2], "--params", "nvme"), wide(), machine(gpu=int(small * GB)))
-    assert plan.mlp_chunk == config.model.mlp_chunk == workload(config, wide()).mlp_chunk > 0
-    config, plan = resolve_and_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
-    assert (plan.mlp_chunk, config.model.mlp_chunk, workload(config, wide()).mlp_chunk) == (0, "off", 0)
+    wished = wish(*ROWS[:-2], "--params", "nvme")
+    plan = make_plan(wished, wide(), machine(gpu=int(small * GB)))
+    config = resolved(wished, plan)
+    assert plan.work.mlp_chunk == config.model.mlp_chunk == workload(config, wide()).mlp_chunk > 0
+    plan = make_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
+    config = resolved(wish(*ROWS), plan)
+    assert (plan.work.mlp_chunk, config.model.mlp_chunk, workload(config, wide()).mlp_chunk) == (0, "off", 0)
     off = make_plan(wish(*ROWS, "--params", "nvme", "model.mlp_chunk=off"), wide(), machine(gpu=int(small * GB)))
     assert not off.fits
 
 
 def test_pieces_as_long_as_a_micro_batch_are_not_tiles() -> None:
-    assert planned(80, "model.mlp_chunk=32768").mlp_chunk == 0
-    assert planned(80, "model.mlp_chunk=32767").mlp_chunk == 32767
+    assert planned(80, "model.mlp_chunk=32768").work.mlp_chunk == 0
+    assert planned(80, "model.mlp_chunk=32767").work.mlp_chunk == 32767
     assert chunks_of(workload(wish("--seq-len", "512", "--micro-batch", "2"), wide())) == (512, 256)
 
 
@@ -158,5 +161,5 @@ def test_the_plan_names_tiled_mlps(tmp_path: Path) -> None:
     assert json.loads(json.dumps(plan.to_json()))["longest_row"] == 1024
     words = [f"model.overrides.{key}={value}" for key, value in WIDE.items()]
     small = plan_elsewhere(wish(*words, "--micro-batch", "1", "--seq-len", "512"), machine(gpu=4 * GB))
-    assert small.mlp_chunk == 0
+    assert small.work.mlp_chunk == 0
     assert small.longest_row == longest_row(wish("--micro-batch", "1"), wide(), machine(gpu=4 * GB), world=1, nodes=1)

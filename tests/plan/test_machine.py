@@ -43,7 +43,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, resolve_and_plan
+from offload_trainer.plan.planner import make_plan, resolved
 from offload_trainer.run import machine_rates, process_setup
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
@@ -392,8 +392,8 @@ def test_auto_dtype_depends_on_the_card() -> None:
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
     ):  # fmt: skip
         config = load_config(["--model", "gpt2", *words])
-        settled, plan = resolve_and_plan(config, SHAPES["gpt2"], replace(card((8, 0), None), capability=capability))
-        assert settled.model.dtype == dtype
+        plan = make_plan(config, SHAPES["gpt2"], replace(card((8, 0), None), capability=capability))
+        assert resolved(config, plan).model.dtype == dtype
         assert ("has no bf16 units: training in fp16 with dynamic loss scaling" in "".join(plan.notes)) == (
             dtype == "fp16"
         )
@@ -408,7 +408,7 @@ def test_bf16_masters_are_refused_with_weights_of_another_dtype(
     """Also where the card chooses the dtype."""
     config = load_config(["--model", "gpt2", "optim.master_dtype=bf16", *words])
     with pytest.raises(UserError, match=f"master_dtype=bf16 with --dtype {dtype}: .* use --dtype bf16"):
-        resolve_and_plan(config, SHAPES["gpt2"], card(capability, None))
+        make_plan(config, SHAPES["gpt2"], card(capability, None))
 
 
 def faked(

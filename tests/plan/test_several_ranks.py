@@ -132,8 +132,8 @@ def test_more_machines_share_the_state_and_use_the_network() -> None:
     """They keep the rows of each GPU."""
     config, machines = load_config(["--model", "gpt2-medium", "--engine", "tiered"]), read_machine("8xh100-80gb")
     plans = [plan_elsewhere(config, machines, nodes=nodes) for nodes in (1, 2, 4)]
-    assert [(plan.world, plan.tokens_per_step // plan.world) for plan in plans] == [
-        (8 * nodes, plans[0].tokens_per_step // 8) for nodes in (1, 2, 4)
+    assert [(plan.work.world, plan.work.tokens // plan.work.world) for plan in plans] == [
+        (8 * nodes, plans[0].work.tokens // 8) for nodes in (1, 2, 4)
     ]
     sent = [sum(one.read for one in plan.links if one.place == NETWORK) for plan in plans]
     assert sent[0] == 0 < sent[1] < sent[2]

@@ -144,7 +144,7 @@ def test_micro_batches_go_breadth_first_where_the_drive_and_not_the_computation_
     for order in ("depth_first", "breadth_first", "auto"):
         config = wish(*words, "tiered.overlap=off", f"tiered.micro_batch_order={order}")
         found[order] = make_plan(config, shape, timed(matmul=matmul))
-    assert found["auto"].sizes.breadth_first == breadth
+    assert found["auto"].work.breadth_first == breadth
     away = {order: [one for one in plan.traffic if one.place == "/ssd"] for order, plan in found.items()}
     read = {order: sum(one.read for one in moved if one.phase != "update") for order, moved in away.items()}
     assert 7 < read["depth_first"] / read["breadth_first"] < 8

@@ -22,7 +22,7 @@ from test_telemetry import a_step
 from offload_trainer import cli
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import resolve_and_plan
+from offload_trainer.plan.planner import make_plan, resolved
 from offload_trainer.run.commands.runs import compared, comparison
 from offload_trainer.settings import dump_config, load_config
 from offload_trainer.telemetry import sinks
@@ -316,9 +316,10 @@ def test_runs_have_different_lines_and_their_names_below(runs: int) -> None:
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
     """Write the files of a gpt2-xl run."""
     machine = read_machine("h200")
-    config, plan = resolve_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
+    wished = load_config(["--model", "gpt2-xl", *words])
+    plan = make_plan(wished, SHAPES["gpt2-xl"], machine)
     directory.mkdir()
-    (directory / "config.yaml").write_text(dump_config(config))
+    (directory / "config.yaml").write_text(dump_config(resolved(wished, plan)))
     (directory / "plan.json").write_text(json.dumps(plan.to_json()))
     lines = [a_step(step, **row).to_json() for step in range(1, steps + 1)]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")

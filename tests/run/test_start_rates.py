@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -22,7 +23,7 @@ from offload_trainer.optim import cpu_units
 from offload_trainer.plan import step_time
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import resolve_and_plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -42,6 +43,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(drive: Path, output: Path, *words: str) -> Planned:
     state = ("--nvme", str(drive), "--optimizer", "nvme", "--ram-fraction", "0", "--output", str(output))
     return plan_run(load_config([*TINY, *state, *words]))
+
+
+def with_work(found: Planned, **changes: Any) -> Planned:
+    return replace(found, plan=replace(found.plan, work=replace(found.plan.work, **changes)))
 
 
 @pytest.mark.slow
@@ -73,19 +78,19 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
     no_room = {tier: {"need": 2, "have": 1} for tier in due.plan.tiers}
     assert machine_rates.is_due(due)
-    assert machine_rates.is_due(replace(due, plan=replace(due.plan, world=2)))
-    machines = replace(due, plan=replace(due.plan, world=2, nodes=2))
-    stock = replace(due, plan=replace(due.plan, world=2, engine="deepspeed"))
+    assert machine_rates.is_due(with_work(due, world=2))
+    machines = with_work(due, world=2, nodes=2)
+    stock = with_work(replace(due, plan=replace(due.plan, engine="deepspeed")), world=2)
     for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), machines, stock):
         assert not machine_rates.is_due(one)
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
     assert machine_rates.is_due(moves)
     # Without rates all blocks are recomputed, also where nothing moves: 6 * 1e9 * 4096 * 20000 operations.
-    recomputes = replace(gpu, plan=replace(gpu.plan, checkpointed=2, parameters=10**9, tokens_per_step=4096))
+    recomputes = with_work(gpu, checkpointed=2, shape=SHAPES["gpt2-large"], seq_len=4096)
     assert machine_rates.is_due(recomputes)
     assert not machine_rates.is_due(replace(recomputes, machine=in_ram.machine))
-    assert not machine_rates.is_due(replace(recomputes, plan=replace(recomputes.plan, checkpointed=0)))
+    assert not machine_rates.is_due(with_work(recomputes, checkpointed=0))
     # A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process.
     monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
     in_bf16 = planned(drive, tmp_path / "run", "--dtype", "bf16")
@@ -96,9 +101,8 @@ def test_a_run_that_rates_do_not_change_starts_at_once(
 
 def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
     """A layer of a large model would take a CPU seconds each time; its rate is that of a smaller one."""
-    shape = SHAPES["gpt2-xl"]
-    _, plan = resolve_and_plan(load_config(["--model", "gpt2-xl"]), shape, read_machine("v100-32gb"))
-    of_cpu, of_gpu = (machine_rates._layer_of(shape, plan, gpu=gpu) for gpu in (False, True))
+    plan = make_plan(load_config(["--model", "gpt2-xl"]), SHAPES["gpt2-xl"], read_machine("v100-32gb"))
+    of_cpu, of_gpu = (machine_rates._layer_of(plan.work, gpu=gpu) for gpu in (False, True))
     assert max(of_gpu.matrix) > 4096
     rows, inner, outer = of_cpu.matrix
     assert 3 * 2 * rows * inner * outer <= 7e9

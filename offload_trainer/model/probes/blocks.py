@@ -49,7 +49,7 @@ from offload_trainer.model.probes.tiny_model import (
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.offloading.autograd import in_backward, keep_weights
-from offload_trainer.plan.shape import Needs
+from offload_trainer.plan.shape import Order
 from offload_trainer.plan.tiered.layout import divided
 from offload_trainer.storage.tensorfile import DTYPES
 
@@ -57,7 +57,6 @@ _EQUAL = 1e-4  # limit for equality in fp32, relative to the largest element
 _ROW, _ODD = 24, 23  # tokens of a row, and of one that pieces do not divide
 _MICRO, _CHUNK = 3, 16  # micro-batches, and tokens of a piece of the loss
 _BlockKind = tuple[str, type, frozenset[str]]
-_Order = tuple[tuple[str, ...], tuple[str, ...]]  # names of weights in the order of use by forward and backward
 _Event = nn.Module | nn.Parameter  # a module begins, or a weight is used
 _Saved = tuple[nn.Parameter, torch.Tensor]  # a weight that autograd has saved for the backward, and its values
 
@@ -188,12 +187,13 @@ def with_divided_blocks(source: ModelSource) -> ModelSource:
     for block in block_names(model):
         shown = orders.get(_block_kind(model, block))
         if shown is not None:  # the order is empty for a tower that text does not pass through
-            needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
+            order = (tuple(f"{block}.{inner}" for inner in names) for names in (shown.forward, shown.backward))
+            needs.append((block, Order(*order)))
     names = tuple(name for kind, name, _ in _with_children(model) if kind in proven)
     return replace(source, shape=divided(replace(source.shape, divisible=names, needs=tuple(needs))))
 
 
-def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
+def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, Order]]:
     """Return the modules whose children can be present one at a time, and the order in which a block uses weights."""
     tiny.train()
     trace = _Trace(tiny)
@@ -224,7 +224,7 @@ def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]
 
     begun = [event for event in passed if isinstance(event, nn.Module)]
     return proven, {
-        _block_kind(tiny, block): (used(begun, block), used(trace.events, block)) for block in block_names(tiny)
+        _block_kind(tiny, block): Order(used(begun, block), used(trace.events, block)) for block in block_names(tiny)
     }
 
 

@@ -206,7 +206,6 @@ class Tiered:
             gpu_fraction=on_gpu,
             ram_fraction=in_ram if place.ram_fraction == "auto" else place.ram_fraction,
             gradients=gradients,
-            activations=work.offload_activations,
             page=tiered.page_size,
             page_buffers=tiered.page_buffers,
             unit_buffers=tiered.weight_buffers,
@@ -216,7 +215,6 @@ class Tiered:
             places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
             ranks=work.world,
             nodes=work.nodes,
-            breadth_first=work.breadth_first,
             by_parts=placement.params == TierKind.RAM and all_gather,
         )
 

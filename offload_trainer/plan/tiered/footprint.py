@@ -264,7 +264,7 @@ def tiered_traffic(
         move(DEVICE, "forward", written=inputs.count * size)
         move(DEVICE, "backward", read=inputs.count * size)
         for number, home in enumerate(inputs.homes(len(tiers.drives))):
-            if sizes.activations == TierKind.DRIVES:  # each rank has its own inputs
+            if work.inputs_away == TierKind.DRIVES:  # each rank has its own inputs
                 move(home, "forward", written=work.here * size)
                 move(home, "backward", read=work.here * size if number in inputs.read_back else 0)
     return move.traffic(tiers)

@@ -43,7 +43,6 @@ class TierSizes:
     gpu_fraction: float  # share of the optimizer state on the device
     ram_fraction: float  # share in RAM; the rest is on drives
     gradients: TierKind  # tier of the gradient sums that are not updated on the device
-    activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: the device
     page: int  # elements
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, if weights are elsewhere
@@ -54,7 +53,6 @@ class TierSizes:
     ranks: int = 1  # ranks that divide the update
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
-    breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
     keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
 

@@ -277,7 +277,7 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[lis
     if again:
         blocks = list(dict.fromkeys(unit.within for unit in units if unit.within))
         recomputed = set(blocks if again == shape.layers else blocks[:again])
-        backward |= _shown(units, shape, {one.block: one.backward for one in shape.needs if one.block in recomputed})
+        backward |= _shown(units, shape, {name: inner.backward for name, inner in shape.needs if name in recomputed})
         images = shape.images.units if shape.images else ()  # `text_alone_requires_grads` in model/images.py
         frozen = set(blocks) - set(names) - set(images)
         names += [name for name in order.forward[::-1] if name in frozen]
@@ -331,7 +331,7 @@ def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for unit in units:
         found.setdefault(unit.within or unit.name, []).append(unit.index)
-    return found | _shown(units, shape, {each.block: each.forward for each in shape.needs})
+    return found | _shown(units, shape, {block: inner.forward for block, inner in shape.needs})
 
 
 def _shown(units: Sequence[Unit], shape: ModelShape, needs: dict[str, tuple[str, ...]]) -> dict[str, list[int]]:

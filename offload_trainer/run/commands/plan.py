@@ -13,11 +13,11 @@ from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, ModelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.model.presets import preset_shape
+from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.communication import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile, describe_links
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, with_dtype_of_card, workload
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.plan.workload import item_bytes
@@ -89,7 +89,6 @@ def compare_modes(
             refuse_pieces(models.source.meta())
         except UserError as error:
             whole = str(error)
-    config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
@@ -150,13 +149,14 @@ def _line(name: str, words: str, plan: Plan) -> str:
         return f"  {name:<33}does not fit: {'; '.join(plan.shortfalls())}"
     step = plan.forecast.step
     seconds = "unknown" if step is None else format_seconds(step)
-    speed = "" if step is None else f"{format_count(plan.tokens_per_step / step)} tokens/s"
-    sizes = {"GPU": plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world, "RAM": plan.tiers[RAM_NAME]["need"]}
+    speed = "" if step is None else f"{format_count(plan.work.tokens / step)} tokens/s"
+    gpu = plan.tiers[GPU_NAME]["need"] // plan.work.here
+    sizes = {"GPU": gpu, "RAM": plan.tiers[RAM_NAME]["need"]}
     for title, place in (("between GPUs", GPUS), ("network", NETWORK)):
         moved = [(one.read, one.written) for one in plan.links if one.place == place]
         sizes[title] = max(map(sum, zip(*moved, strict=True)), default=0)  # of the direction that has more
     needs = ", ".join(f"{title} {format_bytes(size)}" for title, size in sizes.items() if size)
-    return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.micro_batch}: {words}"
+    return f"  {name:<33}{seconds:>12}{speed:>18}   {needs}; micro-batches of {plan.work.micro_batch}: {words}"
 
 
 def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
@@ -174,9 +174,10 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
-    if changed:
+    if changed or section.name not in PRESETS:
         return None
-    return preset_shape(section.name, item_bytes=item_bytes(section.dtype), chunk=section.loss_chunk)
+    bytes_each, chunk = item_bytes(section.dtype), section.loss_chunk
+    return gpt2_shape(PRESETS[section.name], item_bytes=bytes_each, chunk=chunk)
 
 
 def described(machine: MachineProfile, nvme: Sequence[str]) -> MachineProfile:

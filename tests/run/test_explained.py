@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain
 from offload_trainer.machine import probe
-from offload_trainer.run.directory import Log, held, run_directory
+from offload_trainer.run.directory import Log, hold, run_directory
 from offload_trainer.storage.atomic_io import write_text
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
@@ -49,7 +50,8 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
 def logged(error: BaseException, folder: Path) -> str:
     """Return the content of log.txt after a run that ended with this error, without times."""
     log = Log(loud=True)
-    with pytest.raises(type(error)), held(folder, log) as lock, run_directory(folder, log, lock=lock):
+    with pytest.raises(type(error)), ExitStack() as stack:
+        stack.enter_context(run_directory(folder, log, lock=hold(stack, folder, log, create=True)))
         raise error
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,21 @@ from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
 from offload_trainer.run import checks, directory, train
-from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
+from offload_trainer.run.directory import WRITTEN, Log, hold, refuse_strangers, run_directory, stop_at
 from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
 from offload_trainer.telemetry.report import comparison_page, refuse_foreign
 from offload_trainer.telemetry.sinks import JsonLines
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Lock a run directory; yield the lock."""
+    with ExitStack() as stack:
+        yield hold(stack, folder, Log(loud=False), create=True)
+
 
 # -- the user's own ----------------------------------------------------------------------------------------------------
 
@@ -38,7 +47,7 @@ def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: P
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which a run there would replace"):
         refuse_strangers(tmp_path)
-    with held(tmp_path, Log(loud=False)):
+    with held(tmp_path):
         refuse_strangers(tmp_path)  # files next to the mark belong to a run
 
 
@@ -151,7 +160,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
     (run / "log.txt").symlink_to(target)
     log = Log(loud=True)
     with pytest.raises(UserError, match=r"log\.txt: a link or a pipe is not written to"):  # noqa: SIM117
-        with held(run, log) as lock, run_directory(run, log, lock=lock):
+        with held(run) as lock, run_directory(run, log, lock=lock):
             log.write("a line")
     with pytest.raises(UserError, match="a link"):
         JsonLines(run / "log.txt", done=0)
@@ -185,7 +194,7 @@ def test_checking_a_free_directory_blocks_no_run(tmp_path: Path, monkeypatch: py
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-        with held(tmp_path, Log(loud=False)), pytest.raises(BlockingIOError):
+        with held(tmp_path), pytest.raises(BlockingIOError):
             fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
@@ -193,9 +202,9 @@ def test_a_start_does_not_wait_long_for_a_living_run(tmp_path: Path, monkeypatch
     waits: list[float] = []
     monkeypatch.setattr(directory.time, "sleep", waits.append)
     with (
-        held(tmp_path, Log(loud=False)),
+        held(tmp_path),
         pytest.raises(UserError, match="another run is using this directory"),
-        held(tmp_path, Log(loud=False)),
+        held(tmp_path),
     ):
         pass
     assert 0 < len(waits) <= 20

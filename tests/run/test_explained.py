@@ -50,9 +50,10 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
 def logged(error: BaseException, folder: Path) -> str:
     """Return the content of log.txt after a run that ended with this error, without times."""
     log = Log(loud=True)
-    with pytest.raises(type(error)), ExitStack() as stack:
-        stack.enter_context(run_directory(folder, log, lock=hold(stack, folder, log, create=True)))
-        raise error
+    with ExitStack() as stack:
+        lock = hold(stack, folder, log, create=True)
+        with pytest.raises(type(error)), run_directory(folder, log, lock=lock):
+            raise error
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 
 

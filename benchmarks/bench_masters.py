@@ -30,13 +30,14 @@ def picture(curves: dict[str, list[float]]) -> str:
     series = [Series(name, [(WINDOW * (i + 1), loss) for i, loss in enumerate(its)]) for name, its in curves.items()]
     chart = lines(series, label="loss over steps").rpartition("<p class=")[0]
     colours = " ".join(f"--c{number}: {colour};" for number, colour in enumerate(RUNS.values()))
-    style = f"svg {{ {colours} }} text {{ font: 12px sans-serif; fill: gray; }} .rule {{ stroke: silver; }} .line {{ fill: none; }}"
+    style = f"svg {{ {colours} }} text {{ font: 12px sans-serif; fill: gray }} .rule {{ stroke: silver }}"
     names = [
-        f'<text x="110" y="{190 + 16 * row}" style="fill: {RUNS[name]}">{name}</text>' for row, name in enumerate(curves)
+        f'<text x="110" y="{190 + 16 * row}" style="fill: {RUNS[name]}">{name}</text>'
+        for row, name in enumerate(curves)
     ]
     head, _, rest = chart.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
-    return f"{head}><style>{style}</style>{''.join(names)}{rest}"
+    return f"{head}><style>{style} .line {{ fill: none }}</style>{''.join(names)}{rest}"
 
 
 def train_to_nearest(words: list[str]) -> int:

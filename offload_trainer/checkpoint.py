@@ -423,13 +423,14 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
 
-    The steps of a run by epochs are not compared: they follow from what it resumes from. The fetch granularity decides
+    The steps of a run by epochs are not compared: they follow from what it resumes from. Fetching by modules decides
     bits only where state is rounded stochastically.
     """
     ignored = set[str]()
     if now.get("train", {}).get("epochs", "auto") != "auto":
         ignored.add("steps")
-    if {now.get("optim", {}).get(key, "fp32") for key in ("moment_dtype", "master_dtype")} == {"fp32"}:
+    in_fp32 = {now.get("optim", {}).get(key, "fp32") for key in ("moment_dtype", "master_dtype")} == {"fp32"}
+    if in_fp32 or "module" not in (of.get("tiered", {}).get("fetch_granularity") for of in (before, now)):
         ignored.add("fetch_granularity")
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"

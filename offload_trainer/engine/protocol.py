@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Return the mean loss over this rank's targets, without dropout or gradients."""
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole fp32 master on the CPU) one at a time, tied weights once. All ranks iterate together."""
+        """Yield (name, whole master on the CPU in fp32) one at a time, tied weights once. All ranks iterate."""
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot of the current state. All ranks call it."""

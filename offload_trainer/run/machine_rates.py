@@ -104,8 +104,9 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     work = plan.work
     here = work.world == 1 or (work.nodes == 1 and plan.engine == "tiered")
     moves = sum(one.read + one.written for one in plan.traffic) * steps >= _WORTH_BYTES
-    recomputes = work.checkpointed > 0 and 6 * work.shape.parameters * work.tokens * steps >= _WORTH_FLOPS
-    due = (moves and (plan.uses_drives or on_gpu)) or (recomputes and on_gpu)
+    chooses = on_gpu and plan.engine == "tiered" and work.shape.trainable and work.checkpointed  # how many blocks
+    recomputes = chooses and 6 * work.shape.parameters * work.tokens * steps >= _WORTH_FLOPS
+    due = bool(recomputes) or (moves and (plan.uses_drives or on_gpu))
     return here and due and plan.fits and plan.forecast.step is None
 
 

@@ -97,7 +97,8 @@ class Session:
         offloaded.guard_reads()
         self._buffers = frozenset(persistent_buffers(model))  # without those of adapters, which come later
         for module in model.modules():
-            module.register_load_state_dict_pre_hook(self._keep_equal)
+            if any(isinstance(parameter, OffloadedParameter) for parameter in module._parameters.values()):
+                module.register_load_state_dict_pre_hook(self._keep_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
         model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
         model.forward = self._around(model)  # PEFT's AdaLoRA calls forward directly, without hooks
@@ -214,7 +215,7 @@ class Session:
         if self._optimizer is not None:
             raise UserError(f"a session has one optimizer: give its groups to the first call of {rule.name}()")
         kept = self._offloaded.store.format.rule
-        if rule is not kept:
+        if rule != kept:
             raise UserError(
                 f"the session stores {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
             )

@@ -260,7 +260,7 @@ GROUPS = {
             ours("state in RAM", "0", "1", "backward"),
             ours("state in RAM", "0", "1", "off"),
         ],
-        most=130.0,
+        most=110.0,
     ),
     "drive": Group(
         "1.6e9 parameters, 8 thousand tokens a step, half of the state on a drive",

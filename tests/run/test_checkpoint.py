@@ -95,3 +95,5 @@ def test_another_fetch_granularity_is_noted_where_it_draws_other_noise() -> None
         rounded = load_config([words]).model_dump() | {"tiered": now["tiered"]}
         told = changed_settings("it", before | {"optim": rounded["optim"]}, rounded)
         assert told == ["tiered.fetch_granularity is module; it was saved with auto"]
+        whole = rounded | {"tiered": before["tiered"] | {"fetch_granularity": "block"}}  # what auto is, too
+        assert changed_settings("it", before | {"optim": rounded["optim"]}, whole) == []

@@ -94,8 +94,10 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
         "--dtype",
         "fp32",
         "optim.moment_dtype=8bit",
+        "optim.master_dtype=bf16",
     )
-    assert json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]["moment_dtype"] == "fp32"
+    optim = json.loads((done.checkpoint / "run.json").read_text())["config"]["optim"]
+    assert optim["moment_dtype"] == optim["master_dtype"] == "fp32"
     assert_same_state(state_of(done.checkpoint), state_in(trainer))
     assert read_state(done.checkpoint).step == STEPS
     identity = json.loads((done.checkpoint / "MANIFEST.json").read_text())["identity"]

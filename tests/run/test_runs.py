@@ -293,6 +293,7 @@ def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     card = (tmp_path / "hf/README.md").read_text()
     assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
     assert "| Weights | fp16, from the masters of step-00000020 |" in card
+    assert "masters in fp32 |" in card
     assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
     assert "| Steps | 20 of 20 |" in card
     assert "from random weights ({'n_layer': 2, 'n_embd': 96})" in card

@@ -89,7 +89,7 @@ def rows_of(folder: Path, stage: str) -> list[dict[str, Any]]:
 def test_the_page_has_both_calls_and_they_fit_in_fifteen_minutes() -> None:
     assert commands().keys() == gpu_suite.CALLS.keys() == {"first", "second"}
     assert all(len(command) < 2000 for command in commands().values())
-    assert [seconds for seconds, _ in gpu_suite.CALLS.values()] == [480, 200]
+    assert [seconds for seconds, _ in gpu_suite.CALLS.values()] == [480, 230]
     assert sorted(gpu_suite.STAGES) == sorted(name for _, stages in gpu_suite.CALLS.values() for name in stages)
 
 

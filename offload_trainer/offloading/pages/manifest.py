@@ -293,7 +293,7 @@ class StoredMasters:
         return self._table.touched(weight.unit, weight.start, weight.numel)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one whole fp32 master.
+        """Return one whole master, in fp32.
 
         Raises:
             TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
@@ -325,7 +325,7 @@ class StoredMasters:
         return data.view(DTYPES[kind.dtype])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole fp32 master), one at a time; see `read` for errors."""
+        """Yield (name, whole master in fp32), one at a time; see `read` for errors."""
         for name in self.shapes:
             yield name, self.read(name)
 

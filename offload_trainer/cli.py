@@ -314,8 +314,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, **given)
 
     def error(self, message: str) -> NoReturn:
-        listed = "; `runs DIR` lists runs" if self.prog.endswith(" ls") else ""
-        raise UserError(f"{shown(message.removeprefix('argument '))}{listed}; `{self.prog} --help` says more")
+        purpose = f" ({(self.description or '').partition('. ')[0]})" if message.startswith("unrecognized") else ""
+        raise UserError(f"{shown(message.removeprefix('argument '))}; `{self.prog} --help`{purpose} says more")
 
 
 def _number(wanted: str, read: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], Any]:

@@ -66,7 +66,8 @@ _HEAD = 64  # size of an attention head
 _FEW = 128  # tokens of a short micro-batch
 _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
 _TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
-_VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
+_VOCABULARY = 50257  # logits per token
+_LOSS_ON_GPU, _LOSS_ON_CPU = 1024, 256  # tokens of the loss
 _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
 _LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
@@ -101,6 +102,11 @@ class Budget:
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
     copy_seconds: float = 0.5  # per direction between host memory and a GPU
+
+
+def beyond_caches() -> int:
+    """Return the elements of an fp32 array that the processor's caches do not hold: 16 MiB for each of its cores."""
+    return (4 << 20) * torch.get_num_threads()
 
 
 def bench_machine(
@@ -296,20 +302,24 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     backward separately. On a CPU with 16-bit units they take longer than the products.
     """
     tokens, width, device = layer.tokens, layer.width, torch.device("cuda" if gpu else "cpu")
-    of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
+    # A GPU that computes one row only waits for the next kernel to be called.
+    rows, lost = (max(1, layer.matrix[0] // tokens), _LOSS_ON_GPU) if gpu else (1, _LOSS_ON_CPU)
+    of_layer = f"{rows} x {tokens} tokens of a layer, width {width}"
+    of_loss = f"{lost} tokens, {_VOCABULARY} logits each"
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_()
 
     # Causal attention, as models call it without padding. Its operations are counted for the full square of a row, as
     # in the planner. A backward takes twice as many.
-    query, key, value = heads = [drawn(1, max(1, width // _HEAD), tokens, _HEAD) for _ in range(3)]
-    operations = 4.0 * tokens * tokens * width
+    query, key, value = heads = [drawn(rows, max(1, width // _HEAD), tokens, _HEAD) for _ in range(3)]
+    operations = 4.0 * rows * tokens * tokens * width
     # A GPT-2 layer without its products: two norms, two sums and its activation function of eight operations. Llama's
     # norms, rotations and gate take about as many.
-    narrow, wide, scale, shift = drawn(tokens, width), drawn(tokens, 4 * width), drawn(width), drawn(width)
-    logits, targets = drawn(_OF_LOSS, _VOCABULARY), torch.arange(_OF_LOSS, device=device)
-    pieces = loss_pieces(_VOCABULARY, chunk=_OF_LOSS, gpu=gpu)
+    narrow, wide = (drawn(rows * tokens, size) for size in (width, 4 * width))
+    scale, shift = drawn(width), drawn(width)
+    logits, targets = drawn(lost, _VOCABULARY), torch.arange(lost, device=device)
+    pieces = loss_pieces(_VOCABULARY, chunk=lost, gpu=gpu)
 
     def attention() -> Sequence[torch.Tensor]:
         return [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
@@ -323,8 +333,8 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
 
     parts = {
         "attention": (heads, attention, (operations, 2 * operations), of_layer),
-        "values": ([narrow, wide, scale, shift], values, (VALUES * tokens * width,) * 2, of_layer),
-        "loss": ([logits], loss, (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
+        "values": ([narrow, wide, scale, shift], values, (VALUES * rows * tokens * width,) * 2, of_layer),
+        "loss": ([logits], loss, (lost * _VOCABULARY,) * 2, of_loss),
     }
     rates = {}
     for part, (inputs, forward, counts, what) in parts.items():

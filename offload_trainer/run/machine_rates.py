@@ -60,7 +60,8 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
         ranks = there if ranks == 1 else ranks
     else:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
-    budget = Budget(update_page=config.tiered.page_size)
+    elements = max(Budget.update_elements, bench.beyond_caches())
+    budget = Budget(update_page=config.tiered.page_size, update_elements=elements)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
     if machine.drives:
@@ -167,7 +168,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     | --- | --- | --- |
     | a drive: writing, reading, both together | 2.2 | update schedule, placement, share of each drive |
     | products while the drive is read and written, and without | 1.2 | update schedule |
-    | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
+    | the run's update kernel, on pages that no cache holds | 0.3 | update schedule, placement |
     | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
     | products of orthogonalising a matrix, if the update rule has them | 0.1 | update schedule |
     | memory, adding gradients; on a GPU copies in and out | 0.4; 0.4 | placement, order of micro-batches |
@@ -184,9 +185,9 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         contention_seconds=0.6,
         product_seconds=0.2,
         layer_seconds=0.1,
-        memory_elements=8 << 20,
+        memory_elements=bench.beyond_caches(),
         update_seconds=0.15,
-        update_elements=2 * config.tiered.page_size,
+        update_elements=max(2 * config.tiered.page_size, bench.beyond_caches()),
         update_page=config.tiered.page_size,
         copy_seconds=0.05,
     )

@@ -244,7 +244,7 @@ GROUPS = {
             ours("state in RAM", "0", "1", "off"),
             ours("state in RAM", "0", "1", "forward", traced=True),
             ours("state on the GPU", "1", "0", "off"),
-            Case("plain torch, checkpointing on", [*_ON_GPU, "model.activation_checkpointing=on"], peer="plain"),
+            Case("plain torch, fused AdamW", _ON_GPU, peer="plain"),
             ours("weights and state in RAM", "0", "1", "backward", params="cpu"),
             _floor("on"),
         ],

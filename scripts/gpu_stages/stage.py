@@ -120,7 +120,6 @@ class Stage:
     def begin(self, record: Record, *, seconds: float) -> None:
         """Begin a stage."""
         self.record, self._end = record, time.monotonic() + seconds - _CLOSING
-        self._shortest = 0.0  # seconds of the shortest run so far
 
     def __enter__(self) -> Stage:
         self.drive = self._open.enter_context(scratch("gpu-suite-", directory=self._drive))
@@ -159,11 +158,10 @@ class Stage:
 
         In a rehearsal the process serves later runs too, since starting one takes seconds.
         `{drive}` among the words stands for a drive directory of the process. worker.py documents `job` and the answer.
-        Raises Failure, with the process's last output or for lack of time, after ending the process. No process starts
-        if not even the shortest one so far would fit.
+        Raises Failure, with the process's last output or for lack of time, after ending the process.
         """
-        self.need_time(max(_LEAST, self._shortest))
-        start, worker, self._kept = time.monotonic(), self._kept or Worker(self.drive), None
+        self.need_time()
+        worker, self._kept = self._kept or Worker(self.drive), None
         here = ["--nvme", str(worker.folder)] if "{drive}" in words else []
         here += ["placement.threads=1"] if self.rehearsal else []
         words = [*(word for word in words if word != "{drive}"), *here]
@@ -173,8 +171,6 @@ class Stage:
         finally:
             if self._kept is None:
                 worker.end()
-        taken = time.monotonic() - start
-        self._shortest = 0.0 if self.rehearsal else min(self._shortest or taken, taken)
         return answer
 
     def command(self, argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:

@@ -338,14 +338,6 @@ def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage, monkeyp
     assert not slow.folder.exists()
 
 
-def test_no_process_starts_for_a_case_that_is_longer_than_the_time_left(tmp_path: Path) -> None:
-    with Stage(drive=tmp_path) as stage:
-        stage.begin(a_record(tmp_path), seconds=60)
-        stage._shortest = 100.0
-        with pytest.raises(Failure, match=OUT_OF_TIME):
-            stage.run(TINY, steps=1)
-
-
 @pytest.mark.parametrize(
     "code",
     [

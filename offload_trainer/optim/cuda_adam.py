@@ -20,7 +20,7 @@ from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
-from offload_trainer.optim.norms import norm_of
+from offload_trainer.optim.norms import norm_of, square_root
 from offload_trainer.optim.rules import AdamStep, step_constants
 from offload_trainer.plan.communication import piece_width
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
@@ -207,7 +207,7 @@ class CudaKernel:
                 launch = self._add[(-(-out.numel() // self._lanes),)]
                 launch(parts, given, out, parts.numel(), width, **sizes, num_warps=4, enable_fp_fusion=False)
                 parts, piece = out, width if width > 1 else out.numel()  # at last the pieces' sums
-        return parts[0].sqrt()
+        return square_root(parts[0])
 
     def _check(self, page: PageUpdate) -> None:
         """Assert the sizes, dtypes and alignment that the function relies on; nothing else checks the addresses."""

@@ -70,7 +70,7 @@ class Pieces:
             return torch.linalg.vector_norm(results)
         filled = results.new_zeros(1, 1 << max(0, results.numel() - 1).bit_length())  # the next power of two
         filled[0, : results.numel()].copy_(results)
-        return _sum_by_halves(filled)[0].sqrt()
+        return square_root(_sum_by_halves(filled)[0])
 
 
 def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
@@ -82,6 +82,14 @@ def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
     return rows[:, 0]
 
 
+def square_root(total: torch.Tensor) -> torch.Tensor:
+    """Return the square root of an fp32 number, rounded to nearest.
+
+    torch's root in fp32 on a CPU is MKL's, of which 1 in 100 is not the nearest number; a GPU's is.
+    """
+    return total.double().sqrt().float()
+
+
 def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
     """Return the fp32 norm (0-dim) of 1-D values, on their device.
 
@@ -90,8 +98,8 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
 
     `ordered` norms have the same bits on every device. The squares of each chunk of 2^20 elements are summed by
     halving: element i + half is added to element i, until one is left. The chunks' sums are added in the same way.
-    Each step is one fp32 operation per element, rounded once, which every device computes identically, and padding
-    with zeros changes nothing.
+    Each step is one fp32 operation per element, rounded once, which every device computes identically, as it does
+    `square_root`. Padding with zeros changes nothing.
     """
     if not ordered and flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -279,14 +280,28 @@ def test_from_any_thread() -> None:
 @pytest.mark.parametrize("count", [1, 2, 33, 777, 9000, pytest.param((1 << 20) + 777, marks=pytest.mark.slow)])
 def test_gradients_are_added_and_measured_as_in_host_memory(count: int, given: torch.dtype | None) -> None:
     """Subnormals, infinities and NaN included. The largest consists of two pieces."""
+    random = torch.Generator().manual_seed(count)
     for special in (False, True):
-        expected, values = torch.randn(count), torch.randn(count) * torch.empty(count).uniform_(-30, 5).exp()
+        expected, values = torch.randn(2, count, generator=random)
+        values *= torch.empty(count).uniform_(-30, 5, generator=random).exp()
         if special:
             expected, values = (of_all_shapes(count, seed=seed, dtype=torch.float32) for seed in (1, 2))
         sums, more = expected.to(PLACE, copy=True), None if given is None else values.to(given)
         TorchKernel().add(expected, more)
         found = cuda_kernel().add_gradient(sums, None if more is None else more.to(PLACE))
         assert_same([sums.cpu(), found.cpu()[None]], [expected, norm_of(expected, ordered=True)[None]])
+
+
+def test_the_root_of_a_norm_is_rounded_to_nearest_on_every_device() -> None:
+    """These roots, of two squares, are the closest of a million to the middle between two numbers in fp32."""
+    pairs, kernel = torch.randn(1 << 20, 2, generator=torch.Generator().manual_seed(0)), cuda_kernel()
+    totals = torch.add(*pairs.square().unbind(1))
+    beyond = totals.double().sqrt().view(torch.int64) % 2**29  # the bits that fp32 does not have
+    hardest = (beyond - 2**28).abs().argsort()[:50]
+    for pair, total in zip(pairs[hardest], totals[hardest].tolist(), strict=True):
+        there, expected = pair.to(PLACE), torch.tensor(math.sqrt(total))
+        found = [norm_of(pair, ordered=True), norm_of(there, ordered=True), kernel.add_gradient(there)]
+        assert_same([norm.cpu()[None] for norm in found], [expected[None]] * 3)
 
 
 # -- pages of equal size share a launch --------------------------------------------------------------------------------

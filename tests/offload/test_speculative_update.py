@@ -30,6 +30,7 @@ from offload_trainer.plan.tiered.layout import units_of
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 ALL = ["--ram-fraction", "1"]
+IN_RAM = [*ALL, "--params", "cpu", "placement.gradients=cpu"]
 UNCLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -130,18 +131,24 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 ) -> None:
     """The first early page of a step is still being computed when the step is decided; no other is begun.
 
-    After such a skipped step, the next one begins with its own pages.
+    Nothing is staged: weights and gradients are in RAM too, also with a GPU. Staged pages that have arrived would be
+    computed first. After such a skipped step, the next one begins with its own pages.
     """
-    decided, step, found = threading.Event(), [0], []
+    decided, step, found, end = threading.Event(), [0], [], Updater._end_speculation
 
     def wait(updater: Updater, *_: Any, **__: Any) -> None:
         if updater._speculative is not None and skipped in (0, step[0]):
             assert decided.wait(300)
 
-    run_before(monkeypatch.setattr, Updater, "_end_speculation", lambda _: decided.set())
+    def decide(updater: Updater) -> Any:
+        speculative = end(updater)
+        decided.set()
+        return speculative
+
+    monkeypatch.setattr(Updater, "_end_speculation", decide)
     run_before(monkeypatch.setattr, Updater, "_update_page", wait)
     for how in (IN_LINE, FULL):
-        with build(ALL, limit, how, shadows=1.0) as ours:
+        with build(IN_RAM, limit, how, shadows=1.0) as ours:
             spoil = plant(ours, {skipped: float("nan")})
 
             def before(number: int, ours: Any = ours, spoil: Any = spoil) -> None:

@@ -312,21 +312,25 @@ STORED = ["--ram-fraction", "0.7", "optim.moment_dtype=8bit"]
 
 @contextmanager
 def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[tuple[Any, list]]:
-    """Yield an engine on simulated streams whose kernel runs late, in its stream's order, and its launches."""
+    """Yield an engine and its launches: on a GPU, or late on simulated streams, in their order."""
     kernel, launches = cuda_kernel(), []
     launch = kernel._launch
 
-    with queued(patch, haste=0.2) as cuda:
+    with queued(patch, haste=0.2) if PLACE.type == "cpu" else nullcontext() as cuda:
 
         def late(table: Any, given: Any, **size: int) -> None:
             launches.append(size)
-            copied = type(table).from_buffer_copy(table)
-            cuda.queue("update", partial(launch, copied, given, **size))
+            if cuda is None:
+                launch(table, given, **size)
+            else:
+                copied = type(table).from_buffer_copy(table)
+                cuda.queue("update", partial(launch, copied, given, **size))
 
         patch.setattr(kernel, "_launch", late)
         patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: kernel)
         words = (*words, "tiered.page_size=4096")
-        with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
+        device = cuda and cuda.device(staging_bytes=1 << 20, stagings=2)
+        with engine(model, *words, device=device, **extra) as ours:
             yield ours, launches
 
 

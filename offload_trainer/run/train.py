@@ -69,6 +69,8 @@ def train_run(
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # In 1 of 100 processes whose first exponential or sine is on several threads, MKL's is wrong on one of them.
+    torch.ones(1).exp()
     if torch.cuda.is_available():
         number, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if number > count:

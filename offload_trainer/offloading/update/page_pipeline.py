@@ -39,6 +39,7 @@ class PageMemory:
     state: torch.Tensor  # uint8
     gradient: torch.Tensor
     out: torch.Tensor  # the new weights
+    fields: Mapping[str, torch.Tensor] | None = None  # those of `state` if it is in place, since views take time
     pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
 
 

@@ -198,7 +198,8 @@ class Updater:
         sums_there, weights_there = there and "gradient" not in device, there and "weights" not in device
         sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
         weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
-        return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"))
+        fields = None if state is None else self._store.fields(route.number, state)
+        return PageMemory(route, part(state, "state"), part(sums, "gradient"), part(weights, "weights"), fields)
 
     def _merged(self, pages: Sequence[PageMemory]) -> list[PageMemory]:
         """Merge the pages of a unit on the device that one launch of its kernel can update."""
@@ -220,7 +221,7 @@ class Updater:
         page, state, count = run[0].route.page, run[0].state, len(run)
         route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
         rows = state.as_strided((count, state.numel()), (state.numel(), 1))
-        return replace(self._resolved(route), state=rows, pages=count)
+        return replace(self._resolved(route), state=rows, fields=self._store.fields(route.number, rows), pages=count)
 
     def snapshot(self) -> PageSnapshot:
         """Return a snapshot of the current state. No page changes before the snapshot has read it or is closed."""
@@ -394,7 +395,7 @@ class Updater:
     def _compute(self, page: PageMemory, params: StepParams) -> None:
         """Update one page on the CPU."""
         rest = "weights" in page.route.through_host
-        self._update_page(self._kernel, page.route, page.state, page.gradient, page.out, params, rest=rest)
+        self._update_page(self._kernel, page, page.gradient, page.out, params, rest=rest)
 
     def _compute_on_device(self, page: PageMemory, params: StepParams) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
@@ -404,15 +405,14 @@ class Updater:
         staged = "weights" in route.through_device
         if staged:
             out = self._device_out[:count]
-        self._update_page(self._device_kernel, route, page.state, gradient, out, params, rest=staged)
+        self._update_page(self._device_kernel, page, gradient, out, params, rest=staged)
         if staged:
             page.out.copy_(out, non_blocking=True)
 
     def _update_page(
         self,
         kernel: Kernel,
-        route: Route,
-        data: torch.Tensor,
+        memory: PageMemory,
         gradient: torch.Tensor,
         out: torch.Tensor,
         params: StepParams,
@@ -420,9 +420,10 @@ class Updater:
         rest: bool,
     ) -> None:
         """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
+        number, page = memory.route.number, memory.route.page
         if self._snapshot is not None:
-            self._snapshot.wait_for(route.number)
-        page, fields = route.page, self._store.fields(route.number, data)
+            self._snapshot.wait_for(number)
+        fields = memory.fields or self._store.fields(number, memory.state)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)

@@ -149,6 +149,13 @@ class TorchKernel:
             if page.out is not None:
                 page.out[here].copy_(fields["master"][here])
 
+    def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy one tensor in host memory to another on the threads that update pages.
+
+        torch's own threads spin for milliseconds after a copy, and take the cores from those.
+        """
+        into.copy_(values)
+
     def add(
         self,
         sums: torch.Tensor,

@@ -124,6 +124,14 @@ class NativeKernel:
         parts = (_Part * len(found))(*found)
         self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(torch.get_num_threads()))
 
+    def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the bytes of `values`; see `TorchKernel.copy`."""
+        assert values.is_contiguous()
+        assert into.is_contiguous()
+        assert values.nbytes == into.nbytes
+        given = _POINTER(into.data_ptr()), _POINTER(values.data_ptr()), _SIZE(values.nbytes)
+        self._functions.copy(*given, _CHOICE(torch.get_num_threads()))
+
     def page_sum(self, data: torch.Tensor) -> int:
         """Return the same as `zlib_sum`, or -1 if this CPU has no carry-less multiplication."""
         return int(self._functions.page_sum(_POINTER(data.data_ptr()), _SIZE(data.numel() * data.itemsize)))

@@ -1,4 +1,4 @@
-"""Tests that compiled additions, norms and checksums have the bits of torch's and zlib's."""
+"""Tests that compiled additions, norms, copies and checksums have the bits of torch's and zlib's."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def numbers(size: int, seed: int, *, spread: float = 8.0) -> torch.Tensor:
     found[::37] = 0.0
     found[5::1001] *= 1e-38
     return found
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 600_001])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_a_copy_has_all_bytes_and_no_more(native: NativeKernel, size: int, offset: int) -> None:
+    given, into = (torch.arange(size + 9, dtype=torch.int32).to(torch.uint8) for _ in range(2))
+    wanted = into.add_(1).clone()
+    wanted[offset:][:size] = given[3:][:size]
+    native.copy(given[3:][:size], into[offset:][:size])
+    assert torch.equal(into, wanted)
 
 
 @pytest.mark.parametrize("size", SIZES)

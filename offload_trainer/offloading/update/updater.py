@@ -158,7 +158,7 @@ class Updater:
             threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
-        self._kernel, self._device_kernel = kernels
+        self._kernel, self._device_kernel, self._copy = *kernels, parts.kernels[0].copy
         pages = [self._resolved(route) for route in routes]
         self.numbers = sorted(route.number for route in routes)  # the pages that this rank updates
         # Memory for the old bytes of some pages in RAM. Their update in place, after which addresses and views stay
@@ -283,7 +283,7 @@ class Updater:
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
             if number in undone:
-                page.memory.state.copy_(self.shadows[number])
+                self._copy(self.shadows[number], page.memory.state)
             self._compute(page.memory, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
@@ -361,7 +361,7 @@ class Updater:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 if number in self.shadows:
-                    self.shadows[number].copy_(page.memory.state)
+                    self._copy(page.memory.state, self.shadows[number])
                 self._compute(page.memory, speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:

@@ -202,6 +202,15 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     share(pieces, threads, [=](int64_t piece) { update(*page, parts, piece); });
 }
 
+// Copy `size` bytes past the caches, on up to `threads` threads.
+void copy(void* to, const void* from, int64_t size, int32_t threads) {
+    constexpr int64_t strip = 1 << 18;
+    share((size + strip - 1) / strip, threads, [=](int64_t number) {
+        const int64_t at = number * strip;
+        stream(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, std::min(strip, size - at));
+    });
+}
+
 // Add a gradient times `scale` to the momentum `exp_avg`, and write the direction to `out` (bf16).
 void muon_direction(const void* grad, Type grad_type, float* exp_avg, uint16_t* out, int64_t elements, float scale,
                     float average, int32_t average_from_end, float nesterov, int32_t nesterov_from_end,

@@ -11,7 +11,7 @@ job "facts" is answered with `_here`; others have these keys:
     fill, peer       weights are filled at memory speed instead of drawn; another library's engine (peers.py)
     product          rows of square matrices in bf16: how many operations a second their products reach
     cap_bytes        limit of GPU memory
-    trace            file for one more step under torch's profiler
+    trace            file for two more steps under torch's profiler; the second overlaps the first one's update
     kept             the answer comes when the run's memory is free, and the next job may follow
 """
 
@@ -184,7 +184,7 @@ def carry_out(
             torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
         if peer is not None and on_gpu:  # their streams do not wait for each other at a phase's end
             job.clock = PhaseClock(torch.cuda.synchronize)
-        running = timed_steps(job, steps=sys.maxsize)
+        running, early["seconds"] = timed_steps(job, steps=sys.maxsize), 0.0
         if asked:
             answer(found)
             for _ in sys.stdin:
@@ -201,7 +201,8 @@ def carry_out(
             found["early"] = dict(early)
         if trace:
             with torch.profiler.profile() as seen:  # of all kinds of devices
-                next(running)
+                for _ in range(2):
+                    next(running)
             seen.export_chrome_trace(trace)  # the suffix of the name selects gzip
         if not kept:
             answer(found)
@@ -273,11 +274,16 @@ def _give_back() -> None:
 
 
 @contextmanager
-def _early_updates() -> Iterator[dict[str, int]]:
-    """Yield counts of the steps, pages and valid pages that engines update before their step is decided."""
-    from offload_trainer.offloading.update.updater import SpeculativeStep
+def _early_updates() -> Iterator[dict[str, float]]:
+    """Yield counts of the steps, pages and valid pages that engines update before their step is decided.
 
-    counts, kept = {"steps": 0, "pages": 0, "valid": 0}, SpeculativeStep.kept
+    `seconds` is the time in which the native kernel updates pages, early or not.
+    """
+    from offload_trainer.offloading.update.updater import SpeculativeStep
+    from offload_trainer.optim.native_kernel import NativeKernel
+
+    counts, kept = {"steps": 0, "pages": 0, "valid": 0, "seconds": 0.0}, SpeculativeStep.kept
+    update_page = NativeKernel.update_page
 
     def counting(step: Any, *given: Any) -> set[int]:
         valid = kept(step, *given)
@@ -285,7 +291,12 @@ def _early_updates() -> Iterator[dict[str, int]]:
             counts[key] += more
         return valid
 
-    with patch.object(SpeculativeStep, "kept", counting):
+    def timed(kernel: Any, page: Any) -> None:
+        start = time.perf_counter()
+        update_page(kernel, page)
+        counts["seconds"] += time.perf_counter() - start
+
+    with patch.object(SpeculativeStep, "kept", counting), patch.object(NativeKernel, "update_page", timed):
         yield counts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -25,7 +25,7 @@ PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
 UNCLIPPED = "optim.max_grad_norm=1000"
 FLOOR = "floor: forward and backward alone"
-TRACE = "trace.json.gz"
+TRACE = "trace-{}.json.gz"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Case:
     words: Sequence[str]
     peer: str | None = None
     least_gib: float = 0.0  # GPU memory without which the case is not tried
-    traced: bool = False  # one more step is recorded for chrome://tracing and https://ui.perfetto.dev
+    traced: str = (
+        ""  # two more steps are recorded in a file of this name for chrome://tracing and https://ui.perfetto.dev
+    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Group:
             stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
         job: dict[str, Any] = {"cap_bytes": self.cap_bytes, "peer": case.peer, "fill": True, "warm": WARM}
         job |= {"product": 128, "steps": 2} if stage.rehearsal else {"product": 8192, "steps": self.steps}
-        trace = stage.record.folder / TRACE
+        trace = stage.record.folder / TRACE.format(case.traced)
         found = stage.run(words, **job, end=time.monotonic() + stage.left(), trace=str(trace) if case.traced else "")
         row |= _row_of(found, ours=case.peer is None)
         if trace.is_file() and trace.stat().st_size > 10_000_000:
@@ -122,6 +124,7 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
         "planned step s": None if None in seconds else sum(seconds) - plan["hidden"],
         "GPU planned GB": tiers.get("gpu", {"need": 0})["need"] / 1e9,
         "host planned GB": tiers["ram"]["need"] / 1e9,
+        "CPU kernel s": early.get("seconds", 0.0) / (WARM + len(steps)),
         "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')}",
     }
     return {
@@ -215,7 +218,7 @@ def gpt2_10b(stage: Stage) -> list[str]:
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
-def ours(name: str, gpu: str, ram: str, overlap: str, *more: str, params: str = "gpu", traced: bool = False) -> Case:
+def ours(name: str, gpu: str, ram: str, overlap: str, *more: str, params: str = "gpu", traced: str = "") -> Case:
     """Return a case with these shares of the state on the GPU and in RAM; nothing is left to `auto`."""
     words = ["--engine", "tiered", "--params", params, "--gpu-fraction", gpu, "--ram-fraction", ram, *more]
     return Case(f"ours, {name}, overlap {overlap}", [*words, f"tiered.overlap={overlap}"], traced=traced)
@@ -223,6 +226,7 @@ def ours(name: str, gpu: str, ram: str, overlap: str, *more: str, params: str = 
 
 _ON_GPU = ["--engine", "tiered", "--params", "gpu", "--optimizer", "gpu"]  # the plan of engines that are not ours
 _PLAIN = [*_ON_GPU, "--force"]  # the plan counts optimizer state on the GPU, which a floor lacks
+_LARGE = ["tiered.page_size=16777216"]
 _STOCK = ["--engine", "deepspeed", "--optimizer", "cpu"]
 _PLANNED = Case("ours, as planned", ["--engine", "tiered"])
 
@@ -238,11 +242,14 @@ GROUPS = {
         gpt2,
         [
             _floor("off"),
-            _PLANNED,
-            ours("state in RAM", "0", "1", "backward"),
+            replace(_PLANNED, traced="planned"),
+            ours("state in RAM", "0", "1", "backward", traced="ram"),
+            ours("state in RAM, pages of 16M", "0", "1", "backward", *_LARGE),
             ours("state half GPU, half RAM", "0.5", "0.5", "backward"),
             ours("state in RAM", "0", "1", "off"),
-            ours("state in RAM", "0", "1", "forward", traced=True),
+            ours("state in RAM, pages of 16M", "0", "1", "off", *_LARGE),
+            ours("state in RAM", "0", "1", "forward"),
+            ours("state on the GPU, pages of 128M", "1", "0", "off", "tiered.page_size=134217728"),
             ours("state on the GPU", "1", "0", "off"),
             Case("plain torch, fused AdamW", _ON_GPU, peer="plain"),
             ours("weights and state in RAM", "0", "1", "backward", params="cpu"),

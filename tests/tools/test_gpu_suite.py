@@ -107,7 +107,8 @@ def test_the_first_call(tmp_path: Path, drive: Path) -> None:
         assert len(row["steps"]) == 2
         # Every step is announced, the two that are not timed too.
         assert row["early"]["steps"] == (4 if "backward" in row["case"] else 0)
-    assert json.loads(gzip.decompress((tmp_path / speed.TRACE).read_bytes()))["traceEvents"]
+    for case in ("planned", "ram"):
+        assert json.loads(gzip.decompress((tmp_path / speed.TRACE.format(case)).read_bytes()))["traceEvents"]
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
         "GPU planned GB": tiers.get("gpu", {"need": 0})["need"] / 1e9,
         "host planned GB": tiers["ram"]["need"] / 1e9,
         "CPU kernel s": early.get("seconds", 0.0) / (WARM + len(steps)),
-        "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')}",
+        "pages updated early, valid": f"{early.get('valid')} of {early.get('pages')} in {early.get('steps')} steps",
     }
     return {
         "tokens/s": tokens / middle["step"],

@@ -49,6 +49,8 @@ class PageUpdate:
         scale: factor on the gradient.
         noise: random bits for fields that are rounded stochastically; None if all are fp32.
         unit, first: the page's unit, and its first element there; the random bits depend on them.
+        shadow: uint8 memory laid out as the page's state, masters first. The native kernel copies the old state of the
+            updated elements there, in the same pass; others require None.
     """
 
     fields: Mapping[str, torch.Tensor]
@@ -60,6 +62,7 @@ class PageUpdate:
     noise: Noise | None
     unit: int = 0
     first: int = 0
+    shadow: torch.Tensor | None = None
 
     def bits(self, field: str, start: int = 0) -> Bits | None:
         """Return the random bits for `field`, starting at element `start` of the page."""

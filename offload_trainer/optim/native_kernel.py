@@ -111,6 +111,7 @@ class NativeKernel:
             moments=TYPES[fields["exp_avg"].dtype],
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
+            shadow=0 if page.shadow is None else page.shadow.data_ptr() - fields["master"].data_ptr(),
         )
         for kind in KINDS:
             setattr(given, f"{kind}_noise", page.bits(kind) or Bits())
@@ -217,6 +218,7 @@ class _Page(ctypes.Structure):
         ("tables", ctypes.POINTER(_Tables)),
         *_fields(Bits, "master_noise", "exp_avg_noise", "exp_avg_sq_noise"),
         *_fields(_CHOICE, "masters", "moments", "grad_type", "out_type"),
+        ("shadow", _SIZE),
     )
 
 

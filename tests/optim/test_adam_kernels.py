@@ -31,7 +31,7 @@ from engine_bench import batches, engine, masters, model_directory, train
 from update_ranges import ADAMW, FIRST, FORMATS, MARK, form, part, torchs_adamw
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.offloading.pages.store import PageSnapshot
+from offload_trainer.offloading.pages.store import PageSnapshot, PageTable
 from offload_trainer.optim import cuda_adam, kernel_api, kernels, native_kernel
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, why_no_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
@@ -41,7 +41,9 @@ from offload_trainer.optim.moments import dynamic_map
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.norms import norm_of
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiered.layout import DEVICE
+from offload_trainer.plan.tiers import RAM
 
 N = 20_000  # not a multiple of 256; more than one piece of adam.cpp's
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
@@ -232,6 +234,25 @@ def test_8_bit_moments_are_the_references_around_every_bound_and_code(scale: flo
     assert len(expected[1].unique()) == 256
     for kernel in compiled_kernels():
         assert_same(updated(kernel, page, parts, **words), expected)
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_old_state_is_copied_to_shadow_memory_in_the_same_pass(states: str) -> None:
+    n = 40_003
+    table, values = PageTable([layout.Page(0, 0, n, RAM)], form(states)), random_page(n, form(states))
+    state, shadow = (torch.zeros(table.sizes[0], dtype=torch.uint8) for _ in range(2))
+    fields, noise = table.fields(0, state), update_ranges.NOISE if form(states).stochastic else None
+    parts, grad, out = [part(0, 9984, 0.1, 3), part(9984, n, 0.0, 3)], values[1].bfloat16(), torch.empty(n)
+    results = []
+    for kept in (None, shadow):
+        for name, field in fields.items():
+            field.copy_(values[0][name])
+        old = state.clone()
+        NativeKernel().update_page(PageUpdate(fields, grad, out, parts, form(states), 0.5, noise, shadow=kept))
+        results.append(state.clone())
+    assert torch.equal(*results)
+    assert torch.equal(shadow, old)
+    assert not torch.equal(state, old)
 
 
 @pytest.mark.slow

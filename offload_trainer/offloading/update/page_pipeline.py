@@ -40,6 +40,7 @@ class PageMemory:
     gradient: torch.Tensor
     out: torch.Tensor  # the new weights
     fields: Mapping[str, torch.Tensor] | None = None  # those of `state` if it is in place, since views take time
+    shadow: torch.Tensor | None = None  # uint8 memory that receives the old state
     pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
 
 

@@ -40,6 +40,7 @@ from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, clip_ranges
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.muon import MatrixKernel
+from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
@@ -360,9 +361,8 @@ class Updater:
             while speculative.error is None and (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
-                if number in self.shadows:
-                    self._copy(page.memory.state, self.shadows[number])
-                self._compute(page.memory, speculative.expected)
+                memory = replace(page.memory, shadow=self.shadows.get(number))
+                self._compute(memory, speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
@@ -427,8 +427,12 @@ class Updater:
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
             _copy_rest(fields["master"], out, parts)
+        shadow, updated = memory.shadow, sum(part.end - part.start for part in parts)
+        if shadow is not None and not (isinstance(kernel, NativeKernel) and updated == page.elements):
+            self._copy(memory.state, shadow)
+            shadow = None
         given = (fields, gradient, out, parts, self._store.format, params.scale, params.noise(page.unit))
-        kernel.update_page(PageUpdate(*given, page.unit, page.start))
+        kernel.update_page(PageUpdate(*given, page.unit, page.start, shadow))
 
 
 def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:

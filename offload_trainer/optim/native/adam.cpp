@@ -96,6 +96,7 @@ struct Page {
     const Tables* tables;
     Bits master_noise, exp_avg_noise, exp_avg_sq_noise;
     Type masters, moments, grad_type, out_type;
+    int64_t shadow;  // bytes from the state to memory that receives its old bytes; 0: there is none
 };
 
 struct Part {
@@ -152,6 +153,23 @@ void update(const Page& page, const AdamStep& step, const Divisor& correction, i
 
 // -- a page ----------------------------------------------------------------------------------------------------------
 
+// Copy `count` of a field's numbers from `at` on to the shadow memory.
+template <class Number>
+void keep(const Page& page, const void* field, int64_t at, int64_t count) {
+    const Number* const from = static_cast<const Number*>(field) + at;
+    stream(reinterpret_cast<char*>(const_cast<Number*>(from)) + page.shadow, from, count * int64_t(sizeof(Number)));
+}
+
+template <Type MASTERS, Type MOMENTS>
+void keep_old(const Page& page, int64_t at, int64_t count) {
+    using Master = std::conditional_t<MASTERS == F32, float, uint16_t>;
+    using Moment = std::conditional_t<MOMENTS == F32, float, std::conditional_t<MOMENTS == BF16, uint16_t, uint8_t>>;
+    keep<Master>(page, page.master, at, count);
+    for (const void* moment : {page.exp_avg, page.exp_avg_sq}) keep<Moment>(page, moment, at, count);
+    if (MOMENTS == CODES)
+        for (const float* scales : {page.exp_avg_scales, page.exp_avg_sq_scales}) keep<float>(page, scales, at / BLOCK, 1);
+}
+
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
 
 template <Type MASTERS, Type MOMENTS>
@@ -159,8 +177,11 @@ void update_piece(const Page& page, const Part* part, int64_t piece) {
     for (; piece >= pieces_of(*part); part++) piece -= pieces_of(*part);
     const Divisor correction(part->step.root_correction);
     const int64_t start = part->start + piece * PIECE, end = std::min(start + PIECE, part->end);
-    for (int64_t at = start; at < end; at += BLOCK)
-        update<MASTERS, MOMENTS>(page, part->step, correction, at, std::min(BLOCK, end - at));
+    for (int64_t at = start; at < end; at += BLOCK) {
+        const int64_t count = std::min(BLOCK, end - at);
+        if (page.shadow) keep_old<MASTERS, MOMENTS>(page, at, count);
+        update<MASTERS, MOMENTS>(page, part->step, correction, at, count);
+    }
 }
 
 template <Type MASTERS>

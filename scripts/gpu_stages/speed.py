@@ -36,9 +36,7 @@ class Case:
     words: Sequence[str]
     peer: str | None = None
     least_gib: float = 0.0  # GPU memory without which the case is not tried
-    traced: str = (
-        ""  # two more steps are recorded in a file of this name for chrome://tracing and https://ui.perfetto.dev
-    )
+    traced: str = ""  # name of a trace of two more steps, for chrome://tracing and https://ui.perfetto.dev
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,15 @@ class Budget:
     update_seconds: float = 1.5  # per kernel
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
-    copy_seconds: float = 0.5  # per direction between host memory and a GPU
+    copy_seconds: float = 0.5  # per rate of memory, and per direction between host memory and a GPU
 
 
-def beyond_caches() -> int:
-    """Return the elements of an fp32 array that the processor's caches do not hold: 16 MiB for each of its cores."""
-    return (4 << 20) * torch.get_num_threads()
+def beyond_caches(machine: MachineProfile) -> int:
+    """Return the elements of an fp32 array that caches do not hold: 16 MiB for each thread, from 32 to 256 MiB.
+
+    Measurements take 12 to 16 bytes of memory for each, which is at most a quarter of what is available.
+    """
+    return min((4 << 20) * min(max(torch.get_num_threads(), 2), 16), machine.ram_bytes // 64)
 
 
 def bench_machine(
@@ -148,13 +151,14 @@ def bench_machine(
         say("bench: orthogonalising matrices")
         layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=budget.layer_seconds)
     say("bench: memory")
-    memory = before.memory or _triad(budget.memory_elements)
+    memory = before.memory or _triad(budget.memory_elements, seconds=budget.copy_seconds)
     sums: dict[str, Rate] = {}
     kernels = [update.kernel for update in updates if isinstance(update.kernel, CpuKernel)]
     for kernel in {one.name: one for one in kernels}.values():
         if sums_key(kernel.name, measured=True) not in before.sums:
             say(f"bench: adding gradients, {kernel.name}")
-            sums |= _rates_of_adding(kernel, 2 * budget.memory_elements, layer.width, halving=gpu)
+            size, seconds = 2 * budget.memory_elements, budget.copy_seconds
+            sums |= _rates_of_adding(kernel, size, layer.width, halving=gpu, seconds=seconds)
     say("bench: AdamW")
     updated = {update.name: _update(update, budget) for update in updates if update.name not in before.update}
     rates = replace(
@@ -224,19 +228,20 @@ def _matmul(dtype: torch.dtype, layer: LayerSizes, *, gpu: bool, seconds: float)
     return _rate(3 * 2 * rows * inner * columns, _repeat(products, seconds=seconds), what)
 
 
-def _triad(size: int) -> Rate:
+def _triad(size: int, *, seconds: float) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
-    taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
+    taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=seconds)
     return _rate(12 * size, taken, f"triad of {4 * size >> 20} MiB arrays")
 
 
-def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:
+def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool, seconds: float) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
     Args:
         size: elements of the sums in total, so many that caches do not hold them; fewer if 256 weights have fewer.
         width: the gradients are of square weights so wide, each added by its own call.
         halving: as on a machine with a GPU, where the thread that adds is not the one that computes.
+        seconds: time for each of the two.
     """
     weight = width**2
     count = max(1, min(256, size // weight))
@@ -248,7 +253,7 @@ def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool)
             for sums, gradient in zip(total, more, strict=True):
                 kernel.add(sums, gradient, pieces=pieces, on_torch_threads=not halving)
 
-        taken = _repeat(add_all, seconds=size / (256 << 20))
+        taken = _repeat(add_all, seconds=seconds)
         what = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums"
         found[sums_key(kernel.name, measured=pieces is not None)] = _rate(10 * total.numel(), taken, what)
     return found

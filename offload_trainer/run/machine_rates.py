@@ -60,7 +60,7 @@ def bench_here(config: TrainConfig, *, drive_bytes: int | None, say: Callable[[s
         ranks = there if ranks == 1 else ranks
     else:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
-    elements = max(Budget.update_elements, bench.beyond_caches())
+    elements = max(Budget.update_elements, bench.beyond_caches(machine))
     budget = Budget(update_page=config.tiered.page_size, update_elements=elements)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
@@ -185,9 +185,9 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         contention_seconds=0.6,
         product_seconds=0.2,
         layer_seconds=0.1,
-        memory_elements=bench.beyond_caches(),
+        memory_elements=bench.beyond_caches(machine),
         update_seconds=0.15,
-        update_elements=max(2 * config.tiered.page_size, bench.beyond_caches()),
+        update_elements=max(2 * config.tiered.page_size, bench.beyond_caches(machine)),
         update_page=config.tiered.page_size,
         copy_seconds=0.05,
     )

@@ -18,6 +18,7 @@ from sample_plans import SHAPES
 
 import offload_trainer as ot
 from offload_trainer.errors import LOST, TrainerError
+from offload_trainer.machine import bench
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan import step_time
@@ -107,6 +108,23 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
     rows, inner, outer = of_cpu.matrix
     assert 3 * 2 * rows * inner * outer <= 7e9
     assert 4 * of_cpu.tokens**2 * of_cpu.width <= 5e9
+
+
+@pytest.mark.parametrize(
+    ("threads", "ram", "elements"), [(1, 10**12, 8 << 20), (64, 10**12, 64 << 20), (64, 2**31, 32 << 20)]
+)
+def test_memory_is_timed_on_arrays_beyond_the_caches_that_leave_room(
+    threads: int, ram: int, elements: int, cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element takes up to 16 bytes, and 2 GiB are a container's limit, in which a model may be already."""
+    due, timing = planned(drive, tmp_path / "run", *MANY), MagicMock(side_effect=TrainerError("not timed"))
+    due = replace(due, machine=replace(due.machine, ram_bytes=ram))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(bench, "bench_machine", timing)
+    machine_rates.rates_at_start(due, say=lambda _: None)
+    budget = timing.call_args.kwargs["budget"]
+    assert budget.memory_elements == elements
+    assert budget.update_elements == max(elements, 2 * due.config.tiered.page_size)
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------

@@ -46,14 +46,19 @@ def one_in(count: int, model: Path, steps: int) -> float:
 
 
 QUICK = ("nothing in RAM", "a third in RAM")  # the others are only for `make test-all`
+IN_RAM = [*AWAY, "--ram-fraction", "1"]
+NATIVE = [*IN_RAM, "optim.kernel=native"]  # it copies old state in the pass that updates it
 
 
 @pytest.mark.parametrize(
     "home",
-    [pytest.param(h, marks=() if h in QUICK else pytest.mark.slow) for h in HOMES if h != "all on the device"],
+    [
+        *[pytest.param(h, marks=() if h in QUICK else pytest.mark.slow) for h in HOMES if h != "all on the device"],
+        pytest.param(NATIVE, id="native kernel"),
+    ],
 )
 def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
-    home: str, build: Build, kept: list[tuple[int, int]]
+    home: str | list[str], build: Build, kept: list[tuple[int, int]]
 ) -> None:
     """bf16 with dropout. About one in four steps is clipped."""
     steps = 8
@@ -70,7 +75,6 @@ def test_early_pages_of_clipped_steps_are_discarded_and_updated_again(
     ]
 
 
-IN_RAM = [*AWAY, "--ram-fraction", "1"]
 DRIVES = HOMES["weights and gradients on the drive"]
 
 
@@ -80,11 +84,20 @@ DRIVES = HOMES["weights and gradients on the drive"]
         (DRIVES, BEHIND, 0.0, "fp16", False),
         (HOMES["nothing in RAM"], FULL, 0.0, "fp16", False),
         (IN_RAM, FULL, 0.6, "bf16", True),
+        ([*NATIVE, "optim.moment_dtype=8bit", "optim.master_dtype=bf16"], FULL, 0.6, "bf16", False),
         pytest.param(HOMES["a part on the device"], FULL, 1.0, "fp16", False, marks=pytest.mark.slow),
         pytest.param(IN_RAM, FULL, 0.6, "bf16", False, marks=pytest.mark.slow),
         pytest.param(DRIVES, FULL, 0.0, "bf16", True, marks=pytest.mark.slow),
     ],
-    ids=["forward", "backward", "shadow memory, late", "a part on the device", "shadow memory", "drives, late"],
+    ids=[
+        "forward",
+        "backward",
+        "shadow memory, late",
+        "native kernel",
+        "a part on the device",
+        "shadow memory",
+        "drives, late",
+    ],
 )
 def test_a_step_that_is_skipped_changes_nothing(
     home: list[str],

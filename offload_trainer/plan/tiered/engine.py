@@ -479,12 +479,12 @@ class TieredCandidate:
     def _overlapping_backward(self, overlap: Overlap, *, read_early: bool) -> Forecast:
         """Return the forecast of an update that starts during the backward."""
         homes, sizes = self._laid_out, self.sizes
-        # Copying the old bytes of pages with shadow memory reads and writes each. If the memory's rate was not
-        # measured, it is that of the update, which is bound by memory.
+        # The update writes the old bytes of pages with shadow memory once more. If the memory's rate was not measured,
+        # it is that of the update, which is bound by memory.
         size, memory = shadow_bytes(homes, self.work.state), self.machine.rates.memory
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
-        early = early_pages(self.units, homes, copying=2 * size / moved if moved else 0.0, buffers=sizes.page_buffers)
+        early = early_pages(self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers)
         ahead = overlap.ahead(early)
         left = overlap.left_after(ahead, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
@@ -492,7 +492,7 @@ class TieredCandidate:
         whole = left.hidden(read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
         whole += update - rest - (ahead.done - ahead.hidden)
         # A clipped step's update starts after the backward.
-        longer = max(0.0, whole - overlap.hidden()) + early.copying  # old bytes are copied back
+        longer = max(0.0, whole - overlap.hidden()) + 2 * early.copying  # old bytes are copied back
         return replace(overlap.found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 
     def notes(self, costs: Costs) -> Iterator[str]:

@@ -38,14 +38,12 @@ test-all: setup check
 	$(RUN)/python scripts/lowest_versions.py
 	@echo "test-all: green with seed $(SEED) after $$(( ($$(date +%s) - $$(cat $(VENV)/started)) / 60 )) minutes"
 
-check: $(VENV)/.imported
+# A first mypy reads all of torch, on one core; the other compiles what tests import, or each process would.
+check: setup
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/mypy
-
-# A first mypy reads all of torch, on one core; the other compiles what tests import, or each process would.
-$(VENV)/.imported: $(VENV)/.ready
-	$(RUN)/mypy >$@ & $(RUN)/python -m pytest --collect-only -qq >$@; wait
+	[ $(VENV)/.imported -nt $(VENV)/.ready ] || $(RUN)/python -m pytest --collect-only -qq >$(VENV)/.imported & \
+	$(RUN)/mypy && wait
 
 setup: $(VENV)/.ready
 

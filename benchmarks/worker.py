@@ -212,7 +212,7 @@ def carry_out(
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
         if kept:  # the next run has the same model, and counting takes longer than its steps
             sys.path.append(str(ROOT / "tests/helpers"))
-            from engine_bench import counted_once
+            from counted_once import counted_once
 
             replaced.enter_context(patch.object(shape, "count_activations", counted_once))
         # `instead` replaces the loop that would write an export and checkpoints: the plan counts no room for them.

@@ -11,13 +11,17 @@ command -v "$python" >/dev/null || fail "$python is not installed; name another 
 command -v g++ >/dev/null || fail "no C++ compiler: apt-get install g++"
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/pip" install --quiet --disable-pip-version-check "$@"; }
-# Install torch first and pinned: as a dependency, it would come with several GB of CUDA libraries on a CPU machine.
-# Python compiles the modules that are used; compiling all of torch's takes 20 seconds.
-pip --no-compile "$(grep '^torch==' requirements.lock)"
-pip uv  # installs the other packages in an eighth of pip's time
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r requirements.lock
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -e .
+# pip takes torch's wheel from where it is configured to, which may be one without the several GB of CUDA libraries. uv
+# installs it with all others, in an eighth of pip's time. Python compiles the modules that are used; compiling all of
+# torch's takes 20 seconds.
+pip() { "$venv/bin/pip" "$@" --quiet --disable-pip-version-check; }
+uv() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
+wheels=$venv/wheels
+pip download --no-deps --dest "$wheels" "$(grep '^torch==' requirements.lock)" &
+pip install --no-compile uv
 # Triton, for its interpreter, is installed beside the environment: within it, torch and others would load it on a CPU,
 # and 3.9 reports leaks at the end of such processes.
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --target "$venv/triton" triton==3.9.0
+uv --no-deps --target "$venv/triton" triton==3.9.0
+wait $!
+uv --find-links "$wheels" -r requirements.lock -e .
+rm "$wheels"/torch-*.whl

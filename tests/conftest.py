@@ -10,14 +10,9 @@ import zlib
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-import torch
-from build_release import build_release
-from commands import LIMIT, in_turn, products_of_torch
-
-import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.optim import kernels
 
 # Threads that wait give up their core: commands of two tests have more threads than two cores run, and each waited for
 # the others' turns. A training command took 50 s so, and takes 14 s.
@@ -31,6 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="tests that take minutes too, and every case of the matrices")
     text = "seed of random trials, and of the cases of matrices without --all"
     parser.addoption("--seed", type=int, default=0, help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the directory that `counted_once` shares between the workers and the commands that they start.
+
+    Processes with tests import `commands` before anything else, which sets the libraries' environment. pytest-xdist's
+    first process has none; without torch it starts its workers 3 seconds sooner.
+    """
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker:
+        counts = TemporaryDirectory()
+        config.add_cleanup(counts.cleanup)
+        os.environ["TEST_RUN_COUNTS"] = counts.name
+    if is_worker or not config.getoption("numprocesses", None):
+        import commands  # noqa: F401
 
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
@@ -124,13 +134,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload embeddings and norms of small models too, as those of large models are."""
+    import offload_trainer.plan.tiered.layout as layout
+
     monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture
 def counted_once() -> Iterator[None]:
-    """Count the activations of each tiny model once, since that takes longer than its steps."""
-    from engine_bench import cached_counts
+    """Take the counts of activations of tiny models that any process of this test run has made."""
+    from counted_once import cached_counts
 
     with cached_counts():
         yield
@@ -148,6 +160,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wheel(shared: Path) -> Path:
     """Return the package's wheel; it is built once for all pytest workers."""
+    from build_release import build_release
+    from commands import in_turn
+
     folder = shared / "wheel"
     with in_turn(folder):
         if not folder.exists():
@@ -163,6 +178,11 @@ def as_before() -> Iterator[None]:
     """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,
     threads and default dtype, and the environment.
     """
+    import torch
+    from commands import products_of_torch
+
+    from offload_trainer.optim import kernels
+
     kernels._checked_native.cache_clear()
     before, threads = dict(os.environ), torch.get_num_threads()
     yield
@@ -180,6 +200,8 @@ _boxes = count()
 @pytest.fixture
 def box() -> Iterator[Path]:
     """Yield a memory cgroup limited to LIMIT; skip the test if this user may not create one."""
+    from commands import LIMIT
+
     v1 = Path("/sys/fs/cgroup/memory")
     folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}-{next(_boxes)}"
     name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"

@@ -11,7 +11,7 @@ import published_models
 import pytest
 import torch
 from commands import TINY, ask, call
-from engine_bench import cached_counts
+from counted_once import cached_counts
 from fresh_environment import installed_environment
 from published_models import MODELS, TEXT, read, write
 from synthetic_checkpoints import exported

@@ -12,21 +12,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from counted_once import cached_counts
 from plain_engine import PlainEngine
-from transformers import PreTrainedModel
 
 from offload_trainer import ranks
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model import shape as model_shape
-from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.probes import blocks
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
@@ -88,31 +84,6 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
         tokens = torch.stack(columns, 1)
         made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], seed=number))
     return made
-
-
-_counted: dict[Any, Any] = {}
-
-
-def counted_once(model: PreTrainedModel, names: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.train()
-    trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    attention = model.config._attn_implementation
-    key = (type(model), model.config.to_json_string(), attention, trained, tuple(names), dtype, str(which))
-    if key not in _counted:
-        _counted[key] = count_activations(model, names, dtype=dtype, **which)
-    return _counted[key]
-
-
-@contextmanager
-def cached_counts() -> Iterator[None]:
-    """Cache activation counts per model shape, since counting takes longer than the steps of small models."""
-    with (
-        mock.patch.object(model_shape, "count_activations", counted_once),
-        mock.patch.object(blocks, "count_activations", counted_once),
-    ):
-        yield
 
 
 @contextmanager

@@ -6,10 +6,10 @@
 The parent computes nothing and has one thread, so a fork is as good as a new process. The environment, directory,
 umask and files are set before anything runs, the script runs as `__main__`, and exit codes and signals are real.
 
-Three things differ. Libraries have already read their environment (OpenMP has 1 thread except for torch's own,
+Four things differ. Libraries have already read their environment (OpenMP has 1 thread except for torch's own,
 HF_HUB_OFFLINE is 1). Startup takes no time. All forks of one parent share the hash salt. conftest starts a new process
 for tests to which that matters, and for torchrun. DeepSpeed's kernels are loaded in each fork, with its number of
-threads.
+threads. Activations of a model that another process of the test run has counted are not counted again.
 """
 
 from __future__ import annotations
@@ -126,12 +126,16 @@ def _load_libraries() -> None:
 
     quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+    from counted_once import counted_once
 
     import offload_trainer.engine.tiered
     import offload_trainer.export.directory
+    import offload_trainer.model.probes.blocks
     import offload_trainer.run.train
-    import offload_trainer.trainer  # noqa: F401
+    import offload_trainer.trainer
 
+    offload_trainer.model.shape.count_activations = counted_once
+    offload_trainer.model.probes.blocks.count_activations = counted_once
     if "stock" not in sys.argv:
         return
     # DeepSpeed for a CPU, with py-cpuinfo's answer, which takes a second each time and never changes.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import run_script
 from engine_bench import batches, engine, model_directory, train
 
 
@@ -77,7 +76,10 @@ assert current_rss_bytes() - before < 8 << 20
 
 
 @pytest.mark.parametrize("script", [KEPT, pytest.param(LONG_ROW, marks=pytest.mark.slow)], ids=["kept", "long row"])
-def test_freed_memory_is_reused_until_the_process_exceeds_the_limit_or_returned_for_long_rows(script: str) -> None:
+def test_freed_memory_is_reused_until_the_process_exceeds_the_limit_or_returned_for_long_rows(
+    script: str, tmp_path: Path
+) -> None:
     """Shorter rows' freed allocations below live ones would remain as holes. A new process has none yet."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    (tmp_path / "script.py").write_text(script)
+    done = run_script(tmp_path / "script.py")
     assert done.returncode == 0, done.stderr

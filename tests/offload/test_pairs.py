@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, count, product
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def of_row(row: dict[str, str], number: int) -> Any:
     return pytest.param(row, id=", ".join(row[name] for name in COLUMNS), marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("row", [of_row(row, number) for number, row in enumerate(rows())])
+# Rows with the same setting follow each other, so that few workers compute what both are compared with.
+@pytest.mark.parametrize("row", sorted(map(of_row, rows(), count()), key=lambda row: row.values[0]["setting"]))
 def test_placement_and_schedule_change_no_bit(
     row: dict[str, str], folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +50,12 @@ class OfGpu(CpuDevice):
     place = torch.device("cuda")
 
 
-# Elements of a norm's piece, where the sums are, and the device.
-CASES = [*product((1024, 5000, 16384, 65536, 1 << 17), (RAM, 0), (CpuDevice, OfGpu))]
+# Elements of a norm's piece, where the sums are, and the device: each pair of them occurs.
+CASES = [
+    (piece, home, device)
+    for number, piece in enumerate((1024, 5000, 16384, 65536, 1 << 17))
+    for home, device in zip((RAM, 0), (CpuDevice, OfGpu) if number % 2 else (OfGpu, CpuDevice), strict=True)
+]
 Sums = dict[str, torch.Tensor]
 
 

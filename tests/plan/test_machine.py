@@ -480,6 +480,7 @@ def test_auto_leaves_a_reserve_free(gpu: int) -> None:
 def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.undo()  # the cache of all tests has compiled kernels
     busy = "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
     faked(monkeypatch, capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", MagicMock(side_effect=RuntimeError(busy)))
@@ -499,6 +500,7 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
 def test_without_a_usable_triton_plan_and_doctor_work(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.undo()  # the cache of all tests has compiled kernels
     faked(monkeypatch, capability=(9, 0), without_triton=error)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
     assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from commands import results as results_of_run
+from counted_once import cached_counts
 from emulated_gpu import emulated_gpu
-from engine_bench import cached_counts, model_directory
+from engine_bench import model_directory
 from late_transfers import QueuedKernel
 
 from offload_trainer.engine.protocol import Engine
@@ -98,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "tries"), [("on the GPU", 2), *(pytest.param(case, 7, marks=pytest.mark.slow(25)) for case in CASES)]
+    ("case", "tries"), [("on the GPU", 1), *(pytest.param(case, 7, marks=pytest.mark.slow(25)) for case in CASES)]
 )
 def test_a_run_goes_on_with_the_same_bits(
     case: str, tries: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
@@ -120,7 +121,7 @@ def test_a_run_goes_on_with_the_same_bits(
         kept += "no checkpoint of step" not in said and "resumed from" in said
         told = json.loads((here / "cache" / cache_file().name).read_text())
         assert told["kept free of Emulated GPU"] == int(0.002 * size)
-    assert kept or tries < 7 or case == "updated during the backward"  # two tries may both draw a start
+    assert kept or tries < 7 or case == "updated during the backward"  # one try may draw a start
 
 
 def test_a_full_forward_goes_on_from_the_step_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

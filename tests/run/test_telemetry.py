@@ -6,13 +6,13 @@ import math
 import os
 import re
 import struct
-import subprocess
 import sys
 import termios
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from commands import run_script
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.run import directory
@@ -124,14 +124,14 @@ def test_io_is_what_the_kernel_counted(tmp_path, monkeypatch):
     assert IoCount(1, 1) - read_io() == IoCount(None, None)
 
 
-def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
-    code = (
+def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
         "from offload_trainer.telemetry.meters import current_rss_bytes, peak_rss_bytes\n"
         "before = current_rss_bytes(); block = b'x' * (64 << 20); held = current_rss_bytes(); del block\n"
         "print(before, held, current_rss_bytes(), peak_rss_bytes())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, held, after, peak = map(int, out.stdout.split())
+    before, held, after, peak = map(int, run_script(script).stdout.split())
     assert 63 * MIB < held - before < 80 * MIB
     assert after < before + 16 * MIB
     assert before + 63 * MIB < peak < before + 96 * MIB

@@ -108,47 +108,53 @@ struct Part {
 
 namespace {
 
-// Update `count` elements from `at` on, at most BLOCK.
+// Update `count` elements from `block` on, at most BLOCK. Everything is inlined: the constant length of strips is then
+// known to each loop.
 template <Type MASTERS, Type MOMENTS>
-void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t at, int64_t count) {
-    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK], wide[BLOCK];
-    alignas(64) uint32_t chance[BLOCK];
-    const int64_t block = at / BLOCK;
-    float* const master = MASTERS == F32 ? static_cast<float*>(page.master) + at : wide;
-    if (MASTERS == BF16) widen(page.master, BF16, at, count, 1.0f, wide);
-    widen(page.grad, page.grad_type, at, count, step.scale, grad);
-    if (MOMENTS == F32) {
-        float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
-        adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, count);
-    } else if (MOMENTS == BF16) {
-        uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
-        uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
-        widen(exp_avg, BF16, 0, count, 1.0f, first);
-        widen(exp_avg_sq, BF16, 0, count, 1.0f, second);
-        adam<false>(step, correction, {}, master, first, second, grad, count);
-        draw(page.exp_avg_noise, at, count, chance);
-        encode_bf16(first, chance, exp_avg, count);
-        draw(page.exp_avg_sq_noise, at, count, chance);
-        encode_bf16(second, chance, exp_avg_sq, count);
-    } else {
-        const Tables& tables = *page.tables;
-        uint8_t *exp_avg = static_cast<uint8_t*>(page.exp_avg) + at;
-        uint8_t *exp_avg_sq = static_cast<uint8_t*>(page.exp_avg_sq) + at;
-        const Scales scales{page.exp_avg_scales[block], page.exp_avg_sq_scales[block]};
-        decode_8bit(exp_avg, tables, 1, first, count);
-        decode_8bit(exp_avg_sq, tables, 0, second, count);
-        adam<true>(step, correction, scales, master, first, second, grad, count);
-        encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
-        draw(page.exp_avg_sq_noise, at, count, chance);
-        encode_8bit_stochastically(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
+[[gnu::flatten]] void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t block,
+                             int64_t count) {
+    alignas(64) float first[BLOCK], second[BLOCK];
+    alignas(64) uint32_t chances[BLOCK];
+    uint8_t* const codes = static_cast<uint8_t*>(page.exp_avg) + block;
+    uint8_t* const codes_sq = static_cast<uint8_t*>(page.exp_avg_sq) + block;
+    float *const scale = page.exp_avg_scales + block / BLOCK, *const scale_sq = page.exp_avg_sq_scales + block / BLOCK;
+    for_strips(count, [&](int64_t from, int64_t n) {
+        alignas(64) float grad[STRIP], wide[STRIP];
+        const int64_t at = block + from;
+        float *exp_avg = first + from, *exp_avg_sq = second + from;
+        uint32_t* const chance = chances + from;
+        float* const master = MASTERS == F32 ? static_cast<float*>(page.master) + at : wide;
+        if (MASTERS == BF16) widen(page.master, BF16, at, n, 1.0f, wide);
+        widen(page.grad, page.grad_type, at, n, step.scale, grad);
+        if (MOMENTS == F32) {
+            exp_avg = static_cast<float*>(page.exp_avg) + at, exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
+            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
+        } else if (MOMENTS == BF16) {
+            widen(page.exp_avg, BF16, at, n, 1.0f, exp_avg);
+            widen(page.exp_avg_sq, BF16, at, n, 1.0f, exp_avg_sq);
+            adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, n);
+            draw(page.exp_avg_noise, at, n, chance);
+            encode_bf16(exp_avg, chance, static_cast<uint16_t*>(page.exp_avg) + at, n);
+            draw(page.exp_avg_sq_noise, at, n, chance);
+            encode_bf16(exp_avg_sq, chance, static_cast<uint16_t*>(page.exp_avg_sq) + at, n);
+        } else {
+            decode_8bit(codes + from, *page.tables, 1, exp_avg, n);
+            decode_8bit(codes_sq + from, *page.tables, 0, exp_avg_sq, n);
+            adam<true>(step, correction, {*scale, *scale_sq}, master, exp_avg, exp_avg_sq, grad, n);
+        }
+        if (MASTERS == BF16) {
+            uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
+            draw(page.master_noise, at, n, chance);
+            encode_bf16(wide, chance, stored, n);
+            widen(stored, BF16, 0, n, 1.0f, wide);
+        }
+        write_rounded(master, page.out_type, at, n, page.out);
+        if (MOMENTS == CODES) draw(page.exp_avg_sq_noise, at, n, chance);
+    });
+    if (MOMENTS == CODES) {
+        encode_8bit(first, page.tables->nearest, codes, scale, count);
+        encode_8bit_stochastically(second, *page.tables, chances, codes_sq, scale_sq, count);
     }
-    if (MASTERS == BF16) {
-        uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
-        draw(page.master_noise, at, count, chance);
-        encode_bf16(wide, chance, stored, count);
-        widen(stored, BF16, 0, count, 1.0f, wide);
-    }
-    write_rounded(master, page.out_type, at, count, page.out);
 }
 
 // -- a page ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,16 @@
 namespace {
 
 constexpr int64_t BLOCK = 256;  // elements that share a scale in 8 bits; 1 KiB of fp32
+constexpr int64_t STRIP = 128;  // elements of one loop
+
+// Call work(at, count) for each strip of a block. The loops over a strip are short, and mostly of constant length. So a
+// CPU executes the end of one and the start of the next together, such as divisions and integer operations.
+template <class Work>
+inline void for_strips(int64_t count, const Work& work) {
+    int64_t at = 0;
+    for (; at + STRIP <= count; at += STRIP) work(at, STRIP);
+    if (at < count) work(at, count - at);
+}
 
 // A code of second moments: its value, and 2^-17 of the distance to the next code. The distance from zero is 0, since
 // only zero is encoded as zero.
@@ -40,8 +50,8 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
         const uint64_t element = of.first + at;
         const uint32_t low = uint32_t(element), key = of.keys[0];
         const uint32_t second = of.keys[1] + uint32_t(element >> 32) * 0x9e3779b9u;
-        const int64_t here = std::min(count, (int64_t(1) << 32) - low);
-        for (int64_t i = 0; i < here; i++) {
+        const int here = int(std::min(count, (int64_t(1) << 32) - low));
+        for (int i = 0; i < here; i++) {  // 32 bits, as the elements of vectors
             uint32_t x = low + uint32_t(i) + key;
             x = (x ^ x >> 16) * 0x7feb352du + second;
             x = (x ^ x >> 15) * 0x846ca68bu;

@@ -39,7 +39,7 @@ inline float from_bf16(uint16_t word) { return number(uint32_t(word) << 16); }
 
 // Add `below` to the bits below bf16's last place, and truncate. A NaN could become infinity, so it is made quiet.
 inline uint16_t cut_bf16(uint32_t word, uint32_t below) {
-    return uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : (word + below) >> 16);
+    return uint16_t((std::isnan(number(word)) ? word | 0x400000 : word + below) >> 16);
 }
 
 // Round to nearest even.

@@ -331,6 +331,7 @@ def why_no_pipeline(work: Workload) -> str:
     """Return why `work.pipeline` ranks cannot compute the model together, and what to do, or "" if they can."""
     shape, ranks = work.shape, work.pipeline
     reasons = {
+        "parallel.sequence divides rows over the same ranks": work.sequence > 1,
         f"a pipeline is all ranks of one node, and there are {work.world} on {work.nodes} (--gpus {ranks})": (
             work.world != ranks or work.nodes > 1
         ),

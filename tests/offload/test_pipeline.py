@@ -166,5 +166,5 @@ def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:
     copied = [sum(moved.read for moved in plan.traffic if moved.place == "device") for plan in (one, four)]
     assert 0.85 * copied[0] < 4 * copied[1] < copied[0]  # their buffers hold more of it from forward to backward
     assert four.work.tokens == one.work.tokens
-    assert longer_in_turn(four.work) == pytest.approx(1.16, abs=0.05)
+    assert 1.05 < longer_in_turn(four.work) < 1.15  # the head is a block of 2.6 that one of them computes
     assert longer_in_turn(replace(four.work, accumulate=1)) == pytest.approx(4, abs=0.01)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from commands import TINY
 from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, Result, call_ranks, run_ranks
+from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
 from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
@@ -101,6 +102,18 @@ def test_ranks_have_the_bits_of_one(
             assert {norm is None for _, norm in of_one[0].steps} == {True, False}
         if name == "all on the drive":
             assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
+
+
+def train_late(cases: Sequence[Case]) -> list[Result]:
+    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
+    with pytest.MonkeyPatch.context() as patch:
+        return [case.run(partial(late_engine, patch)) for case in cases]
+
+
+def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path) -> None:
+    made = cases(folder, tmp_path, ranks=2, names=FAST)
+    found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
+    assert found == [of_one * 2 for of_one in alone(FAST)]
 
 
 @pytest.mark.slow

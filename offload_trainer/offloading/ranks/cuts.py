@@ -102,13 +102,13 @@ class Cuts:
         if forward:
             states = [part.clone() for part in self._of_states(slot)]
             torch.set_rng_state(states[0])
-            if self._device.is_cuda:
+            if torch.cuda.is_available():
                 torch.cuda.set_rng_state(states[1])
         return values
 
     def _states(self) -> list[torch.Tensor]:
         """Return the states of torch's generators."""
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._device.is_cuda else [])]
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
     def _of_states(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the parts of a slot for these states."""

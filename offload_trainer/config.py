@@ -331,8 +331,7 @@ class ParallelSection(_Section):
     )
     pipeline: PositiveInt = Field(
         1,
-        description="tiered only: ranks that share each model, with the bits of one: each computes every so many-th "
-        "block of all rows; must equal --gpus",
+        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus",
     )
 
 

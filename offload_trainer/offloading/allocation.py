@@ -130,10 +130,8 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
-        ring, beside = parts.ring_bytes, parts.kernels[1]
-        return Gradients(
-            units, store, device=device, ring_bytes=ring, order=order, node=node, kernel=kernel, device_kernel=beside
-        )
+        ring, kernels = parts.ring_bytes, parts.kernels
+        return Gradients(units, store, device=device, ring_bytes=ring, order=order, node=node, kernels=kernels)
     return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 

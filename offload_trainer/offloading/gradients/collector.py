@@ -93,8 +93,7 @@ class Gradients:
         ring_bytes: int,
         order: Sequence[str],
         node: Node,
-        kernel: CpuKernel,
-        device_kernel: Kernel | None = None,
+        kernels: tuple[CpuKernel, Kernel],
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
@@ -103,11 +102,11 @@ class Gradients:
                 that are not a weight's first or have another dtype.
             order: weight names in the order in which their norms are summed.
             node: the ranks of a pipeline, each of which adds the gradients of its own units.
-            kernel: adds gradients to sums in host memory, and measures these.
-            device_kernel: a `CudaKernel` adds and measures sums in fp32 on the device, with the bits of torch.
+            kernels: the first adds gradients to sums in host memory, and measures these. The second, if it is a
+                `CudaKernel`, adds and measures sums in fp32 on the device, with the bits of torch.
         """
         self.store, self.dtype = store, store.dtype
-        self._device, self._kernel, self._node = device, kernel, node
+        (self._kernel, device_kernel), self._device, self._node = kernels, device, node
         self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
         if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import TINY
 from engine_bench import DROPOUT, model_directory
-from forked_ranks import Case, Result, call_ranks, run_ranks
+from forked_ranks import Case, Result, call_ranks, in_ranks, run_ranks
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
 from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 
-from offload_trainer.errors import UserError
+from offload_trainer import ranks
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.probes.blocks import why_no_chain
+from offload_trainer.offloading.device import CpuDevice
+from offload_trainer.offloading.ranks.cuts import Cuts, Like
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import longer_in_turn
+from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -61,9 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(folder: Path, out: Path, *, ranks: int, names: tuple[str, ...]) -> list[Case]:
+def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[Case]:
     """Return cases whose micro-batches have different numbers of targets; one rank computes in its usual order."""
-    pipeline = (f"parallel.pipeline={ranks}",) if ranks > 1 else ()
+    pipeline = (f"parallel.pipeline={count}",) if count > 1 else ()
     found = []
     for name in names:
         kind, micro, words = CASES[name]
@@ -74,8 +83,8 @@ def cases(folder: Path, out: Path, *, ranks: int, names: tuple[str, ...]) -> lis
     return found
 
 
-def results(folder: Path, out: Path, *, ranks: int, names: tuple[str, ...]) -> list[list[Result]]:
-    return run_ranks(cases(folder, out, ranks=ranks, names=names), count=ranks, folder=out / "ranks")
+def results(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[list[Result]]:
+    return run_ranks(cases(folder, out, count=count, names=names), count=count, folder=out / "ranks")
 
 
 FAST = ("weights in RAM", "one micro-batch, untied")
@@ -84,20 +93,20 @@ FAST = ("weights in RAM", "one micro-batch, untied")
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Callable[[tuple[str, ...]], list[list[Result]]]:
     """Return a function that trains cases on one rank once, and returns their results."""
-    return cache(lambda names: results(folder, folder / f"alone-{len(names)}", ranks=1, names=names))
+    return cache(lambda names: results(folder, folder / f"alone-{len(names)}", count=1, names=names))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"),
-    [(2, FAST), *(pytest.param(ranks, tuple(CASES), marks=pytest.mark.slow) for ranks in (2, 3, 4))],
+    ("count", "names"),
+    [(2, FAST), *(pytest.param(count, tuple(CASES), marks=pytest.mark.slow) for count in (2, 3, 4))],
 )
 def test_ranks_have_the_bits_of_one(
-    ranks: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
+    count: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
 ) -> None:
     """Losses, norms, masters and saved states match; all ranks together read as much from drives as one rank."""
-    found = results(folder, tmp_path, ranks=ranks, names=names)
+    found = results(folder, tmp_path, count=count, names=names)
     for name, of_ranks, of_one in zip(names, found, alone(names), strict=True):
-        assert of_ranks == of_one * ranks, name
+        assert of_ranks == of_one * count, name
         if name == "overflows":
             assert {norm is None for _, norm in of_one[0].steps} == {True, False}
         if name == "all on the drive":
@@ -111,9 +120,26 @@ def train_late(cases: Sequence[Case]) -> list[Result]:
 
 
 def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path) -> None:
-    made = cases(folder, tmp_path, ranks=2, names=FAST)
+    made = cases(folder, tmp_path, count=2, names=FAST)
     found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
     assert found == [of_one * 2 for of_one in alone(FAST)]
+
+
+def wait_for_a_rank_that_hangs() -> str:
+    ranks.STALLED = ranks._LATER = 1
+    node = Node(together=True)
+    cuts = Cuts([0, 1, 0], BlockInputs(1, 4 * ALIGN), node=node, device=CpuDevice(), stream=Mock())
+    if node.rank:
+        time.sleep(4)
+        return ""
+    with pytest.raises(TrainerError) as told:
+        cuts.receive(Like(torch.Size([4]), torch.float32), micro_batch=0, block=1, forward=True)
+    return str(told.value)
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    told = in_ranks(wait_for_a_rank_that_hangs, count=2, folder=tmp_path)[0]
+    assert told.startswith("after 1 s rank 1 has not computed block 1 or its gradient, and the run ends")
 
 
 @pytest.mark.slow
@@ -124,24 +150,24 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on", "--accumulate", "3"]
     words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
 
-    def run(output: Path, *, steps: int, ranks: int) -> tuple[object, ...]:
-        pipeline = [f"parallel.pipeline={ranks}"] if ranks > 1 else []
-        for one in call_ranks(*words, *pipeline, "--steps", steps, output=output, count=ranks):
+    def run(output: Path, *, steps: int, count: int) -> tuple[object, ...]:
+        pipeline = [f"parallel.pipeline={count}"] if count > 1 else []
+        for one in call_ranks(*words, *pipeline, "--steps", steps, output=output, count=count):
             assert one.code == 0, one.text[-3000:]
         lines = [*read_metrics(output / "metrics.jsonl"), *read_evaluations(output / "evaluations.jsonl")]
         told = [(getattr(one, "loss", None), getattr(one, "validation_loss", None)) for one in lines]
         state = (output / f"checkpoints/step-{steps:08}").glob("*.safetensors")
         return told, {path.name: path.read_bytes() for path in state}
 
-    run(tmp_path / "ranks", steps=2, ranks=2)
-    run(tmp_path / "ranks", steps=4, ranks=3)
-    assert run(tmp_path / "ranks", steps=6, ranks=1) == run(tmp_path / "alone", steps=6, ranks=1)
-    run(tmp_path / "back", steps=3, ranks=1)
-    assert run(tmp_path / "back", steps=6, ranks=3) == run(tmp_path / "alone", steps=6, ranks=1)
+    run(tmp_path / "ranks", steps=2, count=2)
+    run(tmp_path / "ranks", steps=4, count=3)
+    assert run(tmp_path / "ranks", steps=6, count=1) == run(tmp_path / "alone", steps=6, count=1)
+    run(tmp_path / "back", steps=3, count=1)
+    assert run(tmp_path / "back", steps=6, count=3) == run(tmp_path / "alone", steps=6, count=1)
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "changes", "message"),
+    ("words", "count", "changes", "message"),
     [
         ([], 1, {}, r"parallel.pipeline=2: a pipeline is all ranks of one node, and there are 1 on 1 \(--gpus 2\)"),
         ([], 4, {}, "there are 4 on 1"),
@@ -155,10 +181,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
         (["parallel.pipeline=25"], 25, {}, "each rank needs a block, and the model has 24"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(words: list[str], ranks: int, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_shared_is_refused(words: list[str], count: int, changes: dict[str, Any], message: str) -> None:
     shape, here = replace(SHAPES["gpt2-medium"], **changes), machine(gpu=80 * GB, ram=64 * GB)
     with pytest.raises(UserError, match=message):
-        make_plan(wish("parallel.pipeline=2", *words), shape, here, world=ranks)
+        make_plan(wish("parallel.pipeline=2", *words), shape, here, world=count)
 
 
 def test_a_model_whose_blocks_share_more_than_hidden_states_is_named(folder: Path) -> None:

@@ -10,6 +10,7 @@ filled; between two ranks they come in the order in which both go through the bl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import RERUN_HINT, PeerFailed, TrainerError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
@@ -56,8 +57,7 @@ class Cuts:
         self.blocks = len(owners) - 1
         self._owners, self._node, self._device, self._stream = tuple(owners), node, device, stream
         self._slots = node.memory(slots.count * slots.size, pinned=device.is_cuda).split(slots.size)
-        # Without the limit of a step: a rank waits while all others compute.
-        self._messages = ranks.group_of(in_step=False)
+        self._messages = ranks.group_of()
         self._sent: list[Future] = []
         self._waits: list[Callable[[], None]] = []
 
@@ -76,44 +76,43 @@ class Cuts:
 
     def send(self, values: torch.Tensor, *, micro_batch: int, block: int, forward: bool) -> None:
         """Send a block's output to the next block's rank, with the generators' state, or its gradient to its own."""
-        slot, flat = self._slots[micro_batch], values.detach().contiguous().view(-1)
-        into = slot[: flat.nbytes].view(flat.dtype)
-        if forward:
-            for state, part in zip(self._states(), self._of_states(slot), strict=True):
-                part.copy_(state)
+        flat, (room, *rest) = values.detach().contiguous().view(-1), self._parts(micro_batch)
+        for state, part in zip(_generators(), rest, strict=True) if forward else ():
+            part.copy_(state)
         message = torch.tensor([2 * block + forward, micro_batch])
         peer = self._owners[block + forward]
 
         def tell() -> None:
             self._waits.append(self._messages.begin([(peer, message)], []))
 
+        into = room[: flat.nbytes].view(flat.dtype)
         self._sent.append(followed(self._device.keep(flat, into), tell))
 
     def receive(self, like: Like, *, micro_batch: int, block: int, forward: bool) -> torch.Tensor:
         """Return what another rank sends, once it has come; in the forward, set the generators' state too."""
-        message = torch.empty(2, dtype=torch.int64)
-        self._messages.begin([], [(self._owners[block + (not forward)], message)])()
-        if message.tolist() != [2 * block + forward, micro_batch]:
-            raise TrainerError(f"a rank of the pipeline is at {message.tolist()}, not at {[block, micro_batch]}")
-        slot = self._slots[micro_batch]
+        message, peer, begun = torch.empty(2, dtype=torch.int64), self._owners[block + (not forward)], time.monotonic()
+        try:
+            self._messages.begin([], [(peer, message)])(ranks.STALLED)
+        except PeerFailed as error:
+            if time.monotonic() - begun < ranks.STALLED - 1:
+                raise
+            missing = f"after {ranks.STALLED:g} s rank {peer} has not computed block {block} or its gradient"
+            raise TrainerError(f"{missing}, and the run ends; {RERUN_HINT}") from error
+        assert message.tolist() == [2 * block + forward, micro_batch], "ranks go through the blocks in another order"
         values = torch.empty(like.shape, dtype=like.dtype, device=self._device.place)
-        source, after = slot[: values.nbytes].view(like.dtype), self._device.mark()
+        room, *rest = self._parts(micro_batch)
+        source, after = room[: values.nbytes].view(like.dtype), self._device.mark()
         self._device.copy_back(source, values.view(-1), after=after, ready=done())[0].wait()
         if forward:
-            states = [part.clone() for part in self._of_states(slot)]
-            torch.set_rng_state(states[0])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state(states[1])
+            torch.set_rng_state(rest[0].clone())
+            if len(rest) > 1:
+                torch.cuda.set_rng_state(rest[1].clone())
         return values
 
-    def _states(self) -> list[torch.Tensor]:
-        """Return the states of torch's generators."""
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
-
-    def _of_states(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the parts of a slot for these states."""
-        sizes = [state.numel() for state in self._states()]
-        return slot[len(slot) - sum(sizes) :].split(sizes)
+    def _parts(self, micro_batch: int) -> Sequence[torch.Tensor]:
+        """Return the parts of a slot for values and for the state of each generator."""
+        slot, sizes = self._slots[micro_batch], [state.numel() for state in _generators()]
+        return slot.split([len(slot) - sum(sizes), *sizes])
 
     def finish(self) -> None:
         """Wait until everything that was sent in this step has been received; raise errors of copies."""
@@ -123,3 +122,8 @@ class Cuts:
             wait()
         self._sent.clear()
         self._waits.clear()
+
+
+def _generators() -> list[torch.Tensor]:
+    """Return the states of torch's generators."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]

@@ -317,7 +317,7 @@ class SaveSection(_Section):
 
 
 class ParallelSection(_Section):
-    """Tensor and sequence parallelism; `plan --parallel` compares them with data parallelism."""
+    """Tensor, sequence and pipeline parallelism; `plan --parallel` compares them with data parallelism."""
 
     tensor: PositiveInt = Field(
         1,
@@ -328,6 +328,10 @@ class ParallelSection(_Section):
         1,
         description="tiered only: ranks that share each row (Ulysses); refused for models whose results a trial "
         "shows to change",
+    )
+    pipeline: PositiveInt = Field(
+        1,
+        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus",
     )
 
 

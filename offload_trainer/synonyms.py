@@ -112,6 +112,7 @@ _TERMS: dict[str, str] = {
         save.trackers=wandb: wandb wandb_log use_wandb
         parallel.tensor: tensor_parallel_size tp_size tensor_model_parallel_size tp autotp_size
         parallel.sequence: context_parallel_size cp_size sp_size sequence_parallel_degree
+        parallel.pipeline: pipeline_parallel_size pp_size pipeline_model_parallel_size
         deepspeed.zero_stage: zero_stage zero_optimization.stage
         deepspeed.sub_group_size: stage3_sub_group_size
         deepspeed.prefetch_bucket_size: stage3_prefetch_bucket_size
@@ -167,9 +168,6 @@ _TERMS: dict[str, str] = {
     _UPLOADS: "push_to_hub upload hub_*",
     "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`": """
         fsdp strategy ddp num_nodes nnodes distributed_type ddp_* fsdp_*
-    """,
-    "not implemented: docs/scaling.md explains why": """
-        parallel.pipeline pipeline_parallel_size pp_size pipeline_parallel pipeline_model_parallel_size
     """,
     "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several": """
         gpu device no_cuda use_cpu local_rank gpu_id gpu_ids

@@ -28,6 +28,7 @@ from offload_trainer.offloading.allocation import Drives, EngineParts
 from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.ranks.cuts import Cuts
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
@@ -37,7 +38,7 @@ from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import clip_factor
 from offload_trainer.optim.rules import MUON_SETTINGS, Hyper, hypers_of
-from offload_trainer.plan.memory import inputs_of
+from offload_trainer.plan.memory import inputs_of, slots_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
@@ -83,7 +84,8 @@ class TieredEngine:
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
             self._watch = MispredictionWatch() if parts.sizes.ahead else None
             self._node, self._together = parts.node, work.sequence
-            self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
+            each = work.sequence * work.pipeline
+            self.rank, self.world = self._node.rank // each, self._node.world // each
             context = parameters_without_memory()
             self._module = source.build(
                 dtype=self._dtype, context=context, checkpointed=work.checkpointed, mlp_chunk=work.mlp_chunk
@@ -102,8 +104,12 @@ class TieredEngine:
                 group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
                 share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
+            self._pipeline, cuts = parts.pipeline, None
+            if self._pipeline:
+                stream = self.offloaded.stream
+                cuts = Cuts(work.owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
             if work.breadth_first:
-                self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
+                self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
@@ -144,7 +150,9 @@ class TieredEngine:
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
         """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)[self._node.rank :: self._node.world]
+        weights = weights_in_step(counts)
+        if not self._pipeline:
+            weights = weights[self._node.rank :: self._node.world]
         if self._breadth_first is not None:
             given = [batch.arguments(self._place, training=True) for batch in batches]
             factors = [scale * weight / len(counts) for weight in weights]
@@ -166,7 +174,6 @@ class TieredEngine:
 
         The loss is computed in the phase `backward`, since each micro-batch's logits must be gone before the next.
         """
-        losses = []
 
         def turn(number: int) -> None:
             self.offloaded.turn_to(number, last=number + 1 == len(batches))
@@ -175,13 +182,11 @@ class TieredEngine:
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
                 model.forward()
             with self._phase(clock, "backward"), self.offloaded.backward(last=True):
-                for number, factor in enumerate(factors):
-                    turn(number)
-                    loss = model.loss(number)
-                    losses.append(loss.detach())
-                    (loss * factor).backward()
-                    del loss
-                model.backward(turn)
+                losses = model.backward(turn, factors)
+        if self._pipeline:  # one rank has computed them, and the others have zeros
+            of_all = torch.stack(losses).cpu()
+            self._node.all_reduce(of_all)
+            losses = list(of_all.to(self._place))
         return losses
 
     @contextmanager
@@ -210,8 +215,11 @@ class TieredEngine:
         self.offloaded.abandon()
 
     def _of_all(self, values: list[Any]) -> list[Any]:
-        """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order."""
-        if self._node.world == 1:
+        """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order.
+
+        The ranks of a pipeline have the same micro-batches.
+        """
+        if self._node.world == 1 or self._pipeline:
             return values
         self._node.barrier()  # its error names a rank that stalls
         gathered = all_gather_json([float(value) for value in values])
@@ -241,6 +249,8 @@ class TieredEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         self._updating = False
+        if self._pipeline and self._node.rank:
+            return float("nan")  # rank 0 computes the whole model
         piece = self._piece(batch)
         with self.offloaded.forward(then=False):
             loss = float(self._module(*piece.arguments(self._place, training=False)))
@@ -322,6 +332,7 @@ def open_parts(
             units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
         node=node,
+        pipeline=work.pipeline > 1,
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),

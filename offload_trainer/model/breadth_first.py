@@ -14,6 +14,10 @@ thread that computes. torch's generators are swapped at each change, so each mic
 The autograd graph is cut after each block. A backward through one block of one micro-batch ends at the cut, which
 keeps the gradient until it is the previous block's turn. The operations and their order within a micro-batch, and the
 order of micro-batches for each weight, are those of one micro-batch after the other, so every bit is the same.
+
+With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
+that block's rank sends if one of its own follows. The forward then takes the micro-batches in order, so that the first
+loss may begin early.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loss import CausalLoss
+from offload_trainer.offloading.ranks.cuts import Cuts, Like
 
 Saving = Callable[[], AbstractContextManager[Any]]
 _HERE = local()  # has the attribute `micro_batch` in a thread of one
@@ -41,14 +46,17 @@ _HERE = local()  # has the attribute `micro_batch` in a thread of one
 class BreadthFirst:
     """A causal language model that runs several micro-batches at a time, block by block."""
 
-    def __init__(self, loss: CausalLoss, *, saving: Saving = nullcontext) -> None:
+    def __init__(self, loss: CausalLoss, *, saving: Saving = nullcontext, cuts: Cuts | None = None) -> None:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
+        `cuts` connects the ranks of a pipeline.
         """
-        self._loss, self._saving = loss, saving
+        self._loss, self._saving, self._cuts = loss, saving, cuts
         self._active: list[_MicroBatch] = []
-        self._blocks: int | None = None  # blocks that a micro-batch passes through, once one has
+        # Blocks that a micro-batch passes through, once one has.
+        self._blocks: int | None = cuts.blocks if cuts else None
+        self.only_hidden = True  # blocks have got one tensor that depends on weights, and have returned one
         for module in loss.model.modules():
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
             if checkpoint is not None:
@@ -57,10 +65,13 @@ class BreadthFirst:
     @contextmanager
     def step(self, batches: Sequence[tuple[Any, ...]]) -> Iterator[None]:
         """Wrap the forward and backward of a step; `batches` are the arguments of `CausalLoss` for each micro-batch."""
-        self._active = [_MicroBatch(partial(self._body, *batch), batch) for batch in batches]
+        self._active = [
+            _MicroBatch(number, partial(self._body, *batch), batch, self._cuts) for number, batch in enumerate(batches)
+        ]
         try:
             yield
         finally:
+            self.only_hidden &= all(one.only_hidden for one in self._active)
             for one in self._active:
                 one.close()
             self._active = []
@@ -78,7 +89,7 @@ class BreadthFirst:
         number = 0
         while self._blocks is None or number < self._blocks:
             modules = set()
-            for one in reversed(self._active):
+            for one in self._active if self._cuts else reversed(self._active):
                 if not one.advance():
                     break
                 modules.add(one.module)
@@ -92,7 +103,35 @@ class BreadthFirst:
                 )
             number += 1
 
-    def loss(self, number: int) -> torch.Tensor:
+    def backward(self, turn: Callable[[int], None], factors: Sequence[float]) -> list[torch.Tensor]:
+        """Run the backward of all losses, of all blocks, and of what precedes them; return the losses.
+
+        `turn` is called with the number of each micro-batch before its gradients arrive. The gradients are those of its
+        mean loss times its factor. A rank of a pipeline that does not compute the losses returns zeros.
+        """
+        blocks, cuts = self._blocks or 0, self._cuts
+        if cuts and not cuts.here(blocks):
+            losses = [torch.zeros(()) for _ in factors]
+        else:
+            losses = [self._loss_backward(turn, *one) for one in enumerate(factors)]
+        for block in reversed(range(blocks)):
+            for number, one in enumerate(self._active):
+                if gradients := one.gradients(block):
+                    turn(number)
+                    torch.autograd.backward([edge for edge, _ in gradients], [values for _, values in gradients])
+                    one.hand_back(block)
+        if cuts:
+            cuts.finish()
+        return losses
+
+    def _loss_backward(self, turn: Callable[[int], None], number: int, factor: float) -> torch.Tensor:
+        turn(number)
+        loss = self._loss_of(number)
+        (loss * factor).backward()
+        self._active[number].hand_back(self._blocks or 0)
+        return loss.detach()
+
+    def _loss_of(self, number: int) -> torch.Tensor:
         """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
         if not one.ended and one.advance():
@@ -101,19 +140,6 @@ class BreadthFirst:
         with one.random():
             return self._loss.of(one.output(), targets, count)
 
-    def backward(self, turn: Callable[[int], None]) -> None:
-        """Run the backward of all blocks and of what precedes them, after that of all losses.
-
-        `turn` is called with the number of each micro-batch before its gradients arrive.
-        """
-        for block in reversed(range(self._blocks or 0)):
-            for number, one in enumerate(self._active):
-                known = [cut for cut in one.cuts[block] if cut.gradient is not None]
-                one.cuts[block] = []
-                if known:
-                    turn(number)
-                    torch.autograd.backward([cut.edge for cut in known], [cut.gradient for cut in known])
-
 
 def _block(module: nn.Module, checkpoint: Callable[..., Any], *args: Any, **words: Any) -> Any:
     """Run a checkpointed block; in a micro-batch's thread, let the calling thread do that."""
@@ -121,7 +147,7 @@ def _block(module: nn.Module, checkpoint: Callable[..., Any], *args: Any, **word
     if one is None:
         return checkpoint(*args, **words)
     # transformers collects router logits through context variables, so the block needs its thread's context.
-    return one.ask(module, partial(copy_context().run, checkpoint, *args, **words))
+    return one.ask(module, partial(copy_context().run, checkpoint, *args, **words), args, words)
 
 
 class _Cut(torch.autograd.Function):
@@ -145,9 +171,14 @@ class _Abandoned(BaseException):
 class _MicroBatch:
     """The forward of one micro-batch, in a thread that pauses inside each block, and the cuts of its graph."""
 
-    def __init__(self, body: Callable[[], Any], batch: tuple[Any, ...]) -> None:
+    def __init__(self, number: int, body: Callable[[], Any], batch: tuple[Any, ...], cuts: Cuts | None) -> None:
         self.batch = batch
         self.cuts: list[list[Any]] = []  # nodes of the cuts after each block, by its number
+        self.only_hidden = True  # as in `BreadthFirst`
+        self._number, self._cuts = number, cuts
+        self._hidden: Any = None  # input of the current block
+        self._last: Any = None  # output of the last one
+        self._sent: dict[int, tuple[Any, Like]] = {}  # edges to the blocks whose output another rank has got
         self.module: nn.Module | None = None  # the block that it has passed through last
         self.ended = False
         self._body = body
@@ -170,11 +201,20 @@ class _MicroBatch:
             self._error = error
         self._asked.put(None)
 
-    def ask(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """Pause until the calling thread has computed the block and resumes this micro-batch; return its output."""
+    def ask(self, module: nn.Module, call: Callable[[], Any], args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """Pause until the calling thread has computed the block and resumes this micro-batch; return its output.
+
+        `args` and `words` are those of the block's checkpoint, which `call` runs.
+        """
+        function, self._hidden, *others = args if len(args) > 1 else (None, None)
+        others += [words, getattr(function, "keywords", {})]
+        passed_on = isinstance(self._hidden, torch.Tensor) and (not self.cuts or self._hidden is self._last)
+        more = any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_leaves(others))
+        self.only_hidden &= passed_on and not more
+        self._last = None
         self.module = module
         self._asked.put(call)
-        del call
+        del call, args, words, function, others
         answer = self._answered.get()
         if isinstance(answer, _Abandoned):
             raise answer
@@ -185,23 +225,45 @@ class _MicroBatch:
     def advance(self) -> bool:
         """Run the thread until it reaches a block, and run that; return False if the body ended instead."""
         with self.random():
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="micro-batch", daemon=True)
-                self._thread.start()
-            else:
-                answer, self._answer = self._answer, None
-                self._answered.put(answer)
-                del answer
-            call = self._asked.get()
+            with self._cuts.before(len(self.cuts)) if self._cuts else nullcontext():
+                if self._thread is None:
+                    self._thread = Thread(target=self._run, name="micro-batch", daemon=True)
+                    self._thread.start()
+                else:
+                    answer, self._answer = self._answer, None
+                    self._answered.put(answer)
+                    del answer
+                call = self._asked.get()
             self.ended = call is None
             error, self._error = self._error, None  # its frames hold tensors
             if error is not None:
                 raise error
             if call is not None:
-                output = call()
-                self.cuts.append([])
-                self._answer = tree_map_only(torch.Tensor, partial(self._cut, block=len(self.cuts) - 1), output)
+                self._answer = self._pass_through(call)
+                self._last = self._answer
         return not self.ended
+
+    def _pass_through(self, call: Callable[[], Any]) -> Any:
+        """Return the block's output, cut off its graph, or what stands for it if another rank needs or computes it."""
+        block, cuts = len(self.cuts), self._cuts
+        hidden, self._hidden = self._hidden, None
+        self.cuts.append([])
+        output = call() if cuts is None or cuts.here(block) else hidden
+        self.only_hidden &= isinstance(output, torch.Tensor)
+        if cuts is None:
+            return tree_map_only(torch.Tensor, partial(self._cut, block=block), output)
+        if not self.only_hidden:
+            raise UserError("parallel.pipeline: blocks of this model share more than hidden states: leave it out")
+        like = Like(output.shape, output.dtype)
+        if cuts.here(block) and cuts.here(block + 1):
+            return self._cut(output, block=block)
+        if cuts.here(block):
+            self._sent[block] = get_gradient_edge(output), like
+            cuts.send(output, micro_batch=self._number, block=block, forward=True)
+        elif cuts.here(block + 1):
+            values = cuts.receive(like, micro_batch=self._number, block=block, forward=True)
+            return self._cut(values, block=block, received=True)
+        return like.absent(hidden.device)
 
     @contextmanager
     def random(self) -> Iterator[None]:
@@ -224,13 +286,34 @@ class _MicroBatch:
 
         return tree_map_only(torch.Tensor, each, output)
 
-    def _cut(self, tensor: torch.Tensor, *, block: int) -> torch.Tensor:
-        if not tensor.requires_grad:
+    def _cut(self, tensor: torch.Tensor, *, block: int, received: bool = False) -> torch.Tensor:
+        if not (tensor.requires_grad or received):
             return tensor
         anchor = torch.empty(0, device=tensor.device, requires_grad=True)  # without it the result needs no gradient
-        result: torch.Tensor = _Cut.apply(anchor, tensor.detach(), get_gradient_edge(tensor), block)
+        edge = None if received else get_gradient_edge(tensor)
+        result: torch.Tensor = _Cut.apply(anchor, tensor.detach(), edge, block)
         self.cuts[block].append(result.grad_fn)
         return result
+
+    def gradients(self, block: int) -> list[tuple[Any, torch.Tensor]]:
+        """Return once, for each output of the block, the edge to the graph that precedes it and its gradient.
+
+        Of a pipeline's block the gradient may come from another rank. Without any, this rank has nothing to compute.
+        """
+        cuts = self._cuts
+        if cuts and not cuts.here(block):
+            return []
+        if cuts and block in self._sent:
+            edge, like = self._sent.pop(block)
+            return [(edge, cuts.receive(like, micro_batch=self._number, block=block, forward=False))]
+        known, self.cuts[block] = self.cuts[block], []
+        return [(cut.edge, cut.gradient) for cut in known if cut.gradient is not None]
+
+    def hand_back(self, block: int) -> None:
+        """After the backward of a block, send its input's gradient to the rank that computes the block before it."""
+        if self._cuts and block and not self._cuts.here(block - 1):
+            (cut,), self.cuts[block - 1] = self.cuts[block - 1], []
+            self._cuts.send(cut.gradient, micro_batch=self._number, block=block - 1, forward=False)
 
     def close(self) -> None:
         """End the thread, whether or not its body has ended."""

@@ -66,6 +66,7 @@ class EngineParts:
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     node: Node  # the ranks that share this placement
+    pipeline: bool  # each of them computes its own units, for all micro-batches
     device: Device
     drives: Drives
     kernels: tuple[CpuKernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
@@ -115,7 +116,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
         pinned=device.is_cuda,
         node=node,
     )
-    fetches = WeightFetches(outside, node=node, gpus=device.is_cuda)
+    fetches = WeightFetches(outside, node=Node() if parts.pipeline else node, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
     gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
@@ -124,13 +125,13 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
     device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
-    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
+    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1 or parts.pipeline
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
-        ring, beside = parts.ring_bytes, parts.kernels[1]
-        return Gradients(units, store, device=device, ring_bytes=ring, order=order, kernel=kernel, device_kernel=beside)
+        ring, kernels = parts.ring_bytes, parts.kernels
+        return Gradients(units, store, device=device, ring_bytes=ring, order=order, node=node, kernels=kernels)
     return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 

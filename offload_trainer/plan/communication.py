@@ -105,9 +105,10 @@ def exchange_of(
                 own += max(0, min(end, place.start + place.weight.numel) - max(first, place.start))
         whole += unit.trained
         held += end - first
-        barriers += micro + on_drive(homes.gradients[unit.index])
+        barriers += micro + on_drive(homes.gradients[unit.index]) if work.pipeline == 1 else 0
         if homes.weights[unit.index] == DEVICE:
             on_gpus += unit.trained - (end_of_one - first)
+    micro *= work.pipeline == 1  # the ranks of a pipeline add gradients of their own only
     links = [
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
@@ -118,7 +119,7 @@ def exchange_of(
         given, taken = micro * here * e * (whole - held), micro * remote * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
-    sums = work.gradient_bytes * own * (2 * work.added - 1)
+    sums = work.gradient_bytes * own * (2 * work.added - 1) if work.pipeline == 1 else 0
     moving = tuple(one for one in links if one.read or one.written)
     return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))
 
@@ -143,7 +144,7 @@ def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple
     # Gradients of other nodes are written to RAM before they are added.
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
-    waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")]
+    waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")] if size else []
     waits += messages("backward", moved.barriers - STEP_BARRIERS) + messages("update", STEP_BARRIERS)
     hidden = _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
     hidden += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")

@@ -75,6 +75,9 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine.name}": (
             parallel.sequence > 1 and engine.name != "tiered"
         ),
+        f"parallel.pipeline={parallel.pipeline} belongs to --engine tiered, not to {engine.name}": (
+            parallel.pipeline > 1 and engine.name != "tiered"
+        ),
         f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
             FORMATS[optim.moment_dtype] not in rule.formats
         ),

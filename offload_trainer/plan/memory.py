@@ -127,6 +127,7 @@ def checkpoint_bytes(work: Workload) -> int:
 # (`offloading/activation_offload.py`).
 
 INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
+_GENERATORS = 5056 + 16  # bytes of the states of a CPU's and a GPU's generator
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
 
 
@@ -155,7 +156,12 @@ class BlockInputs:
 def inputs_of(work: Workload) -> BlockInputs:
     """Return the inputs of checkpointed blocks that are kept at a time: one micro-batch's, or breadth-first all."""
     size = work.item_bytes * work.micro_batch * work.length * work.shape.hidden
-    return BlockInputs(work.side_by_side * work.checkpointed, aligned(size))
+    return BlockInputs(work.side_by_side * -(-work.checkpointed // work.pipeline), aligned(size))
+
+
+def slots_of(work: Workload) -> BlockInputs:
+    """Return the slots through which a pipeline's ranks pass inputs of blocks, and the states of torch's generators."""
+    return BlockInputs(work.accumulate, inputs_of(work).size + aligned(_GENERATORS))
 
 
 def input_items(work: Workload, *, tiers: Tiers) -> list[Item]:
@@ -260,9 +266,14 @@ def peak_of(
     parts = [counted.kinds[kind] for kind in counted.blocks]
     seen = now(counted.images.kept) if counted.images else 0  # stays until the backward of the parts for images
     beside = micro_batches * (now(counted.before) - hidden + seen)
-    others = (micro_batches - 1) * hidden
+    others = (micro_batches - 1) * hidden  # in a pipeline they leave, unless the last block's rank has the head too
+    if work.pipeline > 1 and work.owners[-2] != work.owners[-1]:
+        others = 0
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
-    below = [micro_batches * hidden * (number + 1) if inputs_here else hidden for number in range(checkpointed + 1)]
+    below = [  # a rank of a pipeline has those of its own blocks
+        micro_batches * hidden * (number // work.pipeline + 1) if inputs_here else hidden
+        for number in range(checkpointed + 1)
+    ]
     for part in parts[checkpointed:]:
         below.append(below[-1] + now(part.kept))
     peaks: list[Peak] = []

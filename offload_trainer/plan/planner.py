@@ -74,7 +74,7 @@ def make_plan(
             "itself, as a trial with a tiny one shows: leave it out"
         )
     chosen = _best(engine, work, machine)
-    asks_for_all = config.tiered.micro_batch_order == "breadth_first" and work.accumulate > 1
+    asks_for_all = (config.tiered.micro_batch_order == "breadth_first" and work.accumulate > 1) or work.pipeline > 1
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and not asks_for_all:
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
     for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
@@ -305,7 +305,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
-        checkpointed=checkpointed_blocks(model, shape),
+        checkpointed=checkpointed_blocks(model, shape, all_if_auto=config.parallel.pipeline > 1),
         offload_activations=kind_asked(model.offload_activations) or False,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
@@ -315,6 +315,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         nodes=nodes,
         tensor=config.parallel.tensor,
         sequence=config.parallel.sequence,
+        pipeline=config.parallel.pipeline,
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -466,17 +467,17 @@ CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more 
 LONGEST_ROW = 1024
 
 
-def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
+def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
     """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
 
-    `auto` means all from 1e8 parameters on, if the architecture supports it.
+    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it.
 
     Raises:
         UserError: the model has fewer blocks, or cannot checkpoint only some of them.
     """
-    setting, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= CHECKPOINTING_FROM
     if not isinstance(setting, int):
-        return shape.layers if setting == "on" or (setting == "auto" and large) else 0
+        return shape.layers if setting == "on" or (setting == "auto" and large and shape.can_checkpoint) else 0
     if setting > shape.layers:
         raise UserError(
             f"model.activation_checkpointing={setting}: the model has {shape.layers} blocks; use on for all"

@@ -249,8 +249,31 @@ def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
     )
     tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
     what = f"computing {format_count(work.tokens)} tokens"
+    if work.pipeline > 1:
+        longer = longer_in_turn(work)
+        tokens, what = (
+            round(longer * tokens),
+            f"{what}, {longer - 1:.0%} longer since ranks wait for each other's blocks",
+        )
     each = {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
     return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in each.items()]
+
+
+def longer_in_turn(work: Workload) -> float:
+    """Return the seconds of a pipeline's computation over those of ranks that never wait for each other.
+
+    Each block takes one unit of time, and three in the backward, which recomputes it; the head and the loss in
+    proportion to their products. Copies between ranks take none.
+    """
+    shape, count = work.shape, range(work.accumulate)
+    head = 3 * shape.head_flops() * len(shape.blocks) / max(1.0, shape.block_flops(seq_len=work.seq_len))
+    *blocks, last = work.owners
+    passes = [*((rank, 1.0) for rank in blocks), (last, head), *((rank, 3.0) for rank in reversed(blocks))]
+    free, ready = [0.0] * work.pipeline, [0.0 for _ in count]  # from when on: a rank, a micro-batch
+    for rank, seconds in passes:
+        for number in count:
+            free[rank] = ready[number] = max(free[rank], ready[number]) + seconds
+    return max(free) * work.pipeline / (work.accumulate * sum(seconds for _, seconds in passes))
 
 
 def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:

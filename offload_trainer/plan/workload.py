@@ -33,6 +33,7 @@ class Workload:
     nodes: int = 1  # each with the same number of ranks
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
+    pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     keeps_heap: bool = False  # freed host memory is reused (`TierSizes.keeps_heap`)
@@ -65,7 +66,17 @@ class Workload:
     @property
     def data(self) -> int:
         """Return the number of data-parallel groups, each with different rows."""
-        return self.world // (self.tensor * self.sequence)
+        return self.world // (self.tensor * self.sequence * self.pipeline)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Return the rank of a pipeline that computes each block, and last that of the head and the loss.
+
+        The first block's also computes what precedes it, and a head that is tied to the embedding.
+        """
+        tied = any(weight.trainable and weight.uses > 1 for weight in self.shape.weights)
+        ranks = [number % self.pipeline for number in range(len(self.shape.blocks) + 1)]
+        return (*ranks[:-1], 0 if tied else ranks[-1])
 
     @property
     def length(self) -> int:

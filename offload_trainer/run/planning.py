@@ -194,12 +194,12 @@ def model_of(config: TrainConfig) -> Any:
         raise UserError("model.freeze leaves nothing to train")
     refuse_other_losses(source.config)
     one, order = config.train.gradient_accumulation_steps == 1, config.tiered.micro_batch_order
-    at_home = config.placement.params == "gpu" and order == "auto"
-    if one or at_home or order == "depth_first" or config.placement.engine_name != "tiered":
+    at_home, pipeline = config.placement.params == "gpu" and order == "auto", config.parallel.pipeline > 1
+    if not pipeline and (one or at_home or order == "depth_first" or config.placement.engine_name != "tiered"):
         return source  # it does not matter whether micro-batches can pass through its blocks together
     from offload_trainer.model.probes.blocks import why_no_chain
 
-    return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta())))
+    return replace(source, shape=replace(source.shape, no_chain=why_no_chain(source.meta(), pipeline=pipeline)))
 
 
 def planned(
@@ -348,7 +348,8 @@ class MemoryFallbacks:
         The configurations of one model have fewer and fewer weight buffers.
         """
         tiered = config.tiered
-        left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
+        whole = config.placement.engine_name != "tiered" or config.parallel.pipeline > 1
+        left_open = tiered.fetch_granularity == "auto" and not whole
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
                 candidate = config.with_keys("tiered", fetch_granularity=fetch)

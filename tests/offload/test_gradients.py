@@ -75,8 +75,8 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchKernel()}
-    made = Gradients(units, store, **words | changes)
+    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernels": (TorchKernel(), TorchKernel())}
+    made = Gradients(units, store, node=Node(), **words | changes)
     try:
         yield made
     finally:

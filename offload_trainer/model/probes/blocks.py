@@ -38,7 +38,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.loader import ModelSource, checkpoint_blocks
-from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.probes.tiny_model import (
     Kind,
     TrialFailed,
@@ -316,21 +316,32 @@ def _block_kind(model: nn.Module, block: str) -> _BlockKind:
 # -- a chain of blocks -------------------------------------------------------------------------------------------------
 
 
-def why_no_chain(model: PreTrainedModel) -> str:
-    """Return why micro-batches cannot pass through models like `model` block by block, or "" if they can."""
+def why_no_chain(model: PreTrainedModel, *, pipeline: bool = False) -> str:
+    """Return why micro-batches cannot pass through models like `model` block by block, or "" if they can.
+
+    `pipeline`: different ranks compute the blocks, which must share nothing but hidden states.
+    """
     name, text = type(model).__name__, model.config.get_text_config()
     skipped = [key for key, value in vars(text).items() if "layerdrop" in key and value]
     if skipped:
         return f"{name} skips blocks at random ({', '.join(skipped)})"
+    if pipeline and adds_router_loss(model):
+        return f"the loss of {name} has a part of the routers of all blocks (output_router_logits)"
     try:
-        equal = try_on_tiny_model(model, _equal_both_ways)
+        equal, only_hidden = try_on_tiny_model(model, _equal_both_ways)
     except TrialFailed as error:
         return f"in a trial, a tiny {name} did not run so ({error})"
-    return "" if equal else f"{name} is no chain of blocks, as a trial with a tiny one shows: its gradients differ"
+    if equal and (only_hidden or not pipeline):
+        return ""
+    how = "its blocks share more than hidden states" if equal else "its gradients differ"
+    return f"{name} is no chain of blocks, as a trial with a tiny one shows: {how}"
 
 
-def _equal_both_ways(tiny: PreTrainedModel) -> bool:
-    """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block."""
+def _equal_both_ways(tiny: PreTrainedModel) -> tuple[bool, bool]:
+    """Return whether micro-batches give the same gradients, to the last bit and in the same order, block by block.
+
+    Return also whether blocks share only hidden states.
+    """
     checkpoint_blocks(tiny, reentrant=False)
     loss = CausalLoss(tiny.train(), chunk=_CHUNK)
     rows = [random_ids(tiny, 1, _ROW + 1) for _ in range(_MICRO)]
@@ -362,10 +373,8 @@ def _equal_both_ways(tiny: PreTrainedModel) -> bool:
     model = BreadthFirst(loss)
     with model.step(batches):
         model.forward()
-        for number in range(_MICRO):
-            turn(number)
-            model.loss(number).backward()
-        model.backward(turn)
+        model.backward(turn, [1.0] * _MICRO)
     # A stable sort by weight shows the order in which each weight's micro-batches came.
     in_order = once and sorted(sums, key=itemgetter(0)) == sorted(sums)
-    return in_order and sums.keys() == expected.keys() and all(torch.equal(sums[key], expected[key]) for key in sums)
+    equal = in_order and sums.keys() == expected.keys() and all(torch.equal(sums[key], expected[key]) for key in sums)
+    return equal, model.only_hidden

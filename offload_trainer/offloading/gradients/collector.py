@@ -82,7 +82,7 @@ class GradientIntake:
 
 
 class Gradients:
-    """The gradient sums of one step on one rank, stored and accumulated in `dtype`."""
+    """The gradient sums of one step, each of which one rank adds up, stored and accumulated in `dtype`."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Gradients:
         device: Device,
         ring_bytes: int,
         order: Sequence[str],
-        kernel: CpuKernel,
-        device_kernel: Kernel | None = None,
+        node: Node,
+        kernels: tuple[CpuKernel, Kernel],
     ) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
@@ -101,11 +101,12 @@ class Gradients:
             ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
                 that are not a weight's first or have another dtype.
             order: weight names in the order in which their norms are summed.
-            kernel: adds gradients to sums in host memory, and measures these.
-            device_kernel: a `CudaKernel` adds and measures sums in fp32 on the device, with the bits of torch.
+            node: the ranks of a pipeline, each of which adds the gradients of its own units.
+            kernels: the first adds gradients to sums in host memory, and measures these. The second, if it is a
+                `CudaKernel`, adds and measures sums in fp32 on the device, with the bits of torch.
         """
         self.store, self.dtype = store, store.dtype
-        self._device, self._kernel = device, kernel
+        (self._kernel, device_kernel), self._device, self._node = kernels, device, node
         self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
         if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
@@ -291,7 +292,18 @@ class Gradients:
         far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:
             norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
-        return norms
+        return norms if self._node.world == 1 else self._of_all_ranks(norms)
+
+    def _of_all_ranks(self, norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the norms of all ranks of a pipeline, whose sums are stored when this returns."""
+        found = torch.zeros(2, len(self._order))
+        for number, name in enumerate(self._order):
+            if name in norms:
+                found[0, number], found[1, number] = norms[name], 1
+        self._node.all_reduce(found)
+        all_norms = {name: norm for name, norm, has in zip(self._order, *found, strict=True) if has}
+        self._intake.arrived.update(all_norms)
+        return all_norms
 
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""

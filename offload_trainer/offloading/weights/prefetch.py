@@ -130,6 +130,7 @@ class WeightPrefetcher:
         self._blocked: set[int] = set()  # units in place whose parameters wait for the update
         self._called: set[int] = set()  # units in place that a module's call has needed so far
         self.then_after_backward: bool | None = None  # `then` for backwards that begin without `passing`
+        self.absent = False  # modules compute with NaN, since another rank of a pipeline computes what they are for
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -174,6 +175,9 @@ class WeightPrefetcher:
         """
 
         def hook(*_: Any) -> None:
+            self._called.update(waited)
+            if self.absent:
+                return
             if fetched:
                 if saves and unprotected() and not in_backward():
                     raise UserError(
@@ -185,7 +189,6 @@ class WeightPrefetcher:
                 self._note_recomputation(unit)
                 with without_modes():
                     self.need(unit)
-            self._called.update(waited)
             self.restore(waited)
 
         return not_compiled(hook)

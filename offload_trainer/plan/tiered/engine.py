@@ -140,12 +140,19 @@ class Tiered:
             f": {pieces}": pieces,
         }
         in_pieces = next((reason for reason, here in reasons.items() if here and work.sequence > 1), "")
+        pipeline, shared = f"parallel.pipeline={work.pipeline}", why_no_pipeline(work)
         found = {
             "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
             "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
             f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
+            f"{pipeline}: {shared}": shared,
+            f"tiered.overlap=backward with {pipeline}: a rank does not know when gradients of other ranks' blocks are "
+            "complete; leave it out": work.pipeline > 1 and section.overlap == "backward",
             f"tiered.micro_batch_order=breadth_first: {why}; leave it out": (
                 section.micro_batch_order == "breadth_first" and work.accumulate > 1 and why
+            ),
+            f"tiered.micro_batch_order=depth_first with {pipeline}, which is breadth-first; leave it out": (
+                work.pipeline > 1 and section.micro_batch_order == "depth_first"
             ),
             "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
             "modules need their weights one after the other and are much smaller than the block; leave it out": (
@@ -215,15 +222,15 @@ class Tiered:
             places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
             ranks=work.world,
             nodes=work.nodes,
-            by_parts=placement.params == TierKind.RAM and all_gather,
+            by_parts=placement.params == TierKind.RAM and all_gather and work.pipeline == 1,
         )
 
     def _orders(self, work: Workload, machine: MachineProfile, params: TierKind) -> list[Workload]:
         """Return the step with its micro-batches depth-first, breadth-first or both, the preferred order first."""
         order, breadth_first = self.section.micro_batch_order, replace(work, breadth_first=True)
-        if order == "depth_first" or work.accumulate == 1 or why_not_breadth_first(work):
+        if work.pipeline == 1 and (order == "depth_first" or work.accumulate == 1 or why_not_breadth_first(work)):
             return [work]
-        if order == "breadth_first":
+        if order == "breadth_first" or work.pipeline > 1:
             return [breadth_first]
         if params == TierKind.GPU:
             return [work]
@@ -311,13 +318,30 @@ def why_not_breadth_first(work: Workload) -> str:
     shape = work.shape
     reasons = {
         "in a session, other code runs the micro-batches": work.checkpoints is None,
-        f"{work.world} ranks: it is for one rank": work.world > 1,
+        f"{work.world} ranks: it is for one rank": work.world > work.pipeline,
         "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < shape.layers,
         "weights are fetched by parts of a block (tiered.fetch_granularity=module)": is_divided(shape),
         "the model's head and body run together, on whole micro-batches": shape.whole_logits,
         shape.no_chain: bool(shape.no_chain),
     }
     return next((reason for reason, here in reasons.items() if here), "")
+
+
+def why_no_pipeline(work: Workload) -> str:
+    """Return why `work.pipeline` ranks cannot compute the model together, and what to do, or "" if they can."""
+    shape, ranks = work.shape, work.pipeline
+    reasons = {
+        "parallel.sequence divides rows over the same ranks": work.sequence > 1,
+        f"a pipeline is all ranks of one node, and there are {work.world} on {work.nodes} (--gpus {ranks})": (
+            work.world != ranks or work.nodes > 1
+        ),
+        f"each rank needs a block, and the model has {len(shape.blocks)}": len(shape.blocks) < ranks,
+        "frozen weights (model.freeze)": shape.trainable < shape.parameters,
+        "models with parts for images": bool(shape.images),
+        why_not_breadth_first(work): True,
+    }
+    found = next((reason for reason, here in reasons.items() if here), "")
+    return f"{found}; leave it out" if found and ranks > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -396,7 +420,9 @@ class TieredCandidate:
             bounds += in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         added = added_bytes(work, self.units, homes, gpu=gpu is not None)
-        for measured, size in added.items() if work.world == 1 else ():  # several ranks exchange gradients instead
+        for measured, size in (
+            added.items() if work.world == work.pipeline else ()
+        ):  # other ranks exchange gradients instead
             keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums
@@ -534,7 +560,8 @@ class TieredCandidate:
                 f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "
                 f"a row; {work.data} data-parallel group(s) of {work.sequence} ranks"
             )
-        in_ram, asked = self.placement.params == TierKind.RAM and work.here > 1, self.section.weight_transfer
+        fetching, asked = work.here // work.pipeline, self.section.weight_transfer
+        in_ram = self.placement.params == TierKind.RAM and fetching > 1
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):
             size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
             both = seconds_of_both(size, machine, ranks=work.here, item_bytes=work.item_bytes)

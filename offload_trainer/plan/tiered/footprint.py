@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items
+from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, first_block, largest_range
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -55,17 +55,21 @@ def tiered_items(
     items = [
         *process_items(tiers, here=here),
         *_page_items(work, homes, sizes, tiers=tiers),
-        *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e),
-        *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g),
+        *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e, together=work.world > work.pipeline),
+        *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g, buffers=work.pipeline),
     ]
+    if work.pipeline > 1:
+        slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
+        items.append(ram("cuts", slots.count * slots.size, why))
     if work.state.rule.matrices:
         matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
         each = 6 if tiers.has_gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
         size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
         items.append(device("orthogonalisation", here * size, "of the largest matrix, one at a time"))
-    if work.world == 1:
+    if work.world == work.pipeline:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
-        items.append(ram("gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives"))
+        why = "buffer between the device and gradient sums in RAM or on drives"
+        items.append(ram("gradient staging", here * ring, why))
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
         trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
@@ -74,7 +78,7 @@ def tiered_items(
         if tiers.has_gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
-        items.append(device("gradients in flight", size, why))
+        items.append(device("gradients in flight", here * size, why))
     else:
         outbox = exchange_bytes(units, item_bytes=e)
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
@@ -144,7 +148,9 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
     return sum(format.page_bytes(homes.pages[number]) for number in homes.shadows)
 
 
-def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int) -> list[Item]:
+def _weight_items(
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int, together: bool
+) -> list[Item]:
     ram, device = tiers.ram.item, tiers.device.item
     used = _held([e * unit.elements for unit in units], homes)
     stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
@@ -184,14 +190,14 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         why = "2 buffers for the largest block, between drive and GPU"
         items.append(ram("weight staging", sizes.here * staging, why))
-    if sizes.ranks > 1 and stored:
+    if together and sizes.ranks > 1 and stored:
         why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
         items.append(ram("weights read", SHARED_READS * stored, why))
     return items
 
 
 def _gradient_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int, buffers: int
 ) -> list[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if in_memory(home) else unit.trained) for unit, home in placed], homes)
@@ -206,7 +212,7 @@ def _gradient_items(
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
-        items.append(tiers.ram.item("gradient buffers", g * staging, why))
+        items.append(tiers.ram.item("gradient buffers", buffers * g * staging, why))
     return items
 
 
@@ -237,17 +243,18 @@ class _Moved:
 def tiered_traffic(
     work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
 ) -> list[Traffic]:
-    """Return the bytes that one node moves in a step."""
+    """Return the bytes that one node moves in a step; to and from the device those of one rank, or of a mean one."""
     move = _Moved()
     _move_pages(move, work, homes, homes.cut.groups, format=work.state)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
-    for (unit, phase), times in fetched(work, units, homes, sizes).items():
+    every = sum((fetched(work, units, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
+    for (unit, phase), times in every.items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
         into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
         move(homes.weights[unit], phase, read=times * size)
-        move(DEVICE, phase, read=times * into)
+        move(DEVICE, phase, read=times * into // work.pipeline)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
     gradients = as_gradients_come(units, work.shape)
     if work.breadth_first:
@@ -257,7 +264,8 @@ def tiered_traffic(
         move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
     handed_over = [place.weight for unit in outside for place in unit.places]
-    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
+    given = e * micro * sum(weight.numel for weight in handed_over if weight.trainable)
+    move(DEVICE, "backward", written=given // work.pipeline)
     if work.inputs_away:
         inputs = inputs_of(work)
         size = work.passes * inputs.size
@@ -302,11 +310,22 @@ def _move_pages(
             move(DEVICE, "update", **{"written" if inside else "read": e * elements})
 
 
-def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
-    """Return how often a rank fills a buffer with each unit in each phase of a step, by (unit, phase)."""
+def fetched(
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, rank: int = 0
+) -> Counter[tuple[int, str]]:
+    """Return how often a rank fills a buffer with each unit in each phase of a step, by (unit, phase).
+
+    `rank` is the one of a pipeline.
+    """
     forward, backward = orders(units, work.shape, again=work.checkpointed)
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
+    if work.pipeline > 1:
+        first, blocks = first_block(units), work.shape.blocks
+        of_unit = [
+            work.owners[blocks.index(unit.within) if unit.within else 0 if unit.index < first else -1] for unit in units
+        ]
+        forward, backward = ([unit for unit in order if of_unit[unit] == rank] for order in (forward, backward))
     offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
     needed = fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)

@@ -51,13 +51,14 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int |
 def modes(world: int) -> Iterator[tuple[str, str, int]]:
     """Yield (name, settings, number of ranks that compute the same rows) of each way to divide a step over the ranks.
 
-    These are the tiered engine with and without sequence parallelism, ZeRO, and tensor parallelism with ZeRO-1. No
-    engine runs a pipeline.
+    These are the tiered engine with and without sequence parallelism or a pipeline, ZeRO, and tensor parallelism with
+    ZeRO-1.
     """
     counts = [count for count in range(1, world + 1) if world % count == 0]
     yield f"tiered, {world} ranks", "--engine tiered", 1
     for count in counts[1:]:
         yield f"tiered, {world} ranks, sequence {count}", f"--engine tiered parallel.sequence={count}", count
+    yield f"tiered, {world} ranks, pipeline", f"--engine tiered parallel.pipeline={world}", world
     for stage in (1, 2, 3):
         yield f"ZeRO-{stage} over {world}", f"--engine deepspeed deepspeed.zero_stage={stage}", 1
     for count in counts[1:]:
@@ -83,8 +84,10 @@ def compare_modes(
     models = _models(config)
     shape, whole = models.as_wished(config).shape, ""  # why ranks cannot share rows of this model
     if not _preset(config):
+        from offload_trainer.model.probes.blocks import why_no_chain
         from offload_trainer.model.probes.rows import refuse_pieces
 
+        shape = replace(shape, no_chain=shape.no_chain or why_no_chain(models.source.meta(), pipeline=True))
         try:
             refuse_pieces(models.source.meta())
         except UserError as error:
@@ -99,9 +102,15 @@ def compare_modes(
                 raise UserError(f"{rows} rows a step are not a multiple of {world // together} data-parallel ranks")
             if whole and "sequence" in words:
                 raise UserError(whole)
+            if shape.no_chain and "pipeline" in words:
+                raise UserError(shape.no_chain)
             *larger, smallest = _batches(config, words, each, together)
             tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in larger)
-            plan = next((plan for plan in tried if plan.fits), None)
+            fitting = (plan for plan in tried if plan.fits)
+            if "pipeline" in words:  # more micro-batches keep more ranks busy
+                plan = min(fitting, key=lambda plan: plan.forecast.step or math.inf, default=None)
+            else:
+                plan = next(fitting, None)
             plans.append((name, words, plan or planned(smallest, models, here, world=world, nodes=count).plan))
         except UserError as error:
             if words == "--engine tiered" and not rest:
@@ -136,7 +145,7 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
     else:  # DeepSpeed swaps to one drive
         config = config.model_copy(update={"tiered": TieredSection()}).with_keys("placement", nvme=place.nvme[:1])
         config = config.with_keys("deepspeed", zero_stage="auto")
-    config = with_words(config.with_keys("parallel", tensor=1, sequence=1), words)
+    config = with_words(config.with_keys("parallel", tensor=1, sequence=1, pipeline=1), words)
     sizes = sorted({math.gcd(rows, most * together) for most in _MICRO}, reverse=True)
     return [
         config.with_keys("train", micro_batch_size=size, gradient_accumulation_steps=rows // size) for size in sizes

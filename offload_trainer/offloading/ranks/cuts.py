@@ -1,0 +1,129 @@
+"""Pass the outputs of blocks, and their gradients, between the ranks of a pipeline.
+
+    forward    owner of block b    ──copy──> slot of the micro-batch ──message──copy──> owner of block b + 1
+    backward   owner of block b                                                    <──  owner of block b + 1
+
+A slot is host memory that all ranks share. A micro-batch is at one block at a time, and the rank that writes its slot
+has computed from what it read there, so one slot for each micro-batch is enough. A message says that the slot is
+filled; between two ranks they come in the order in which both go through the blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer import ranks
+from offload_trainer.errors import RERUN_HINT, PeerFailed, TrainerError
+from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
+from offload_trainer.plan.memory import BlockInputs
+from offload_trainer.storage.transfer import Future, done, followed
+
+
+@dataclass(frozen=True)
+class Like:
+    """The shape and dtype of a block's output and of its gradient."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def absent(self, place: torch.device) -> torch.Tensor:
+        """Return NaN in this shape, without its memory."""
+        return torch.full((), torch.nan, dtype=self.dtype, device=place).expand(self.shape)
+
+
+class Cuts:
+    """The slots between the blocks of a model, whose block b is computed by the rank `owners[b]`.
+
+    The last of `owners` computes what follows the blocks, and the first also what precedes them.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[int],
+        slots: BlockInputs,
+        *,
+        node: Node,
+        device: Device,
+        stream: WeightPrefetcher,
+    ) -> None:
+        """Allocate `slots`, one for each micro-batch. All ranks call it."""
+        self.blocks = len(owners) - 1
+        self._owners, self._node, self._device, self._stream = tuple(owners), node, device, stream
+        self._slots = node.memory(slots.count * slots.size, pinned=device.is_cuda).split(slots.size)
+        self._messages = ranks.group_of()
+        self._sent: list[Future] = []
+        self._waits: list[Callable[[], None]] = []
+
+    def here(self, block: int) -> bool:
+        """Return whether this rank computes the block, or with `blocks` what follows them."""
+        return self._owners[block] == self._node.rank
+
+    @contextmanager
+    def before(self, block: int) -> Iterator[None]:
+        """Wrap the code that precedes a block. It computes with absent weights if another rank computes the block."""
+        self._stream.absent = not self.here(block)
+        try:
+            yield
+        finally:
+            self._stream.absent = False
+
+    def send(self, values: torch.Tensor, *, micro_batch: int, block: int, forward: bool) -> None:
+        """Send a block's output to the next block's rank, with the generators' state, or its gradient to its own."""
+        flat, (room, *rest) = values.detach().contiguous().view(-1), self._parts(micro_batch)
+        for state, part in zip(_generators(), rest, strict=True) if forward else ():
+            part.copy_(state)
+        message = torch.tensor([2 * block + forward, micro_batch])
+        peer = self._owners[block + forward]
+
+        def tell() -> None:
+            self._waits.append(self._messages.begin([(peer, message)], []))
+
+        into = room[: flat.nbytes].view(flat.dtype)
+        self._sent.append(followed(self._device.keep(flat, into), tell))
+
+    def receive(self, like: Like, *, micro_batch: int, block: int, forward: bool) -> torch.Tensor:
+        """Return what another rank sends, once it has come; in the forward, set the generators' state too."""
+        message, peer, begun = torch.empty(2, dtype=torch.int64), self._owners[block + (not forward)], time.monotonic()
+        try:
+            self._messages.begin([], [(peer, message)])(ranks.STALLED)
+        except PeerFailed as error:
+            if time.monotonic() - begun < ranks.STALLED - 1:
+                raise
+            missing = f"after {ranks.STALLED:g} s rank {peer} has not computed block {block} or its gradient"
+            raise TrainerError(f"{missing}, and the run ends; {RERUN_HINT}") from error
+        assert message.tolist() == [2 * block + forward, micro_batch], "ranks go through the blocks in another order"
+        values = torch.empty(like.shape, dtype=like.dtype, device=self._device.place)
+        room, *rest = self._parts(micro_batch)
+        source, after = room[: values.nbytes].view(like.dtype), self._device.mark()
+        self._device.copy_back(source, values.view(-1), after=after, ready=done())[0].wait()
+        if forward:
+            torch.set_rng_state(rest[0].clone())
+            if len(rest) > 1:
+                torch.cuda.set_rng_state(rest[1].clone())
+        return values
+
+    def _parts(self, micro_batch: int) -> Sequence[torch.Tensor]:
+        """Return the parts of a slot for values and for the state of each generator."""
+        slot, sizes = self._slots[micro_batch], [state.numel() for state in _generators()]
+        return slot.split([len(slot) - sum(sizes), *sizes])
+
+    def finish(self) -> None:
+        """Wait until everything that was sent in this step has been received; raise errors of copies."""
+        for sent in self._sent:
+            sent.wait()
+        for wait in self._waits:
+            wait()
+        self._sent.clear()
+        self._waits.clear()
+
+
+def _generators() -> list[torch.Tensor]:
+    """Return the states of torch's generators."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]

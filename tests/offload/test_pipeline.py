@@ -1,0 +1,209 @@
+"""Tests of ranks that compute one model together (parallel.pipeline): they have the bits of one rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from commands import TINY
+from engine_bench import DROPOUT, model_directory
+from forked_ranks import Case, Result, call_ranks, in_ranks, run_ranks
+from late_transfers import late_engine
+from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
+from sample_plans import GB, SHAPES, machine, wish
+from transformers import AutoConfig
+
+from offload_trainer import ranks
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.probes.blocks import why_no_chain
+from offload_trainer.offloading.device import CpuDevice
+from offload_trainer.offloading.ranks.cuts import Cuts, Like
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.plan.memory import BlockInputs
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.step_time import longer_in_turn
+from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
+CLIP = "optim.max_grad_norm=0.3"
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n}?"},
+            {"role": "assistant", "content": f"It is {n * n}." * 3},
+        ]
+    }
+    for n in range(200)
+]
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
+    "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
+    "weights in place": ("llama", 5, ("--params", "gpu", *HALF, IN_LINE)),
+    "all on the drive": ("gpt2", 5, (*ALL_ON_DRIVES, "tiered.state_copies=2", BEHIND, ON)),
+    "one micro-batch": ("gpt2", 1, ("--params", "cpu", "--dtype", "fp32", *HALF, CLIP)),
+    "one micro-batch, untied": ("llama", 1, (*ALL_ON_DRIVES, BEHIND)),
+    "many micro-batches": ("qwen3", 8, ("--params", "cpu", "--dtype", "fp32", CLIP, "tiered.weight_buffers=1")),
+    "experts": ("mixtral", 5, ("--params", "cpu", *HALF, BEHIND)),
+    "experts on the drive": ("mixtral", 2, (*ALL_ON_DRIVES, "--dtype", "fp32")),
+    "overflows": ("gpt2", 2, ("--params", "cpu", "--dtype", "fp16", CLIP)),
+    "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
+    "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
+    "small state": ("gpt2", 2, ("--params", "cpu", *HALF, "optim.moment_dtype=8bit", "optim.master_dtype=bf16")),
+    "sums in 16 bits": ("llama", 5, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": DROPOUT,  # tied
+    "llama": {"tied": False, "attention_dropout": 0.1},
+    "qwen3": {},
+    "mixtral": {"tied": False, "num_hidden_layers": 4},
+}
+
+
+def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[Case]:
+    """Return cases whose micro-batches have different numbers of targets; one rank computes in its usual order."""
+    pipeline = (f"parallel.pipeline={count}",) if count > 1 else ()
+    found = []
+    for name in names:
+        kind, micro, words = CASES[name]
+        model = model_directory(folder / kind, kind, **MODELS[kind])
+        given = (*words, *pipeline, "--accumulate", str(micro))
+        shared: dict[str, Any] = {"steps": 3, "micro": micro, "unequal": micro > 1, "drives": (folder / "drive",)}
+        found.append(Case(model, given, out / name, **shared))
+    return found
+
+
+def results(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[list[Result]]:
+    return run_ranks(cases(folder, out, count=count, names=names), count=count, folder=out / "ranks")
+
+
+FAST = ("weights in RAM", "one micro-batch, untied")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Callable[[tuple[str, ...]], list[list[Result]]]:
+    """Return a function that trains cases on one rank once, and returns their results."""
+    return cache(lambda names: results(folder, folder / f"alone-{len(names)}", count=1, names=names))
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(2, FAST), *(pytest.param(count, tuple(CASES), marks=pytest.mark.slow) for count in (2, 3, 4))],
+)
+def test_ranks_have_the_bits_of_one(
+    count: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
+) -> None:
+    """Losses, norms, masters and saved states match; all ranks together read as much from drives as one rank."""
+    found = results(folder, tmp_path, count=count, names=names)
+    for name, of_ranks, of_one in zip(names, found, alone(names), strict=True):
+        assert of_ranks == of_one * count, name
+        if name == "overflows":
+            assert {norm is None for _, norm in of_one[0].steps} == {True, False}
+        if name == "all on the drive":
+            assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
+
+
+def train_late(cases: Sequence[Case]) -> list[Result]:
+    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
+    with pytest.MonkeyPatch.context() as patch:
+        return [case.run(partial(late_engine, patch)) for case in cases]
+
+
+def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path) -> None:
+    made = cases(folder, tmp_path, count=2, names=FAST)
+    found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
+    assert found == [of_one * 2 for of_one in alone(FAST)]
+
+
+def wait_for_a_rank_that_hangs() -> str:
+    ranks.STALLED = ranks._LATER = 1
+    node = Node(together=True)
+    cuts = Cuts([0, 1, 0], BlockInputs(1, 4 * ALIGN), node=node, device=CpuDevice(), stream=Mock())
+    if node.rank:
+        time.sleep(4)
+        return ""
+    with pytest.raises(TrainerError) as told:
+        cuts.receive(Like(torch.Size([4]), torch.float32), micro_batch=0, block=1, forward=True)
+    return str(told.value)
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    told = in_ranks(wait_for_a_rank_that_hangs, count=2, folder=tmp_path)[0]
+    assert told.startswith("after 1 s rank 1 has not computed block 1 or its gradient, and the run ends")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Conversations in packed rows, with validation: 2, 3 and then 1 ranks go on from each other's checkpoints."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text("\n".join(json.dumps(one) for one in CHATS))
+    words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on", "--accumulate", "3"]
+    words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
+
+    def run(output: Path, *, steps: int, count: int) -> tuple[object, ...]:
+        pipeline = [f"parallel.pipeline={count}"] if count > 1 else []
+        for one in call_ranks(*words, *pipeline, "--steps", steps, output=output, count=count):
+            assert one.code == 0, one.text[-3000:]
+        lines = [*read_metrics(output / "metrics.jsonl"), *read_evaluations(output / "evaluations.jsonl")]
+        told = [(getattr(one, "loss", None), getattr(one, "validation_loss", None)) for one in lines]
+        state = (output / f"checkpoints/step-{steps:08}").glob("*.safetensors")
+        return told, {path.name: path.read_bytes() for path in state}
+
+    run(tmp_path / "ranks", steps=2, count=2)
+    run(tmp_path / "ranks", steps=4, count=3)
+    assert run(tmp_path / "ranks", steps=6, count=1) == run(tmp_path / "alone", steps=6, count=1)
+    run(tmp_path / "back", steps=3, count=1)
+    assert run(tmp_path / "back", steps=6, count=3) == run(tmp_path / "alone", steps=6, count=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "changes", "message"),
+    [
+        ([], 1, {}, r"parallel.pipeline=2: a pipeline is all ranks of one node, and there are 1 on 1 \(--gpus 2\)"),
+        ([], 4, {}, "there are 4 on 1"),
+        (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
+        (["tiered.overlap=backward"], 2, {}, "gradients of other ranks' blocks"),
+        (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
+        (["model.activation_checkpointing=off"], 2, {}, "pipeline=2: not all blocks are checkpointed"),
+        (["--gpu-fraction", "0.5"], 2, {}, "the state must be in RAM or on drives"),
+        ([], 2, {"no_chain": "X is no chain of blocks"}, "pipeline=2: X is no chain of blocks; leave it out"),
+        ([], 2, {"whole_logits": True}, "head and body run together"),
+        (["parallel.pipeline=25"], 25, {}, "each rank needs a block, and the model has 24"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(words: list[str], count: int, changes: dict[str, Any], message: str) -> None:
+    shape, here = replace(SHAPES["gpt2-medium"], **changes), machine(gpu=80 * GB, ram=64 * GB)
+    with pytest.raises(UserError, match=message):
+        make_plan(wish("parallel.pipeline=2", *words), shape, here, world=count)
+
+
+def test_a_model_whose_blocks_share_more_than_hidden_states_is_named(folder: Path) -> None:
+    for name, changes, reason in (
+        ("llama", {}, ""),
+        ("mixtral", {"output_router_logits": True}, "part of the routers"),
+    ):
+        config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-named", name, **changes))
+        assert reason in why_no_chain(meta_model(config, trust_remote_code=False), pipeline=True)
+
+
+def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:
+    """Of 4 GPUs each copies a quarter of what one GPU copies, and computes about a quarter."""
+    words = ("--params", "cpu", "--accumulate", "16", "--micro-batch", "1", "model.activation_checkpointing=on")
+    here = machine(gpu=80 * GB, ram=64 * GB)
+    one = make_plan(wish(*words, "tiered.micro_batch_order=breadth_first"), SHAPES["gpt2-xl"], here)
+    four = make_plan(wish(*words, "parallel.pipeline=4"), SHAPES["gpt2-xl"], here, world=4)
+    copied = [sum(moved.read for moved in plan.traffic if moved.place == "device") for plan in (one, four)]
+    assert 0.85 * copied[0] < 4 * copied[1] < copied[0]  # their buffers hold more of it from forward to backward
+    assert four.work.tokens == one.work.tokens
+    assert 1.05 < longer_in_turn(four.work) < 1.15  # the head is a block of 2.6 that one of them computes
+    assert longer_in_turn(replace(four.work, accumulate=1)) == pytest.approx(4, abs=0.01)

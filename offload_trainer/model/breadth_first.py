@@ -231,6 +231,7 @@ class _MicroBatch:
                     self._thread.start()
                 else:
                     answer, self._answer = self._answer, None
+                    self._last = answer = self._received(answer) if isinstance(answer, Like) else answer
                     self._answered.put(answer)
                     del answer
                 call = self._asked.get()
@@ -240,11 +241,13 @@ class _MicroBatch:
                 raise error
             if call is not None:
                 self._answer = self._pass_through(call)
-                self._last = self._answer
         return not self.ended
 
     def _pass_through(self, call: Callable[[], Any]) -> Any:
-        """Return the block's output, cut off its graph, or what stands for it if another rank needs or computes it."""
+        """Return the block's output, cut off its graph, or what stands for it if another rank needs or computes it.
+
+        What another rank sends is received when this micro-batch goes on, since others may be computed before.
+        """
         block, cuts = len(self.cuts), self._cuts
         hidden, self._hidden = self._hidden, None
         self.cuts.append([])
@@ -261,9 +264,15 @@ class _MicroBatch:
             self._sent[block] = get_gradient_edge(output), like
             cuts.send(output, micro_batch=self._number, block=block, forward=True)
         elif cuts.here(block + 1):
-            values = cuts.receive(like, micro_batch=self._number, block=block, forward=True)
-            return self._cut(values, block=block, received=True)
+            return like
         return like.absent(hidden.device)
+
+    def _received(self, like: Like) -> torch.Tensor:
+        """Return the output of the block before the next one, which another rank sends."""
+        assert self._cuts is not None
+        block = len(self.cuts) - 1
+        values = self._cuts.receive(like, micro_batch=self._number, block=block, forward=True)
+        return self._cut(values, block=block, received=True)
 
     @contextmanager
     def random(self) -> Iterator[None]:
@@ -278,7 +287,7 @@ class _MicroBatch:
 
     def output(self) -> Any:
         """Return the body's output once, with tensors from inside the blocks (router logits) cut off their graph."""
-        output, self._output = self._output, None
+        output, self._output, self._last = self._output, None, None
 
         def each(tensor: torch.Tensor) -> torch.Tensor:
             block = _last_cut(tensor) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,11 +20,14 @@ from forked_ranks import Case, Result, call_ranks, in_ranks, run_ranks
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
 from sample_plans import GB, SHAPES, machine, wish
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.loader import checkpoint_blocks
+from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
@@ -207,3 +211,30 @@ def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:
     assert four.work.tokens == one.work.tokens
     assert 1.05 < longer_in_turn(four.work) < 1.15  # the head is a block of 2.6 that one of them computes
     assert longer_in_turn(replace(four.work, accumulate=1)) == pytest.approx(4, abs=0.01)
+
+
+def test_a_rank_computes_a_micro_batch_before_it_waits_for_the_next(folder: Path) -> None:
+    """Otherwise no two ranks would compute at a time."""
+    path, found = model_directory(folder / "order", "llama", tied=False, num_hidden_layers=4), list[str]()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).train()
+    checkpoint_blocks(model, reentrant=False)
+
+    def receive(like: Like, *, micro_batch: int, block: int, forward: bool) -> torch.Tensor:
+        found.append(f"{micro_batch} comes {'from' if forward else 'back to'} {block}")
+        return torch.ones(like.shape, dtype=like.dtype)
+
+    def send(values: torch.Tensor, *, micro_batch: int, block: int, forward: bool) -> None:
+        found.append(f"{micro_batch} goes {'from' if forward else 'back to'} {block}")
+
+    second = Mock(
+        blocks=4, here=lambda block: block % 2 == 1, before=lambda _: nullcontext(), receive=receive, send=send
+    )
+    steps, ids = BreadthFirst(CausalLoss(model, chunk=8), cuts=second), torch.zeros(1, 8, dtype=torch.int64)
+    with steps.step([(ids, ids, number, 8, None) for number in range(2)]):
+        steps.forward()
+        forth = [("comes from 0", "goes from 1"), ("comes from 2", "goes from 3")]
+        assert found == [f"{number} {one}" for ways in forth for number in range(2) for one in ways]
+        found.clear()
+        steps.backward(lambda number: None, [1.0, 1.0])
+    back = [("comes back to 3", "goes back to 2"), ("comes back to 1", "goes back to 0")]
+    assert found == [f"{number} {one}" for ways in back for number in range(2) for one in ways]

@@ -30,6 +30,7 @@ from offload_trainer.model.loader import checkpoint_blocks
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.device import CpuDevice
+from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.memory import BlockInputs
@@ -170,6 +171,9 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert run(tmp_path / "back", steps=6, count=3) == run(tmp_path / "alone", steps=6, count=1)
 
 
+SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt2-medium"].weights)
+
+
 @pytest.mark.parametrize(
     ("words", "count", "changes", "message"),
     [
@@ -182,6 +186,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
         (["--gpu-fraction", "0.5"], 2, {}, "the state must be in RAM or on drives"),
         ([], 2, {"no_chain": "X is no chain of blocks"}, "pipeline=2: X is no chain of blocks; leave it out"),
         ([], 2, {"whole_logits": True}, "head and body run together"),
+        ([], 2, {"weights": SHARED}, "pipeline=2: blocks share weights; leave it out"),
         (["parallel.pipeline=25"], 25, {}, "each rank needs a block, and the model has 24"),
     ],
 )
@@ -238,3 +243,9 @@ def test_a_rank_computes_a_micro_batch_before_it_waits_for_the_next(folder: Path
         steps.backward(lambda number: None, [1.0, 1.0])
     back = [("comes back to 3", "goes back to 2"), ("comes back to 1", "goes back to 0")]
     assert found == [f"{number} {one}" for ways in back for number in range(2) for one in ways]
+
+
+def test_a_weight_that_two_ranks_use_ends_the_run_before_its_update() -> None:
+    two = Mock(_order=("a", "b"), _node=Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]]))))
+    with pytest.raises(TrainerError, match="several ranks have gradients of b: leave"):
+        Gradients._of_all_ranks(two, {"b": torch.tensor(2.0)})

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
@@ -301,6 +302,8 @@ class Gradients:
             if name in norms:
                 found[0, number], found[1, number] = norms[name], 1
         self._node.all_reduce(found)
+        if twice := [name for name, has in zip(self._order, found[1], strict=True) if has > 1]:
+            raise TrainerError(f"several ranks have gradients of {', '.join(twice)}: leave parallel.pipeline out")
         all_norms = {name: norm for name, norm, has in zip(self._order, *found, strict=True) if has}
         self._intake.arrived.update(all_norms)
         return all_norms

@@ -337,6 +337,7 @@ def why_no_pipeline(work: Workload) -> str:
         ),
         f"each rank needs a block, and the model has {len(shape.blocks)}": len(shape.blocks) < ranks,
         "frozen weights (model.freeze)": shape.trainable < shape.parameters,
+        "blocks share weights": any(weight.block and weight.uses > 1 for weight in shape.weights),
         "models with parts for images": bool(shape.images),
         why_not_breadth_first(work): True,
     }

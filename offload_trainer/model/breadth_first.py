@@ -56,7 +56,7 @@ class BreadthFirst:
         self._active: list[_MicroBatch] = []
         # Blocks that a micro-batch passes through, once one has.
         self._blocks: int | None = cuts.blocks if cuts else None
-        self.only_hidden = True  # blocks have got one tensor that depends on weights, and have returned one
+        self.only_hidden = True  # blocks have got one tensor that depends on weights, and have returned one like it
         for module in loss.model.modules():
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
             if checkpoint is not None:
@@ -252,11 +252,14 @@ class _MicroBatch:
         hidden, self._hidden = self._hidden, None
         self.cuts.append([])
         output = call() if cuts is None or cuts.here(block) else hidden
-        self.only_hidden &= isinstance(output, torch.Tensor)
+        both = isinstance(hidden, torch.Tensor) and isinstance(output, torch.Tensor)
+        self.only_hidden &= both and (output.shape, output.dtype) == (hidden.shape, hidden.dtype)
         if cuts is None:
             return tree_map_only(torch.Tensor, partial(self._cut, block=block), output)
         if not self.only_hidden:
-            raise UserError("parallel.pipeline: blocks of this model share more than hidden states: leave it out")
+            raise UserError(
+                "parallel.pipeline: blocks share more than hidden states, or change their dtype: leave it out"
+            )
         like = Like(output.shape, output.dtype)
         if cuts.here(block) and cuts.here(block + 1):
             return self._cut(output, block=block)

@@ -249,3 +249,14 @@ def test_a_weight_that_two_ranks_use_ends_the_run_before_its_update() -> None:
     two = Mock(_order=("a", "b"), _node=Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]]))))
     with pytest.raises(TrainerError, match="several ranks have gradients of b: leave"):
         Gradients._of_all_ranks(two, {"b": torch.tensor(2.0)})
+
+
+def test_blocks_that_return_another_dtype_are_refused() -> None:
+    """A rank that does not compute a block knows its output's dtype from its input's. Mamba's residuals are fp32."""
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    checkpoint_blocks(model, reentrant=False)
+    first = Mock(blocks=2, here=lambda block: block != 1, before=lambda _: nullcontext())
+    steps, ids = BreadthFirst(CausalLoss(model, chunk=8), cuts=first), torch.zeros(1, 8, dtype=torch.int64)
+    with steps.step([(ids, ids, 0, 8, None)]), pytest.raises(UserError, match="or change their dtype"):
+        steps.forward()

@@ -270,8 +270,8 @@ def peak_of(
     if work.pipeline > 1 and work.owners[-2] != work.owners[-1]:
         others = 0
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
-    below = [  # a rank of a pipeline has those of its own blocks
-        micro_batches * hidden * (number // work.pipeline + 1) if inputs_here else hidden
+    below = [  # of a pipeline's rank: of its own blocks, and what stands for the first block's on other ranks
+        micro_batches * hidden * (number // work.pipeline + 1 + (number % work.pipeline > 0)) if inputs_here else hidden
         for number in range(checkpointed + 1)
     ]
     for part in parts[checkpointed:]:

@@ -16,8 +16,8 @@ keeps the gradient until it is the previous block's turn. The operations and the
 order of micro-batches for each weight, are those of one micro-batch after the other, so every bit is the same.
 
 With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
-that block's rank sends if one of its own follows. The forward then takes the micro-batches in order, so that the first
-loss may begin early.
+that block's rank sends if one of its own follows. If the forward takes the micro-batches in order, the first loss may
+begin while the last block computes the others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ _HERE = local()  # has the attribute `micro_batch` in a thread of one
 class BreadthFirst:
     """A causal language model that runs several micro-batches at a time, block by block."""
 
-    def __init__(self, loss: CausalLoss, *, saving: Saving = nullcontext, cuts: Cuts | None = None) -> None:
+    def __init__(
+        self, loss: CausalLoss, *, saving: Saving = nullcontext, cuts: Cuts | None = None, in_order: bool = False
+    ) -> None:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
-        `cuts` connects the ranks of a pipeline.
+        `cuts` connects the ranks of a pipeline. `in_order`: the forward does not take the micro-batches in reverse.
         """
-        self._loss, self._saving, self._cuts = loss, saving, cuts
+        self._loss, self._saving, self._cuts, self._in_order = loss, saving, cuts, in_order
         self._active: list[_MicroBatch] = []
         # Blocks that a micro-batch passes through, once one has.
         self._blocks: int | None = cuts.blocks if cuts else None
@@ -85,11 +87,11 @@ class BreadthFirst:
             return self._loss.run(inputs, positions)
 
     def forward(self) -> None:
-        """Run all micro-batches through all blocks."""
-        number = 0
-        while self._blocks is None or number < self._blocks:
+        """Run all micro-batches through all blocks. In order, the loss waits for what another rank's last one sends."""
+        number, later = 0, bool(self._in_order and self._cuts and not self._cuts.here(self._cuts.blocks - 1))
+        while self._blocks is None or number < self._blocks - later:
             modules = set()
-            for one in self._active if self._cuts else reversed(self._active):
+            for one in self._active if self._in_order else reversed(self._active):
                 if not one.advance():
                     break
                 modules.add(one.module)
@@ -134,6 +136,8 @@ class BreadthFirst:
     def _loss_of(self, number: int) -> torch.Tensor:
         """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
+        if len(one.cuts) < (self._blocks or 0):
+            one.advance()
         if not one.ended and one.advance():
             raise TrainerError("a micro-batch passes through more blocks than the one before it")
         _, targets, _, count, _ = one.batch

@@ -109,7 +109,9 @@ class TieredEngine:
                 stream = self.offloaded.stream
                 cuts = Cuts(work.owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
             if work.breadth_first:
-                self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts)
+                # Inputs that have left the device come back in the reverse order.
+                in_order = self._pipeline and not work.inputs_away
+                self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts, in_order=in_order)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()

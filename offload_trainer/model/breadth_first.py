@@ -16,8 +16,8 @@ keeps the gradient until it is the previous block's turn. The operations and the
 order of micro-batches for each weight, are those of one micro-batch after the other, so every bit is the same.
 
 With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
-that block's rank sends if one of its own follows. The forward then takes the micro-batches in order, so that the first
-loss may begin early.
+that block's rank sends if one of its own follows. If the forward takes the micro-batches in order, the first loss may
+begin while the last block computes the others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ _HERE = local()  # has the attribute `micro_batch` in a thread of one
 class BreadthFirst:
     """A causal language model that runs several micro-batches at a time, block by block."""
 
-    def __init__(self, loss: CausalLoss, *, saving: Saving = nullcontext, cuts: Cuts | None = None) -> None:
+    def __init__(
+        self, loss: CausalLoss, *, saving: Saving = nullcontext, cuts: Cuts | None = None, in_order: bool = False
+    ) -> None:
         """Wrap the checkpointed blocks of `loss`; other forwards of the model are unchanged.
 
         `saving` returns a context for the threads that run parts of the forward: the caller's saved-tensor hooks.
-        `cuts` connects the ranks of a pipeline.
+        `cuts` connects the ranks of a pipeline. `in_order`: the forward does not take the micro-batches in reverse.
         """
-        self._loss, self._saving, self._cuts = loss, saving, cuts
+        self._loss, self._saving, self._cuts, self._in_order = loss, saving, cuts, in_order
         self._active: list[_MicroBatch] = []
         # Blocks that a micro-batch passes through, once one has.
         self._blocks: int | None = cuts.blocks if cuts else None
@@ -89,7 +91,7 @@ class BreadthFirst:
         number = 0
         while self._blocks is None or number < self._blocks:
             modules = set()
-            for one in self._active if self._cuts else reversed(self._active):
+            for one in self._active if self._in_order else reversed(self._active):
                 if not one.advance():
                     break
                 modules.add(one.module)

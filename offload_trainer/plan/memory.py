@@ -266,9 +266,9 @@ def peak_of(
     parts = [counted.kinds[kind] for kind in counted.blocks]
     seen = now(counted.images.kept) if counted.images else 0  # stays until the backward of the parts for images
     beside = micro_batches * (now(counted.before) - hidden + seen)
-    others = (micro_batches - 1) * hidden  # in a pipeline they leave, unless the last block's rank has the head too
-    if work.pipeline > 1 and work.owners[-2] != work.owners[-1]:
-        others = 0
+    others = (micro_batches - 1) * hidden
+    if work.pipeline > 1 and not work.inputs_away and work.owners[-2] != work.owners[-1]:
+        others = 0  # they leave for other ranks, and come to the head's one by one
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     below = [  # of a pipeline's rank: of its own blocks, and what stands for the first block's on other ranks
         micro_batches * hidden * (number // work.pipeline + 1 + (number % work.pipeline > 0)) if inputs_here else hidden

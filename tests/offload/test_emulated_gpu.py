@@ -125,11 +125,9 @@ def test_clipped_steps_do_not_depend_on_the_placement(
 
     for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel())):
         with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:
-            changed = {"device_kernel": kernel}  # in place of the one that the engine gives
 
-            def built(*a: Any, changed: dict[str, Any] = changed, **words: Any) -> None:
-                assert words.keys() >= changed.keys()
-                begin(*a, **words | changed)
+            def built(*a: Any, kernels: tuple[Any, Any], beside: Any = kernel, **words: Any) -> None:
+                begin(*a, kernels=(kernels[0], beside), **words)  # in place of the one that the engine gives
 
             patch.setattr(Gradients, "__init__", built)
             given = [*words, f"optim.name={rule}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,9 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.model.loader import checkpoint_blocks
+from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.device import CpuDevice
@@ -37,6 +39,7 @@ from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import longer_in_turn
 from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.settings import load_config
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -128,6 +131,23 @@ def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], fo
     made = cases(folder, tmp_path, count=2, names=FAST)
     found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
     assert found == [of_one * 2 for of_one in alone(FAST)]
+
+
+@pytest.mark.slow
+def test_bytes_on_drives_are_the_plans(folder: Path, tmp_path: Path) -> None:
+    """What three ranks read and write in a fourth step is what the plan of a step says."""
+    words = (*ALL_ON_DRIVES, IN_LINE, "--accumulate", "4", "--seq-len", "24", "--micro-batch", "2")
+    case = Case(model_directory(folder / "llama", "llama", **MODELS["llama"]), words, tmp_path / "3", steps=3, micro=4)
+    case = replace(case, words=(*words, "parallel.pipeline=3"), drives=(folder / "drive",))
+    both = run_ranks([case, replace(case, steps=4, out=tmp_path / "4")], count=3, folder=tmp_path / "ranks")
+    fewer, more = (sum((Counter(one.counts) for one in of_case), Counter[str]()) for of_case in both)
+    always = ("--model", str(case.model), "--scratch", "--nvme", str(folder / "drive"), "tiered.page_size=8192")
+    config = load_config([*always, *case.words])
+    shape = resolve_model(config.model, seed=0).shape
+    plan = make_plan(config, shape, probe_machine(config.placement), world=3)
+    moved = [moved for moved in plan.traffic if moved.place == str(folder / "drive")]
+    assert more["read"] - fewer["read"] == sum(one.read for one in moved)
+    assert more["written"] - fewer["written"] == sum(one.written for one in moved)
 
 
 def wait_for_a_rank_that_hangs() -> str:

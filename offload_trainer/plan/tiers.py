@@ -105,11 +105,6 @@ def on_drive(home: int) -> bool:
     return home >= 0
 
 
-def in_memory(home: int) -> bool:
-    """Return whether the CPU reads and writes a page or a unit with this home in place."""
-    return home == RAM
-
-
 def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
     """Return the tiers of a machine that runs `here` ranks."""
     return Tiers(

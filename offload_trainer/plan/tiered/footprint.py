@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import WHERE, Item, TierKind, Tiers, in_memory, on_drive
+from offload_trainer.plan.tiers import RAM, WHERE, Item, TierKind, Tiers, on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -200,7 +200,7 @@ def _gradient_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int, buffers: int
 ) -> list[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
-    held = _held([g * (sizes.trained_here(unit) if in_memory(home) else unit.trained) for unit, home in placed], homes)
+    held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
     items = []
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
@@ -249,7 +249,7 @@ def tiered_traffic(
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     every = sum((fetched(work, units, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
     for (unit, phase), times in every.items():
-        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
+        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
         into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
@@ -338,7 +338,7 @@ def gathered_weights(
     """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
     found: dict[str, TransferBytes] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
-        if in_memory(homes.weights[unit]):
+        if homes.weights[unit] == RAM:
             size = units[unit].stored_bytes(work.item_bytes)
             one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one

@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind, in_memory
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind
 from offload_trainer.safe_files import Count, exact_record
 
 ALIGN = 4096  # elements
@@ -463,7 +463,7 @@ def homes_of(
 
     first, kept, seen, has = first_block(units), set[int](), Counter[int](), Counter[int]()
     for number, page in enumerate(cut.pages) if shadows else ():
-        if in_memory(page.home) and page.unit >= first:
+        if page.home == RAM and page.unit >= first:
             rank = cut.owners[number]
             seen[rank] += page.elements
             if has[rank] + page.elements <= shadows * seen[rank]:

@@ -23,7 +23,7 @@ from offload_trainer.plan.tiered.layout import (
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, in_memory, on_drive
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, on_drive
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -130,7 +130,7 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
     weight from a GPU is copied into a sum in RAM with the same dtype, and needs no staging.
     """
     staged = several and gpu  # sums in RAM
-    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (staged and in_memory(home))]
+    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (staged and home == RAM)]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 
@@ -188,7 +188,7 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
         host = frozenset(part for part, home in parts.items() if on_drive(home))
         return Route(number, page, host, frozenset(part for part, home in parts.items() if home != DEVICE))
     parts["state"] = page.home
-    direct = {part for part, home in parts.items() if in_memory(home)}
+    direct = {part for part, home in parts.items() if home == RAM}
     if parts["weights"] == DEVICE and not is_gpu:
         direct.add("weights")
     return Route(number, page, frozenset(parts) - direct, frozenset())

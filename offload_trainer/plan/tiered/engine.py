@@ -456,7 +456,7 @@ class TieredCandidate:
             products = seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            beside = traffic_beside_matrices(work, self._laid_out, format=work.state, tiers=tiers_of(machine))
+            beside = traffic_beside_matrices(work, self._laid_out, tiers=tiers_of(machine))
             others = transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4

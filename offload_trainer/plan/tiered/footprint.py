@@ -245,7 +245,7 @@ def tiered_traffic(
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step; to and from the device those of one rank, or of a mean one."""
     move = _Moved()
-    _move_pages(move, work, homes, homes.cut.groups, format=work.state)
+    _move_pages(move, work, homes, homes.cut.groups)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     every = sum((fetched(work, units, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
     for (unit, phase), times in every.items():
@@ -278,16 +278,14 @@ def tiered_traffic(
     return move.traffic(tiers)
 
 
-def traffic_beside_matrices(work: Workload, homes: TierMap, *, format: StateFormat, tiers: Tiers) -> list[Traffic]:
+def traffic_beside_matrices(work: Workload, homes: TierMap, *, tiers: Tiers) -> list[Traffic]:
     """Return the bytes that the update moves for pages without matrices, of those that `tiered_traffic` returns."""
     move = _Moved()
-    _move_pages(move, work, homes, [one for one in homes.cut.groups if not one.page.matrices], format=format)
+    _move_pages(move, work, homes, [one for one in homes.cut.groups if not one.page.matrices])
     return move.traffic(tiers)
 
 
-def _move_pages(
-    move: _Moved, work: Workload, homes: TierMap, groups: Sequence[PageGroup], *, format: StateFormat
-) -> None:
+def _move_pages(move: _Moved, work: Workload, homes: TierMap, groups: Sequence[PageGroup]) -> None:
     """Count state, gradients and new weights of the update."""
     e, g = work.item_bytes, work.gradient_bytes
     for one in groups:
@@ -298,7 +296,7 @@ def _move_pages(
                 move(weights, "update", written=e * elements)
             continue
         if not inside:
-            state = one.count * format.page_bytes(one.page)
+            state = one.count * work.state.page_bytes(one.page)
             move(one.page.home, "update", read=state, written=state)
         if weights != DEVICE:
             move(weights, "update", written=e * elements)

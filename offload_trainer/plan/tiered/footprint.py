@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import RAM, WHERE, Item, TierKind, Tiers, on_drive
+from offload_trainer.plan.tiers import RAM, WHERE, Item, TierKind, Tiers, on_drive, size_of_home
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -156,13 +156,9 @@ def _weight_items(
     stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
     each = {home: f"{e * size / used[home]:.3g} B a parameter" for home, size in stored_at.items() if size}
     resident = sizes.here * stored_at.get(DEVICE, 0)
-    if set(homes) == {DEVICE}:
-        items = [device("weights", resident, each[DEVICE])]
-    else:
-        items = [device("small weights", resident, "always on the device")]
-    for home, size in stored_at.items():
-        if home != DEVICE:
-            items.append(tiers.by_home[home].item("weights", size, each[home]))
+    name, why = ("weights", each[DEVICE]) if set(homes) == {DEVICE} else ("small weights", "always on the device")
+    items = [device(name, resident, why)]
+    items += [tiers.by_home[at].item("weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE]
     streamed = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
     if not streamed:
         return items
@@ -218,10 +214,7 @@ def _gradient_items(
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
     """Return the sum of the sizes by tier, for each tier that occurs."""
-    held: dict[int, int] = {}
-    for size, home in zip(sizes, homes, strict=True):
-        held[home] = held.get(home, 0) + size
-    return held
+    return {home: size_of_home(sizes, homes, home) for home in dict.fromkeys(homes)}
 
 
 class _Moved:

@@ -41,15 +41,12 @@ class Slot:
 
 
 class Rings:
-    """The device buffers for `units`, which the model does not use where they are stored."""
+    """The device buffers for `units`, which the model does not use where they are stored: `blocks` are for blocks."""
 
     def __init__(self, units: Sequence[Unit], *, blocks: int) -> None:
-        """Allocate buffers; `blocks` is the number of buffers for blocks."""
         self._units = {unit.index: unit for unit in units}
-        self.slots = [
-            *(Slot(True, size) for size in slot_sizes(units, blocks=blocks, of_blocks=True)),
-            *(Slot(False, size) for size in slot_sizes(units, blocks=blocks, of_blocks=False)),
-        ]
+        kinds = {kind: slot_sizes(units, blocks=blocks, of_blocks=kind) for kind in (True, False)}
+        self.slots = [Slot(kind, size) for kind, sizes in kinds.items() for size in sizes]
         self.together = {True: 1, False: 1}  # number of units of each kind that one module uses together
         self._clock = 0
 

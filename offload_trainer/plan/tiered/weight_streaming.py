@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Order
@@ -175,7 +174,6 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
 
 
 NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
-WeightTransfer = Literal["auto", "direct", "all_gather"]
 
 
 def even_part(elements: int, *, ranks: int) -> int:
@@ -240,19 +238,17 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
-def seconds_of_both(
-    size: int, machine: MachineProfile, *, ranks: int, item_bytes: int = 2
-) -> tuple[float | None, float | None]:
+def seconds_of_both(size: int, machine: MachineProfile, *, ranks: int, item_bytes: int) -> list[float | None]:
     """Return the seconds for a unit of `size` bytes if each of `ranks` copies all of it, and if they gather shards."""
-    whole, parts = (transfer_bytes(size, item_bytes=item_bytes, ranks=gathering) for gathering in (1, ranks))
-    return seconds_of(whole, machine, ranks=ranks), seconds_of(parts, machine, ranks=ranks)
+    moved = (transfer_bytes(size, item_bytes=item_bytes, ranks=gathering) for gathering in (1, ranks))
+    return [seconds_of(each, machine, ranks=ranks) for each in moved]
 
 
-def uses_all_gather(setting: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
+def uses_all_gather(setting: str, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
     if ranks == 1 or setting != "auto":
         return ranks > 1 and setting == "all_gather"
-    whole, parts = seconds_of_both(2 * ALIGN * ranks, machine, ranks=ranks)
+    whole, parts = seconds_of_both(2 * ALIGN * ranks, machine, ranks=ranks, item_bytes=2)
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
 
 

@@ -454,7 +454,7 @@ class TieredCandidate:
         others: float | None = 0.0
         if work.state.rule.matrices:
             products = seconds_of_matrices(work.shape, machine)
-            cores = machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
+            cores = machine.cores / work.here if machine.gpu is None and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
             beside = traffic_beside_matrices(work, self._laid_out, tiers=tiers_of(machine))
             others = transfer_seconds(beside, machine, phase="update")
@@ -472,11 +472,6 @@ class TieredCandidate:
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
 
-    @property
-    def _computes_products_on_cpu(self) -> bool:
-        """Return whether the update has matrix products, and the CPU computes them and the model."""
-        return self.work.state.rule.matrices and self.machine.gpu is None
-
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps other work.
 
@@ -484,8 +479,8 @@ class TieredCandidate:
         several ranks, which wait for both, nor on drives, where they are written after the state of earlier pages.
         """
         sizes, work, machine, gpu = self.sizes, self.work, self.machine, self.machine.gpu is not None
-        # An update that overlaps has one core of a CPU that computes the model.
-        if not sizes.overlap and (self._computes_products_on_cpu or self.section.overlap != "auto"):
+        # An update that overlaps has one core of a CPU that computes the model, also for products of matrices.
+        if not sizes.overlap and ((work.state.rule.matrices and not gpu) or self.section.overlap != "auto"):
             return sizes, found
         overlap = Overlap(found, parts_of(self.units, self._laid_out), work.passes, gpu)
         early = work.world == 1 and self.placement.params != TierKind.DRIVES

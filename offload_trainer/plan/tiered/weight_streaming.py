@@ -40,7 +40,7 @@ class Slot:
 
 
 class Rings:
-    """The device buffers for `units`, which the model does not use where they are stored: `blocks` are for blocks."""
+    """The device buffers for `units`, which the model does not use where they are stored; up to `blocks` for blocks."""
 
     def __init__(self, units: Sequence[Unit], *, blocks: int) -> None:
         self._units = {unit.index: unit for unit in units}

@@ -251,10 +251,8 @@ def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
     what = f"computing {format_count(work.tokens)} tokens"
     if work.pipeline > 1:
         longer = longer_in_turn(work)
-        tokens, what = (
-            round(longer * tokens),
-            f"{what}, {longer - 1:.0%} longer since ranks wait for each other's blocks",
-        )
+        tokens = round(longer * tokens)
+        what += f", {longer - 1:.0%} longer since ranks wait for each other's blocks"
     each = {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
     return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in each.items()]
 

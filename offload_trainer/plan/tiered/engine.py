@@ -420,10 +420,9 @@ class TieredCandidate:
         if self.placement.params != TierKind.GPU and sizes.unit_buffers == 1:
             bounds += in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
-        added = added_bytes(work, self.units, homes, gpu=gpu is not None)
-        for measured, size in (
-            added.items() if work.world == work.pipeline else ()
-        ):  # other ranks exchange gradients instead
+        # Ranks that are not a pipeline exchange gradients instead.
+        added = added_bytes(work, self.units, homes, gpu=gpu is not None) if work.world == work.pipeline else {}
+        for measured, size in added.items():
             keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
             adding += size / rate.value if rate is not None else 0.0  # of adding gradients and measuring their sums

@@ -205,26 +205,20 @@ def describe_rates(machine: MachineProfile) -> str:
     """Return as text, one line each, the rates that a reader can judge; the profile's JSON has all of them."""
     rates = machine.rates
     lines = [f"{machine.gpu or f'no GPU; {machine.cpu}'}, {machine.cores} cores; {machine.source}"]
-
-    def add(name: str, rate: Rate | None, scale: float, unit: str) -> None:
-        lines.extend(_line_of(name, rate, scale, unit))
-
     for dtype, rate in rates.matmul.items():
-        add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
-    add("memory", rates.memory, 1e9, "GB/s")
+        lines += _line_of(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
+    lines += _line_of("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
-        add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
+        lines += _line_of(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
     for name in ("to_device", "from_device", "both_ways", "both_ways_out"):
-        add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
+        lines += _line_of(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     lines += describe_links(machine.links)
-    for drive in machine.drives:
-        if drive.rates is None:
-            continue
+    for drive in (one for one in machine.drives if one.rates is not None):
         lines.append(
             f"{drive.directory}: {drive.filesystem} on {drive.disk or 'no block device'} {drive.throttle}".rstrip()
         )
         for name, told in (("read", "alone"), ("write", "alone"), ("mixed_read", "both"), ("mixed_write", "both")):
-            add(f"{name.removeprefix('mixed_')}, {told}", getattr(drive.rates, name), 1e9, "GB/s")
+            lines += _line_of(f"{name.removeprefix('mixed_')}, {told}", getattr(drive.rates, name), 1e9, "GB/s")
     return "\n".join(lines)
 
 

@@ -49,7 +49,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
@@ -196,7 +195,7 @@ class Collective:
 
 
 def zero_collectives(
-    work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int] = MappingProxyType({})
+    work: Workload, *, stage: int, trained: float, gathered: Mapping[str, int]
 ) -> Iterator[Collective]:
     """Yield ZeRO's collectives of a rank with `trained` trained weights; `gathered`: by ZeRO-3, in each phase."""
     alike = work.data * work.sequence  # ranks with the same weights

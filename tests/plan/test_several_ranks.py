@@ -191,7 +191,8 @@ def test_all_to_alls_and_zero_1_by_hand() -> None:
     assert [sent.bytes for sent in all_to_alls(step)] == pytest.approx([4 * 24 * 4 * each] * 2)
     assert [*all_to_alls(replace(step, checkpointed=7))][1].bytes == pytest.approx(4 * 31 * 4 * each)
     assert next(all_to_alls(replace(step, shape=replace(SHAPE, key_heads=4)))).bytes == pytest.approx(240 * each)
-    found = [(sent.phase, sent.bytes) for sent in zero_collectives(work("--accumulate", "3"), stage=1, trained=800)]
+    moved = zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
+    found = [(sent.phase, sent.bytes) for sent in moved]
     assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
 
 
@@ -278,7 +279,7 @@ def test_tensor_parallel_by_hand() -> None:
 
 
 def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
-    flow = next(zero_collectives(work(), stage=2, trained=10**9))
+    flow = next(zero_collectives(work(), stage=2, trained=10**9, gathered={}))
     across = replace(flow, kind="all-to-all")
     timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
     assert link_seconds(flow, here(**timed), here=8) == flow.bytes / 2e9

@@ -24,7 +24,6 @@ from offload_trainer.safe_files import Count, Flag, Line, Number, as_kind, exact
 
 _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
-
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
 Several = Annotated[Count, Field(ge=1)]
@@ -70,9 +69,8 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
-# in FLOP/s attention and orthogonalisation, the others in values, logits, weights and elements a second
-_LAYER_PARTS = ("attention", "values", "loss", "weights", "tables", "orthogonalisation")
-LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_PARTS)})\.\w+$")]  # `layer_key` writes it
+# by `layer_key`: attention and orthogonalisation in FLOP/s, the others in values, logits, weights and elements a second
+LayerKey = Annotated[str, Field(pattern=r"^\w+\.(attention|values|loss|weights|tables|orthogonalisation)\.\w+$")]
 
 
 @exact_record

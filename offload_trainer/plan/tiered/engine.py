@@ -60,7 +60,6 @@ _FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no
 # needs two copies of the state.
 OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
 
-
 _LARGE = 64 * 10**9  # bytes of RAM
 _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
 

@@ -210,13 +210,11 @@ class DeepSpeedCandidate:
     def __init__(
         self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection, moments: str
     ) -> None:
-        """Take a step, a machine and a placement; `moments` is optim.moment_dtype, and "8bit" bitsandbytes' AdamW."""
         self.work, self.machine, self.placement, self._section = work, machine, placement, section
         shape, trainable = work.shape, work.shape.trainable
         self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
-        self.title = f"DeepSpeed ZeRO-{placement.stage}"
-        if work.tensor > 1:
-            self.title = f"DeepSpeed AutoTP over {work.tensor} ranks, ZeRO-1"
+        how = f"AutoTP over {work.tensor} ranks, ZeRO-1" if work.tensor > 1 else f"ZeRO-{placement.stage}"
+        self.title = f"DeepSpeed {how}"
         self.homes = machine.in_words(str(placement))
         self.uses_drives = TierKind.DRIVES in (placement.params, placement.optimizer)
         self.cannot_save: str | None = None
@@ -231,10 +229,7 @@ class DeepSpeedCandidate:
         self._tiers = tiers_of(machine)
         self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = -(-self._held * trainable // shape.parameters)
-        if work.tensor > 1:  # parameters whose optimizer state is on one node
-            self._trained = -(-self._held_trained * work.here // work.data)
-        else:
-            self._trained = -(-trainable // work.nodes)
+        self._trained = -(-self._held_trained * work.here // work.data)  # whose optimizer state is on one node
         self._parts = [part_held(weight, work.tensor) for weight in shape.weights if weight.trainable]  # of a rank
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time

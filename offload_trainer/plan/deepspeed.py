@@ -48,7 +48,7 @@ from offload_trainer.plan.communication import (
     zero_collectives,
 )
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
+from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
@@ -84,7 +84,6 @@ _SPEED = 0.47
 _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
-_ACTIVATIONS = ("saved activations", "block inputs", "activations")
 
 # Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
 TUNING_OF_DRIVES = (
@@ -362,7 +361,7 @@ class DeepSpeedCandidate:
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = e * tied if reduced else 0
         model = activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)
-        there = [item.bytes for item in model if item.tier == self._tiers.device.name and item.name in _ACTIVATIONS]
+        there = [item.bytes for item in model if item.tier == self._tiers.device.name and item.name in ACTIVATIONS]
         items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
         if not self._tiers.has_gpu:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"

@@ -30,6 +30,7 @@ PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (3
 LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
 PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
 _HOLES = 110_000_000  # bytes; see `heap_holes`
+ACTIVATIONS = ("block inputs", "saved activations", "activations")  # names of items
 CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process with a GPU; estimated, not measured
 
 
@@ -203,8 +204,7 @@ def heap_holes(work: Workload, items: Sequence[Item]) -> int:
     without this. With it, plans of later runs were at most 5 % too high, and 4 to 9 % for 354 M parameters and 1,024
     tokens without recomputation.
     """
-    names = ("block inputs", "saved activations", "activations")
-    activations = sum(item.bytes for item in items if item.name in names)
+    activations = sum(item.bytes for item in items if item.name in ACTIVATIONS)
     return activations // 2 + min(_HOLES, 2 * work.item_bytes * work.shape.largest)
 
 

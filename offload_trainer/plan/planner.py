@@ -367,17 +367,15 @@ def room_of(
     have = {tiers.gpu.name: tiers.gpu.capacity, tiers.ram.name: tiers.ram.capacity}
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
-    together: dict[int, list[str]] = {}
-    for directory, drive in drives.items():
-        if drive.device is not None:
-            together.setdefault(drive.device, []).append(directory)
-    for these in together.values():
+    devices = dict.fromkeys(drive.device for drive in drives.values() if drive.device is not None)
+    together = [[directory for directory, drive in drives.items() if drive.device == device] for device in devices]
+    for these in together:
         for directory in these:
             others = sum(need[other] for other in these if other != directory)
             have[directory] = max(0, drives[directory].free_bytes - others)
     shared = (
         Shared(tuple(these), min(drives[directory].free_bytes for directory in these))
-        for these in together.values()
+        for these in together
         if sum(need[directory] > 0 for directory in these) > 1
     )
     return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, tuple(shared)
@@ -452,13 +450,9 @@ def any_placement_fits(
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
-    for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
-        candidates: Sequence[Candidate] = engine.candidates(each, machine)
-        for one in reversed(candidates):  # the ones with the least on the GPU first
-            _, room, _ = _needs(one)
-            if all(tier["need"] <= tier["have"] for tier in room.values()):
-                return True
-    return False
+    steps = (*(replace(work, mlp_chunk=chunk) for chunk in least), work)
+    found = (one for step in steps for one in engine.candidates(step, machine)[::-1])  # the least on the GPU first
+    return any(all(tier["need"] <= tier["have"] for tier in _needs(one)[1].values()) for one in found)
 
 
 # -- values of `auto` that need no comparison of plans: dtype, checkpointing and row length ----------------------------

@@ -72,12 +72,6 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         ),
         f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides only "
         "rows and state": parallel.tensor != 1 and engine.name != "deepspeed",
-        f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine.name}": (
-            parallel.sequence > 1 and engine.name != "tiered"
-        ),
-        f"parallel.pipeline={parallel.pipeline} belongs to --engine tiered, not to {engine.name}": (
-            parallel.pipeline > 1 and engine.name != "tiered"
-        ),
         f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}": (
             FORMATS[optim.moment_dtype] not in rule.formats
         ),
@@ -109,6 +103,8 @@ def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
             "optim.master_dtype": (optim.master_dtype != "fp32", ""),
             "optim.name": (optim.name != "adamw", ""),
             "optim.kernel": (optim.kernel != "auto", ""),
+            "parallel.sequence": (config.parallel.sequence > 1, ""),
+            "parallel.pipeline": (config.parallel.pipeline > 1, ""),
         }
     for setting, (is_set, fix) in settings.items():
         section, _, key = setting.partition(".")

@@ -200,7 +200,6 @@ def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> li
 
 
 def _rate(count: float, taken: Sequence[float], what: str) -> Rate:
-    """Return the rate of `count` in the median of the times that were taken."""
     return Rate(count / median(taken), "measured", f"{what}, median of {len(taken)}")
 
 
@@ -260,7 +259,6 @@ def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool,
 
 
 def _orthogonalising(width: int, *, gpu: bool, seconds: float) -> Rate:
-    """Time the orthogonalisation of a square matrix, on the GPU if there is one."""
     products = Products(None if gpu else torch.get_num_threads())
     matrix = torch.randn(width, width, device="cuda" if gpu else "cpu").bfloat16()
     taken = _repeat(lambda: orthogonalised(matrix.clone(), products), seconds=seconds)
@@ -276,7 +274,6 @@ def _update(update: TimedUpdate, budget: Budget) -> Rate:
 
 
 def _copies(seconds: float) -> Rates:
-    """Time copies between host memory and the GPU."""
     size = 256 << 20
     pinned, pinned_out = host_buffer(size, pinned=True), host_buffer(size, pinned=True)
     device, other = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -424,7 +421,6 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
-    """Fill a file on the drive, and time transfers from and to it."""
     size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]

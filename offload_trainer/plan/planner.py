@@ -205,7 +205,6 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
 
 
 def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
-    """Return the forecast of a plan with the update schedule `words`."""
     if not plan.fits:
         return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
     tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.work.tokens)
@@ -228,10 +227,8 @@ def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> 
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
     rejected, best = list[tuple[str, str]](), chosen.forecast.step
-    for plan in plans:
+    for plan in (one for one in plans if one is not chosen):
         step = plan.forecast.step
-        if plan is chosen:
-            continue
         if not plan.fits:
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
         elif step is not None and best is not None:
@@ -321,7 +318,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 
 def _plan_of(one: Candidate) -> Plan:
-    """Return the plan of one candidate."""
     work, machine, costs, sizes = one.work, one.machine, one.costs(), one.sizes
     found = forecast(work, machine, costs)
     if isinstance(one, TieredCandidate):
@@ -349,7 +345,6 @@ def _plan_of(one: Candidate) -> Plan:
 
 
 def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], tuple[Shared, ...]]:
-    """Return all items of a candidate, and the room on the machine (`room_of`)."""
     work, machine = one.work, one.machine
     items = [*one.items, *reserve_items(machine, here=work.here), *saved_items(work, output=machine.output.directory)]
     return items, *room_of(items, work, machine)

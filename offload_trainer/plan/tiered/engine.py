@@ -102,7 +102,6 @@ class Tiered:
         return [*self._not_with_ranks(place.gpus), *[one for one, wrong in shares.items() if wrong][:1]]
 
     def _not_with_ranks(self, world: int) -> list[str]:
-        """Return the settings that several ranks do not support, one sentence each."""
         place, state, gpu = self.place, "the state must be in RAM or on drives", TierKind.GPU
         settings = {
             f"--optimizer gpu {{}}: {state}": kind_asked(place.optimizer) == gpu,
@@ -497,7 +496,6 @@ class TieredCandidate:
         return replace(sizes, overlap=True), replace(found, behind=True, hidden=hidden)
 
     def _overlapping_backward(self, overlap: Overlap, *, read_early: bool) -> Forecast:
-        """Return the forecast of an update that starts during the backward."""
         homes, sizes = self._laid_out, self.sizes
         # The update writes the old bytes of pages with shadow memory once more. If the memory's rate was not measured,
         # it is that of the update, which is bound by memory.

@@ -346,7 +346,6 @@ def _moved_to(page: Page, home: int) -> Page:
 
 
 def _split(page: Page, elements: int) -> tuple[Page, Page]:
-    """Return the first `elements` of a page, and the rest of it."""
     rest = Page(page.unit, page.start + elements, page.elements - elements, page.home)
     return replace(page, elements=elements), rest
 

@@ -169,13 +169,8 @@ def bench_machine(
         update=before.update | updated,
         sums=before.sums | sums,
     )
-    drives: list[DriveFacts] = []
-    for drive in machine.drives:
-        if drive.rates is None:
-            say(f"bench: {drive.directory}")
-            drive = replace(drive, rates=_drive(drive, budget, say))
-        drives.append(drive)
-    return replace(machine, rates=rates, drives=tuple(drives))
+    drives = tuple(replace(drive, rates=drive.rates or _drive(drive, budget, say)) for drive in machine.drives)
+    return replace(machine, rates=rates, drives=drives)
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
@@ -421,6 +416,7 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> DriveRates:
+    say(f"bench: {drive.directory}")
     size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
@@ -545,10 +541,9 @@ def run_rank(rank: int, *, ranks: int, store: Path) -> Links:
 def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
     between = all_ranks.group_of(gpus=gpu)
     host = host_buffer(size, pinned=gpu)
-    place = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    device = torch.zeros(size, dtype=torch.uint8, device=place)
-    whole = size // ranks * ranks
+    device = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{rank}" if gpu else "cpu")
     part = size // ranks
+    whole = ranks * part
 
     def seconds(work: Callable[[], object], *, alone: bool = False) -> float:
         """Return the median time of the slowest rank, or with `alone` of rank 0 working alone; all ranks must call."""

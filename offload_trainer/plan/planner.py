@@ -180,7 +180,8 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     if in_memory and (step is None or update is None or update - found.hidden < WORTH * step):
         return first
     default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
-    why_not, may_have_two_copies = engine.why_not_full(work, machine), engine.section.state_copies != 1
+    full = replace(engine, section=engine.section.model_copy(update={"overlap": "backward"}))
+    why_not, may_have_two_copies = full.why_not_full(work, machine), engine.section.state_copies != 1
     if first.fits and step is None:
         open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
         return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
@@ -191,7 +192,7 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     if may_have_two_copies and why_not:
         tried.append(UpdateSchedule(FULL, None, None, why_not))
     elif may_have_two_copies:
-        plan = _best_placement(engine.with_setting(FULL), work, machine)
+        plan = _best_placement(full, work, machine)
         tried.append(_schedule_of(FULL, plan))
         # An overlap with the next forward that gains less than `WORTH` is taken, and must not keep this one from it.
         apart = (step or 0.0) + found.hidden

@@ -163,14 +163,9 @@ class Tiered:
         }
         return [*self._not_with_ranks(work.world), *(sentence for sentence, wrong in found.items() if wrong)]
 
-    def with_setting(self, words: str) -> Tiered:
-        """Return the engine with another setting, such as `FORWARD`."""
-        key, value = words.removeprefix("tiered.").split("=")
-        return replace(self, section=self.section.model_copy(update={key: value}))
-
     def why_not_full(self, work: Workload, machine: MachineProfile) -> str:
-        """Return why `auto` does not consider an update that overlaps the backward, or ""."""
-        if reasons := self.with_setting(FULL).impossible(work):
+        """Return why `auto` does not consider this engine, whose update overlaps the backward, or ""."""
+        if reasons := self.impossible(work):
             return "; ".join(reason.removesuffix("; leave it out") for reason in reasons)
         if work.state.rule.matrices and machine.gpu is None:
             return f"{FULL} with optim.name={work.state.rule.name} on a CPU: the update has only one core then"

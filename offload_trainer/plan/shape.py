@@ -275,23 +275,15 @@ class ModelShape:
         attention = (width for block, width in zip(self.blocks, self.attention, strict=False) if block not in units)
         return replace(self, weights=weights, attention=tuple(attention))
 
-    def first_blocks(self, count: int) -> ModelShape:
-        """Return the shape without the blocks after the first `count`, to count what checkpointing these repeats."""
-        return self if count >= self.layers else replace(self.without(set(self.blocks[count:])), layers=count)
-
     # -- floating-point operations of one token's matrix products. Attention is counted over the whole row, although
     # the mask hides half of it (Chowdhery et al. 2022, PaLM, appendix B).
 
     def flops_per_token(self, *, seq_len: int) -> float:
         """Return the operations of forward and backward. Recomputation does not count, as is usual for MFU."""
-        return self.forward_flops(seq_len=seq_len) + self.backward_flops(seq_len=seq_len)
-
-    def forward_flops(self, *, seq_len: int) -> float:
-        """Return the operations of the forward: 2 for each element of each matrix product."""
-        return self.block_flops(seq_len=seq_len) + self.head_flops()
+        return self.block_flops(seq_len=seq_len) + self.head_flops() + self.backward_flops(seq_len=seq_len)
 
     def block_flops(self, *, seq_len: int) -> float:
-        """Return the blocks' part of the forward, which activation checkpointing repeats."""
+        """Return the blocks' part of the forward, which checkpointing repeats: 2 for each element of each product."""
         return sum(_forward(weight) for weight in self.weights if weight.block) + 2 * seq_len * sum(self.attention)
 
     def head_flops(self) -> float:

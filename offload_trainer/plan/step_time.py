@@ -277,8 +277,6 @@ def longer_in_turn(work: Workload) -> float:
 def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     """Return the work of the backward's recomputation, of the forward, and of the backward itself.
 
-    Breadth-first, the forward of the head is in the backward.
-
     The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
     MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
     before them.
@@ -293,10 +291,8 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     whole, products = blocks + head, shape.backward_flops(seq_len=0)
     # Gradients that each micro-batch of a CPU writes to newly mapped memory, unless freed memory is reused. Each use of
     # a tied weight has one, and their sum is one more.
-    tables = 0
-    for weight in () if work.keeps_heap else shape.weights:
-        if weight.trainable and weight.numel * work.item_bytes >= mapped_from(work.seq_len):
-            tables += weight.numel * (weight.uses + (weight.uses > 1))
+    mapped = [w for w in shape.weights if w.trainable and w.numel * work.item_bytes >= mapped_from(work.seq_len)]
+    tables = 0 if work.keeps_heap else sum(w.numel * (w.uses + (w.uses > 1)) for w in mapped)
     backward = TokenWork(
         products=products,
         attention=shape.backward_flops(seq_len=seq_len) - products,
@@ -306,10 +302,11 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     )
     # Breadth-first, the loss is computed in the backward.
     forward, again = (blocks, head) if work.breadth_first else (whole, TokenWork())
-    recomputed = shape.first_blocks(work.checkpointed)
+    count = work.checkpointed
+    recomputed = shape if count >= shape.layers else shape.without(set(shape.blocks[count:]))
     if recomputed.images:  # activation checkpointing does not recompute frozen parts for images
         recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
-    if work.checkpointed:
+    if count:
         again += of_blocks(recomputed)
     if work.mlp_chunk:
         once, kept = shape.tiled(checkpointing=False), recomputed.tiled(checkpointing=False)

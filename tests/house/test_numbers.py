@@ -98,11 +98,10 @@ def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
     shape = source.shape
     forward, backward = counted_flops(source)
     tokens = ROWS * LENGTH
-    assert tokens * shape.forward_flops(seq_len=LENGTH) == pytest.approx(forward, rel=1e-6)
+    of_forward = shape.block_flops(seq_len=LENGTH) + shape.head_flops()
+    assert tokens * of_forward == pytest.approx(forward, rel=1e-6)
     assert tokens * shape.backward_flops(seq_len=LENGTH) == pytest.approx(backward, rel=1e-6)
-    assert shape.flops_per_token(seq_len=LENGTH) == shape.forward_flops(seq_len=LENGTH) + shape.backward_flops(
-        seq_len=LENGTH
-    )
+    assert shape.flops_per_token(seq_len=LENGTH) == of_forward + shape.backward_flops(seq_len=LENGTH)
 
 
 # -- a run: each number of its records

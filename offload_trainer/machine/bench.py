@@ -231,11 +231,8 @@ def _triad(size: int, *, seconds: float) -> Rate:
 def _rates_of_adding(kernel: CpuKernel, size: int, width: int, *, halving: bool, seconds: float) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
-    Args:
-        size: elements of the sums in total, so many that caches do not hold them; fewer if 256 weights have fewer.
-        width: the gradients are of square weights so wide, each added by its own call.
-        halving: as on a machine with a GPU, where the thread that adds is not the one that computes.
-        seconds: time for each of the two.
+    The gradients are of at most 256 square weights `width` wide, with `size` elements in total, which caches do not
+    hold. `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
     weight = width**2
     count = max(1, min(256, size // weight))
@@ -395,21 +392,20 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
     return [given, *(weight for block in blocks for weight in block)], forward
 
 
-def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
+def _timed(work: _Work, *, seconds: float) -> list[tuple[float, ...]]:
     """Return the seconds of each forward and of each backward, without the first of each."""
     inputs, forward = work
-    taken: tuple[list[float], list[float]] = ([], [])
-    began, least = time.perf_counter(), 4
-    while len(taken[0]) < least or time.perf_counter() - began < seconds:
+    taken: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(taken) < 4 or time.perf_counter() - began < seconds:
         for one in inputs:
             one.grad = None
         start = _now()
         outputs = forward()
         between = _now()
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-        for times, spent in zip(taken, (between - start, _now() - between), strict=True):
-            times.append(spent)
-    return taken[0][1:], taken[1][1:]
+        taken.append((between - start, _now() - between))
+    return list(zip(*taken[1:], strict=True))
 
 
 # -- drives ------------------------------------------------------------------------------------------------------------
@@ -424,11 +420,7 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
         buffer.view(-1, 1 << 20)[:] = noise
 
     def move(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
-        """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time.
-
-        The ways divide the buffers. A buffer's next transfer waits for its previous one. Each place is used at most
-        once.
-        """
+        """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time."""
         with closing(Transfers()) as mover:
             ways = [mover.read] * read + [mover.write] * write
             moved, each = [0 for _ in ways], len(buffers) // len(ways)

@@ -70,10 +70,7 @@ def _read() -> dict[str, Any]:
 
 @contextmanager
 def _changed() -> Iterator[dict[str, Any]]:
-    """Yield the cache's content to modify and write it back on exit, under a lock.
-
-    A file that cannot be read is replaced.
-    """
+    """Yield the cache's content to modify and write it back on exit, under a lock."""
     path = cache_file()
     make_directories(path.parent)
     # without locks another process's numbers may be lost; they are then measured again
@@ -132,12 +129,11 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
             f"{threads} used now (OMP_NUM_THREADS, over all ranks): use as many, or time it with these, "
             f"`offload-train bench placement.threads={threads}`"
         )
-    drives = [replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives]
     return replace(
         machine,
         rates=rates,
+        drives=tuple(replace(drive, rates=known(_drive_key(drive), DriveRates)) for drive in machine.drives),
         links=known(_links_key(machine), Links) or machine.links,
-        drives=tuple(drives),
         kept_free=known(f"kept free of {machine.gpu}", Count) or 0,
         notes=(*machine.notes, *dict.fromkeys(notes)),
     )

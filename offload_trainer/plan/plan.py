@@ -75,18 +75,15 @@ class Plan:
 
     def shortfalls(self) -> list[str]:
         """Return one sentence for each tier that is too small; directories on the same filesystem share one."""
-        sentences = {}
+        sentences = dict[str, str]()
         for tier, room in self.tiers.items():
-            if room["need"] <= room["have"]:
-                continue
-            one = self._shared(tier)
-            if one is None:
-                sentences[tier] = f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
-                continue
-            needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in one.directories]
-            sentences[one.directories[0]] = (
-                f"one filesystem has {format_bytes(one.free_bytes)} free for {' and '.join(needs)}"
-            )
+            if room["need"] > room["have"]:
+                first, told = tier, f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
+                if one := self._shared(tier):
+                    needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in one.directories]
+                    first = one.directories[0]
+                    told = f"one filesystem has {format_bytes(one.free_bytes)} free for {' and '.join(needs)}"
+                sentences[first] = told
         return list(sentences.values())
 
     def _shared(self, tier: str) -> Shared | None:

@@ -92,14 +92,10 @@ def refuse_unwritable() -> None:
             pass
         if is_there(path):
             os.close(open_owned(path))
-    except ValueError as error:
-        raise UserError(
-            f"{path}: {error}; move it away, or name another directory with OFFLOAD_TRAINER_CACHE"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{path}: rates cannot be saved there: {reason(error)}; name another directory with OFFLOAD_TRAINER_CACHE"
-        ) from error
+    except (ValueError, OSError) as error:
+        refused = isinstance(error, ValueError)  # by `open_owned`
+        why = f"{error}; move it away, or" if refused else f"rates cannot be saved there: {reason(error)};"
+        raise UserError(f"{path}: {why} name another directory with OFFLOAD_TRAINER_CACHE") from error
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:

@@ -344,8 +344,6 @@ def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
     if images is None or not images.units:
         return shape
     rate = images.patches(seq_len) / seq_len
-    if rate == images.rate:
-        return shape
     change, inside = rate / images.rate, set(images.units)
     weights = tuple(replace(w, products=w.products * change) if w.unit in inside else w for w in shape.weights)
     attention = tuple(

@@ -6,11 +6,7 @@ messages, one sentence each, with what to change.
 
 from __future__ import annotations
 
-from offload_trainer.config import (
-    STREAM,
-    OptimSection,
-    TrainConfig,
-)
+from offload_trainer.config import STREAM, OptimSection, TrainConfig
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import FORMATS, RULES

@@ -42,11 +42,7 @@ from offload_trainer.plan.tiered.footprint import (
     traffic_beside_matrices,
 )
 from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divided
-from offload_trainer.plan.tiered.spec import (
-    Layouts,
-    TierSizes,
-    layouts_of,
-)
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of

@@ -265,15 +265,13 @@ def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
         yield Traffic(place, phase, round(size), round(size))
 
 
-def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: int) -> list[Bound]:
-    """Return the bounds of the collectives that overlap matrix products; empty on a CPU, where no rate is known."""
-    found = []
+def zero_bounds(moved: Iterable[Collective], machine: MachineProfile, *, here: int) -> Iterator[Bound]:
+    """Yield the bounds of the collectives that overlap matrix products; none on a CPU, where no rate is known."""
     for one in as_traffic((each for each in moved if each.hides), here=here) if machine.gpu is not None else ():
         if one.place == NETWORK:
-            found += _over_network((one.read, one.written), machine, phase=one.phase)
+            yield from _over_network((one.read, one.written), machine, phase=one.phase)
         else:
-            found.append(_between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU"))
-    return found
+            yield _between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU")
 
 
 # -- what a rank of a group has ---------------------------------------------------------------------------------------

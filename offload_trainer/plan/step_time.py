@@ -10,7 +10,7 @@ forward (the last section). A phase for which a rate is missing is None.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from operator import add
@@ -116,15 +116,13 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs) -> Forecast:
     return Forecast(found, tuple(every))
 
 
-def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
-    """Return the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
-    found = []
+def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> Iterator[Bound]:
+    """Yield the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
     for one in computing_bounds(work, machine):
         copies = transfer_seconds(traffic, machine, phase=one.phase)
         seconds = None if one.seconds is None or copies is None else one.seconds + copies
         what = f"{one.what}, alternating with weight transfers, since there is only one buffer"
-        found.append(Bound(one.phase, seconds, what, "turns"))
-    return found
+        yield Bound(one.phase, seconds, what, "turns")
 
 
 def transfer_seconds(traffic: Sequence[Traffic], machine: MachineProfile, *, phase: str) -> float | None:

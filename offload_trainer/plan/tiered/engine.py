@@ -425,14 +425,14 @@ class TieredCandidate:
         links = [*exchange.links, *as_traffic(sent, here=work.here)]
         return Costs(traffic, bounds, links, on_top=on_top, waits=waits)
 
-    def _updates(self) -> list[Bound]:
-        """Return the bounds of the update kernels on GPU and CPU.
+    def _updates(self) -> Iterator[Bound]:
+        """Yield the bounds of the update kernels on GPU and CPU.
 
         Rates were measured with AdamW and 16-bit gradients. Rules that move fewer bytes are assumed to be as fast.
         The products of a rule on whole matrices come in addition. They do not overlap the transfers of pages without
         matrices, since a unit's pages are updated one after the other.
         """
-        work, machine, rates, bounds = self.work, self.machine, self.machine.rates.update, list[Bound]()
+        work, machine, rates = self.work, self.machine, self.machine.rates.update
         on_gpu = self.sizes.gpu_fraction if machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
@@ -452,13 +452,12 @@ class TieredCandidate:
             rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
             seconds = inside / rate * longer + products * on_gpu if rate and products is not None else None
             what = f"{title} on {format_count(inside)} parameters on the GPU"
-            bounds.append(Bound("update", seconds, what, "adamw_gpu"))
+            yield Bound("update", seconds, what, "adamw_gpu")
         if outside:
             speed, seconds = update_rate(work, machine), None
             if speed and products is not None and others is not None:
                 seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
-            bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
-        return bounds
+            yield Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw")
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps other work.
@@ -566,14 +565,10 @@ class TieredCandidate:
             if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
                 yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"
 
-    def tunable(self) -> list[tuple[str, ...]]:
-        """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
-        groups = list[tuple[str, ...]]()
+    def tunable(self) -> Iterator[tuple[str, ...]]:
+        """Yield groups of settings for `tune` to try; none of them changes a result or a placement."""
         if self.uses_drives:
-            groups += [
-                ("tiered.page_size=2097152", "tiered.page_size=8388608"),
-                ("tiered.page_buffers=4", "tiered.page_buffers=10"),
-            ]
+            yield "tiered.page_size=2097152", "tiered.page_size=8388608"
+            yield "tiered.page_buffers=4", "tiered.page_buffers=10"
         if self.placement.params != TierKind.GPU:
-            groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
-        return groups
+            yield "tiered.weight_buffers=2", "tiered.weight_buffers=4"

@@ -9,7 +9,7 @@ in the order of `offloading/gradients/collector.py`. A prefetch counts in the ph
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -110,23 +110,22 @@ def tiered_items(
     return items
 
 
-def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tiers) -> list[Item]:
+def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tiers) -> Iterator[Item]:
     state, e, g = work.state, work.item_bytes, work.gradient_bytes
     less = " (4 B less for Muon's matrices)" if state.rule.matrices else ""
     why = f"{state.masters.name} master, {state.moments.name} moments: {state.bytes_each:.3g} B a parameter{less}"
     share = "of the optimizer state"
-    items = []
     for home, tier in tiers.by_home.items():
         held = sum(one.count * state.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
         if home in sizes.shares:
-            items.append(tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}"))
+            yield tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}")
             continue
-        items.append(tier.item("state", held, why))
+        yield tier.item("state", held, why)
         if sizes.places > 1:
-            items.append(tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)"))
+            yield tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)")
     if kept := shadow_bytes(homes, state):
         why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
-        items.append(tiers.ram.item("shadow memory", kept, why))
+        yield tiers.ram.item("shadow memory", kept, why)
     here = [one for one in homes.cut.groups if one.page.home != ELSEWHERE]
     routes = [(route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one) for one in here]
     if any(route.through_host for route, _ in routes):
@@ -137,10 +136,9 @@ def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tier
             slot = host_slot([route for route, _ in mine], format=state, gradient=g, weight=e)
             buffers = min(sizes.page_buffers, moved)
             count, size = count + buffers, size + buffers * slot.total
-        items.append(tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer"))
+        yield tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer")
     if each := device_slot([route for route, _ in routes], gradient=g, weight=e).total:
-        items.append(tiers.device.item("update buffers", each, "one page of gradients or updated weights in transfer"))
-    return items
+        yield tiers.device.item("update buffers", each, "one page of gradients or updated weights in transfer")
 
 
 def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
@@ -150,57 +148,55 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
 
 def _weight_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int, together: bool
-) -> list[Item]:
+) -> Iterator[Item]:
     ram, device = tiers.ram.item, tiers.device.item
     used = _held([e * unit.elements for unit in units], homes)
     stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
     each = {home: f"{e * size / used[home]:.3g} B a parameter" for home, size in stored_at.items() if size}
     resident = sizes.here * stored_at.get(DEVICE, 0)
     name, why = ("weights", each[DEVICE]) if set(homes) == {DEVICE} else ("small weights", "always on the device")
-    items = [device(name, resident, why)]
-    items += [tiers.by_home[at].item("weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE]
+    yield device(name, resident, why)
+    yield from (tiers.by_home[at].item("weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE)
     streamed = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
     if not streamed:
-        return items
+        return
     blocks, others = (slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     of_block = "part" if any(unit.is_part for unit in streamed) else "block"
     counts = ((len(blocks), of_block), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
-    items.append(device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words))
+    yield device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words)
     if any(unit.quantised for unit in units):
         packed = [packed_bytes(units, homes, of_blocks=kind, item_bytes=e) for kind in (True, False)]
         size = len(blocks) * packed[0] + len(others) * packed[1]
-        items.append(device("quantised weights in use", sizes.here * size, "as they are fetched"))
+        yield device("quantised weights in use", sizes.here * size, "as they are fetched")
         weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
         scratch = max(weight.scratch_bytes(e, gpu=tiers.has_gpu) for weight in weights)
-        items.append(device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time"))
+        yield device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and tiers.has_gpu:
         why = "NCCL's buffers for gathering weights; assumed"
-        items.append(device("all-gather", sizes.here * NCCL_BYTES, why))
+        yield device("all-gather", sizes.here * NCCL_BYTES, why)
     stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_range(streamed, ranks=sizes.ranks)
         why = "one shard of each rank, between drives of different nodes"
-        items.append(ram("weights between nodes", through, why))
+        yield ram("weights between nodes", through, why)
     if tiers.has_gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         why = "2 buffers for the largest block, between drive and GPU"
-        items.append(ram("weight staging", sizes.here * staging, why))
+        yield ram("weight staging", sizes.here * staging, why)
     if together and sizes.ranks > 1 and stored:
         why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
-        items.append(ram("weights read", SHARED_READS * stored, why))
-    return items
+        yield ram("weights read", SHARED_READS * stored, why)
 
 
 def _gradient_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int, buffers: int
-) -> list[Item]:
+) -> Iterator[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
-    items = []
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
-        items.append(tiers.by_home[home].item("gradients", size, why))
+        yield tiers.by_home[home].item("gradients", size, why)
     on_drives = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
     if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks = [unit.trained for unit in on_drives if unit.block]
@@ -208,8 +204,7 @@ def _gradient_items(
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
-        items.append(tiers.ram.item("gradient buffers", buffers * g * staging, why))
-    return items
+        yield tiers.ram.item("gradient buffers", buffers * g * staging, why)
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:

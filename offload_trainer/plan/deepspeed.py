@@ -30,7 +30,7 @@ the head of a wide model has less of it. docs/benchmarks/predictions.md has meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -216,15 +216,12 @@ class DeepSpeedCandidate:
         self.title = f"DeepSpeed {how}"
         self.homes = machine.in_words(str(placement))
         self.uses_drives = TierKind.DRIVES in (placement.params, placement.optimizer)
-        self.cannot_save: str | None = None
+        why: str | None = None
         if placement.optimizer == TierKind.DRIVES:
-            self.cannot_save = (
-                "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-            )
+            why = "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
         elif moments == "8bit":
-            self.cannot_save = (
-                "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
-            )
+            why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
+        self.cannot_save = why
         self._tiers = tiers_of(machine)
         self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = -(-self._held * trainable // shape.parameters)
@@ -242,7 +239,7 @@ class DeepSpeedCandidate:
 
     def costs(self) -> Costs:
         """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
-        work, machine, traffic, collectives = self.work, self.machine, self._traffic(), self._collectives
+        work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
         update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
             count, rate = self._trained, update_rate(work, machine)  # parameters per second of a node
@@ -271,8 +268,8 @@ class DeepSpeedCandidate:
         stretch = 1 + (alone if self._section.pipeline_read or self._section.pipeline_write else 1.0)
         return Costs(traffic, bounds, list(as_traffic(collectives, here=work.here)), stretch=stretch, on_top=on_top)
 
-    def _traffic(self) -> list[Traffic]:
-        """Return the bytes that a step moves.
+    def _traffic(self) -> Iterator[Traffic]:
+        """Yield the bytes that a step moves.
 
         With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
         """
@@ -280,19 +277,17 @@ class DeepSpeedCandidate:
         drive = self.machine.drives[0].directory if self.machine.drives else None
         trained, total = self._trained, -(-work.shape.parameters // work.nodes)
         own = -(-work.shape.parameters // work.world)
-        found = []
         if self.placement.optimizer != TierKind.GPU:
-            found.append(self._gradient_copies)
+            yield self._gradient_copies
             if self.placement.params == TierKind.GPU or self.machine.gpu is None:
-                found.append(Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0))
+                yield Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0)
         if self.placement.optimizer == TierKind.DRIVES and drive:
-            found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+            yield Traffic(drive, "update", 16 * trained, 16 * trained)
         if self.placement.params != TierKind.GPU:
-            found += [Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward")]
+            yield from (Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward"))
         if self.placement.params == TierKind.DRIVES and drive:
-            found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
-            found.append(Traffic(drive, "update", 0, e * total))
-        return found
+            yield from (Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward"))
+            yield Traffic(drive, "update", 0, e * total)
 
     @property
     def _gradient_copies(self) -> Traffic:
@@ -330,19 +325,16 @@ class DeepSpeedCandidate:
         last = next(weight.numel for weight in shape.weights if weight.trainable) / shape.trainable
         return whole + back, (alone + back) * last / self.work.accumulate
 
-    def notes(self, _: Costs) -> list[str]:
-        """Return the sentences of the plan about this placement."""
-        notes = [
-            "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
-        ]
+    def notes(self, _: Costs) -> Iterator[str]:
+        """Yield the sentences of the plan about this placement."""
+        yield "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
         if self.work.checkpoints == 0:
-            notes.append("no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end")
+            yield "no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end"
         if self.work.tensor > 1:
-            notes.append(
+            yield (
                 f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
                 "AutoTP stores were measured only on a CPU"
             )
-        return notes
 
     def tunable(self) -> list[tuple[str, ...]]:
         return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
@@ -378,67 +370,61 @@ class DeepSpeedCandidate:
             return self._tiers.drives[0] if self._tiers.drives else Tier(kind, 0)
         return self._tiers.device if kind == TierKind.GPU else self._tiers.ram
 
-    def _weights(self) -> list[Item]:
+    def _weights(self) -> Iterator[Item]:
         work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
         if self.placement.stage < 3:
             how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
-            return [self._tiers.device.item("weights", e * self._held * here, f"{e} B a parameter, {how}")]
+            yield self._tiers.device.item("weights", e * self._held * here, f"{e} B a parameter, {how}")
+            return
         home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
         why = "gathered at the same time: max_live_parameters and a prefetch bucket"
-        items = [
-            home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks"),
-            self._tiers.device.item("weights in use", e * self._gathered * here, why),
-        ]
+        yield home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks")
+        yield self._tiers.device.item("weights in use", e * self._gathered * here, why)
         if self.placement.params == TierKind.DRIVES:
             buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
             swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
-            items.append(self._tiers.ram.item("weight swap buffers", e * swap * here, why))
-            items.append(self._tiers.ram.item("weight write buffer", e * write * here, "one sub-group"))
-        return items
+            yield self._tiers.ram.item("weight swap buffers", e * swap * here, why)
+            yield self._tiers.ram.item("weight write buffer", e * write * here, "one sub-group")
 
-    def _gradients(self) -> list[Item]:
+    def _gradients(self) -> Iterator[Item]:
         e, here, device, several = self.work.item_bytes, self.work.here, self._tiers.device, self.work.accumulate > 1
         of_bucket = self._sums if self.placement.stage == 1 else e
         count = 2 if self._tiers.has_gpu and self.placement.stage < 3 else 1
         buckets = count * of_bucket * self._bucket * here
-        items = [device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
+        yield device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")
         if self.placement.stage == 3:
             tier = device if self.placement.optimizer == TierKind.GPU else self._tiers.ram
             why = f"{self._sums} B a parameter, sharded over the ranks"
-            return [*items, tier.item("gradients", self._sums * self._trained, why)]
+            yield tier.item("gradients", self._sums * self._trained, why)
+            return
         if self.placement.stage == 1:
-            each = self._sums * self._held_trained * here
-            items.append(device.item("gradients", each, "whole on each rank"))
+            yield device.item("gradients", self._sums * self._held_trained * here, "whole on each rank")
         elif self.placement.optimizer == TierKind.GPU:
-            items.append(device.item("gradients", e * self._trained, f"{e} B a parameter, until the update"))
+            yield device.item("gradients", e * self._trained, f"{e} B a parameter, until the update")
         if several and self.placement.stage == 2 and self._sums > e:
             why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            return [*items, device.item("sums", 4 * self._trained, why)]
-        if several and self.placement.optimizer == TierKind.RAM:
-            items.append(self._tiers.ram.item("sums", e * self._trained, "of the micro-batches' gradients"))
-        return items
+            yield device.item("sums", 4 * self._trained, why)
+        elif several and self.placement.optimizer == TierKind.RAM:
+            yield self._tiers.ram.item("sums", e * self._trained, "of the micro-batches' gradients")
 
-    def _state(self) -> list[Item]:
+    def _state(self) -> Iterator[Item]:
         e, trained, here, sizes = self.work.item_bytes, self._trained, self.work.here, self.sizes
         home = self._tier(self.placement.optimizer)
-        items = [home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")]
+        yield home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")
         if self.placement.optimizer == TierKind.DRIVES:
             buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
             why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
             first = "from the first update, which creates them, to the second"
-            return [
-                *items,
-                home.item("gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state"),
-                self._tiers.ram.item("optimizer swap buffers", buffers, why),
-                self._tiers.ram.item("first moments", 8 * trained, first),
-            ]
-        items.append(home.item("gradients, fp32", 4 * trained, "the update reads them in fp32"))
+            yield home.item("gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state")
+            yield self._tiers.ram.item("optimizer swap buffers", buffers, why)
+            yield self._tiers.ram.item("first moments", 8 * trained, first)
+            return
+        yield home.item("gradients, fp32", 4 * trained, "the update reads them in fp32")
         if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
             through = e * max(self._parts, default=0) * here
-            items.append(self._tiers.ram.item("new weights", e * trained, "output of the update"))
-            items.append(self._tiers.ram.item("gradients in transfer", through, "the largest weight's"))
-            items.append(self._tiers.device.item("gradients in transfer", through, "the largest weight's"))
-        return items
+            yield self._tiers.ram.item("new weights", e * trained, "output of the update")
+            yield self._tiers.ram.item("gradients in transfer", through, "the largest weight's")
+            yield self._tiers.device.item("gradients in transfer", through, "the largest weight's")
 
     # -- the largest moment -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, field
 from functools import reduce
 from importlib.resources import files
@@ -245,22 +246,20 @@ _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://downloa
 _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 
-def card_mistakes(machine: MachineProfile, *, dtype: str) -> list[tuple[str, str]]:
-    """Return why the GPU cannot train in `dtype` with the installed torch, as pairs (what is wrong, what to do).
+def card_mistakes(machine: MachineProfile, *, dtype: str) -> Iterator[tuple[str, str]]:
+    """Yield why the GPU cannot train in `dtype` with the installed torch, as pairs (what is wrong, what to do).
 
     There are none if the capability is unknown.
     """
     capability, built = machine.capability, machine.built_for
     if machine.gpu is None or capability is None:
-        return []
+        return
     name = f"{machine.gpu} (sm_{capability[0]}{capability[1]})"
-    found = []
     if built and not any(runs(code, capability) for code in built):
         fix = _CU126 if capability < _CU126_UP_TO else _NEWER
-        found.append((f"the installed torch has no kernels for {name}; it has {', '.join(built)}", fix))
+        yield f"the installed torch has no kernels for {name}; it has {', '.join(built)}", fix
     if dtype == "bf16" and capability < BF16_FROM:
-        found.append((f"{name} has no bf16 units, which need sm_80 or newer", "use --dtype fp16"))
-    return found
+        yield f"{name} has no bf16 units, which need sm_80 or newer", "use --dtype fp16"
 
 
 def runs(code: str, capability: tuple[int, int]) -> bool:

@@ -365,11 +365,11 @@ def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
     assert told.startswith("the installed torch has no kernels for NVIDIA X (sm_70); it has sm_75, sm_80")
     assert fix.endswith("--index-url https://download.pytorch.org/whl/cu126")
     assert "--force-reinstall" in fix  # pip takes another build of the same version for the same version
-    assert not card_mistakes(card((7, 0), ("sm_50", "sm_60", "sm_70")), dtype="fp16")
-    assert not card_mistakes(card((12, 1)), dtype="bf16")
+    assert not list(card_mistakes(card((7, 0), ("sm_50", "sm_60", "sm_70")), dtype="fp16"))
+    assert not list(card_mistakes(card((12, 1)), dtype="bf16"))
     ((_, fix),) = card_mistakes(card((12, 1), ("sm_80", "sm_90")), dtype="bf16")
     assert "newer torch" in fix
-    assert not card_mistakes(replace(card((7, 0)), gpu=None), dtype="bf16")
+    assert not list(card_mistakes(replace(card((7, 0)), gpu=None), dtype="bf16"))
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
@@ -530,7 +530,7 @@ def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.Monk
     faked(monkeypatch, hip="7.1")
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
     assert (machine.gpu, machine.capability, machine.built_for) == ("a card", None, None)
-    assert not card_mistakes(machine, dtype="bf16")
+    assert not list(card_mistakes(machine, dtype="bf16"))
     assert "built for ROCm" in machine.no_state_on_gpu
     assert "ROCm 7.1" in doctor._torch().found
 

@@ -114,11 +114,10 @@ def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tier
     state, e, g = work.state, work.item_bytes, work.gradient_bytes
     less = " (4 B less for Muon's matrices)" if state.rule.matrices else ""
     why = f"{state.masters.name} master, {state.moments.name} moments: {state.bytes_each:.3g} B a parameter{less}"
-    share = "of the optimizer state"
     for home, tier in tiers.by_home.items():
         held = sum(one.count * state.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
         if home in sizes.shares:
-            yield tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}")
+            yield tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} of the optimizer state; {why}")
             continue
         yield tier.item("state", held, why)
         if sizes.places > 1:

@@ -352,7 +352,7 @@ class DeepSpeedCandidate:
         reduced = self.placement.stage > 1
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = e * tied if reduced else 0
-        model = activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)
+        model = [*activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)]
         there = [item.bytes for item in model if item.tier == self._tiers.device.name and item.name in ACTIVATIONS]
         items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
         if not self._tiers.has_gpu:

@@ -12,7 +12,7 @@ with measurements. Pure arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import MachineProfile
@@ -61,8 +61,8 @@ def process_items(tiers: Tiers, *, here: int = 1, what: str = "torch and transfo
 
 def activation_items(
     work: Workload, *, tiers: Tiers, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
-) -> list[Item]:
-    """Return the activations at the peak of a micro-batch (`peak_of`), and the libraries' memory.
+) -> Iterator[Item]:
+    """Yield the activations at the peak of a micro-batch (`peak_of`), and the libraries' memory.
 
     `kept` are items for the blocks' inputs, if the engine offloads them.
     """
@@ -81,26 +81,25 @@ def activation_items(
         of_rank = replace(of_rank, images=image_part(work))
     peak = peak_of(of_rank, work, inputs_here=not offloaded, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
-    items = list(kept)
+    yield from kept
     if offloaded:
         inputs = work.checkpointed * work.micro_batch * work.length * shape.hidden * work.item_bytes
         if not kept:
-            items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
-        items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
+            yield tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing")
+        yield device("activations", peak.bytes * world, f"at their peak, {how}")
     else:
         others = shape.layers - work.checkpointed
         name = "saved activations" if others else "block inputs"
         parts = f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
-        items.append(device(name, peak.kept * world, f"saved for the backward{parts}"))
-        items.append(device("activations", peak.rest * world, f"all other activations, at their peak, {how}"))
+        yield device(name, peak.kept * world, f"saved for the backward{parts}")
+        yield device("activations", peak.rest * world, f"all other activations, at their peak, {how}")
     if tiers.has_gpu:
-        items.append(device("CUDA context", CUDA_CONTEXT * world, "of the driver, in each process"))
+        yield device("CUDA context", CUDA_CONTEXT * world, "of the driver, in each process")
         why = f"{ALLOCATOR:.0%} of the activations, for fragmentation; assumed"
-        items.append(device("allocator", int(ALLOCATOR * peak.bytes) * world, why))
+        yield device("allocator", int(ALLOCATOR * peak.bytes) * world, why)
     else:
         why = "compiled code and buffers for matrix products, in each process"
-        items.append(device("matmul kernels", PRODUCTS * world, why))
-    return items
+        yield device("matmul kernels", PRODUCTS * world, why)
 
 
 def saved_items(work: Workload, *, output: str) -> list[Item]:
@@ -165,20 +164,19 @@ def slots_of(work: Workload) -> BlockInputs:
     return BlockInputs(work.accumulate, inputs_of(work).size + aligned(_GENERATORS))
 
 
-def input_items(work: Workload, *, tiers: Tiers) -> list[Item]:
-    """Return plan items for the block inputs that `model.offload_activations` moves; empty if it moves none."""
+def input_items(work: Workload, *, tiers: Tiers) -> Iterator[Item]:
+    """Yield plan items for the block inputs that `model.offload_activations` moves, if it moves any."""
     if not work.inputs_away:
-        return []
+        return
     inputs, name = inputs_of(work), "block inputs"
-    items = [tiers.device.item(name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")]
+    yield tiers.device.item(name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
     if work.inputs_away == TierKind.RAM:
-        return [*items, tiers.ram.item(name, inputs.count * inputs.size, "saved by gradient checkpointing")]
-    why = f"{inputs.buffers} in transfer to or from drives"
-    items.append(tiers.ram.item(name, inputs.buffers * inputs.size, why))
+        yield tiers.ram.item(name, inputs.count * inputs.size, "saved by gradient checkpointing")
+        return
+    yield tiers.ram.item(name, inputs.buffers * inputs.size, f"{inputs.buffers} in transfer to or from drives")
     homes = inputs.homes(len(tiers.drives))
     for number, drive in enumerate(tiers.drives):
-        items.append(drive.item(name, homes.count(number) * inputs.size, "saved by gradient checkpointing"))
-    return items
+        yield drive.item(name, homes.count(number) * inputs.size, "saved by gradient checkpointing")
 
 
 LONG = 8192  # tokens in a row from which on the lower threshold applies

@@ -381,7 +381,7 @@ class TieredCandidate:
     @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
+        return [*tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))]
 
     def costs(self) -> Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients.

@@ -48,28 +48,25 @@ from offload_trainer.units import format_bytes, format_count
 
 def tiered_items(
     work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
-) -> list[Item]:
-    """Return the memory of a node's ranks at its peak."""
+) -> Iterator[Item]:
+    """Yield the memory of a node's ranks at its peak."""
     ram, device, here = tiers.ram.item, tiers.device.item, work.here
     e, g = work.item_bytes, work.gradient_bytes
-    items = [
-        *process_items(tiers, here=here),
-        *_page_items(work, homes, sizes, tiers=tiers),
-        *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e, together=work.world > work.pipeline),
-        *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g, buffers=work.pipeline),
-    ]
+    yield from process_items(tiers, here=here)
+    yield from _page_items(work, homes, sizes, tiers=tiers)
+    yield from _weight_items(units, homes.weights, sizes, tiers=tiers, e=e, together=work.world > work.pipeline)
+    yield from _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g, buffers=work.pipeline)
     if work.pipeline > 1:
         slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
-        items.append(ram("cuts", slots.count * slots.size, why))
+        yield ram("cuts", slots.count * slots.size, why)
     if work.state.rule.matrices:
         matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
         each = 6 if tiers.has_gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
         size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
-        items.append(device("orthogonalisation", here * size, "of the largest matrix, one at a time"))
+        yield device("orthogonalisation", here * size, "of the largest matrix, one at a time")
     if work.world == work.pipeline:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
-        why = "buffer between the device and gradient sums in RAM or on drives"
-        items.append(ram("gradient staging", here * ring, why))
+        yield ram("gradient staging", here * ring, "buffer between the device and gradient sums in RAM or on drives")
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
         trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
@@ -78,36 +75,35 @@ def tiered_items(
         if tiers.has_gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
-        items.append(device("gradients in flight", here * size, why))
+        yield device("gradients in flight", here * size, why)
     else:
         outbox = exchange_bytes(units, item_bytes=e)
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
-        items.append(ram("gradient exchange", here * outbox, why))
+        yield ram("gradient exchange", here * outbox, why)
         if sizes.nodes > 1:
             inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
-            items.append(ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes"))
+            yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
         if tiers.has_gpu:
             why = "of one block, until they are copied to the exchange buffers"
-            items.append(device("gradients in flight", here * (outbox // OUTBOXES), why))
+            yield device("gradients in flight", here * (outbox // OUTBOXES), why)
         if tiers.has_gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
-            items.append(device("broadcasts", here * NCCL_BYTES, why))
+            yield device("broadcasts", here * NCCL_BYTES, why)
     pages = [one.page for one in homes.cut.groups]
     outside = [page for page in pages if on_drive(page.home) or page.home == DEVICE]
     stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
-        size = here * SAVE_BUFFERS * stored
-        items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
+        yield ram("save buffers", here * SAVE_BUFFERS * stored, f"{SAVE_BUFFERS} pages being written to a checkpoint")
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, tiers=tiers)]
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
-    items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)
+    model = [*activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
+    yield from model
     if sizes.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
-        items.append(ram("heap", heap_holes(work, items), why))
+        yield ram("heap", heap_holes(work, model), why)
     if work.sequence > 1 and tiers.has_gpu:
-        items.append(device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed"))
-    return items
+        yield device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed")
 
 
 def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tiers) -> Iterator[Item]:
@@ -172,17 +168,14 @@ def _weight_items(
         scratch = max(weight.scratch_bytes(e, gpu=tiers.has_gpu) for weight in weights)
         yield device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and tiers.has_gpu:
-        why = "NCCL's buffers for gathering weights; assumed"
-        yield device("all-gather", sizes.here * NCCL_BYTES, why)
+        yield device("all-gather", sizes.here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
     stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_range(streamed, ranks=sizes.ranks)
-        why = "one shard of each rank, between drives of different nodes"
-        yield ram("weights between nodes", through, why)
+        yield ram("weights between nodes", through, "one shard of each rank, between drives of different nodes")
     if tiers.has_gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
-        why = "2 buffers for the largest block, between drive and GPU"
-        yield ram("weight staging", sizes.here * staging, why)
+        yield ram("weight staging", sizes.here * staging, "2 buffers for the largest block, between drive and GPU")
     if together and sizes.ranks > 1 and stored:
         why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
         yield ram("weights read", SHARED_READS * stored, why)

@@ -78,9 +78,8 @@ def available_ram_bytes() -> int:
     return min([psutil.virtual_memory().available, *_cgroup_room()])
 
 
-def _cgroup_room() -> list[int]:
-    """Return the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
-    rooms = []
+def _cgroup_room() -> Iterator[int]:
+    """Yield the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
     for root, path in _cgroups("memory"):
         v2 = root == _CGROUPS
         limit, usage = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -96,8 +95,7 @@ def _cgroup_room() -> list[int]:
             except (OSError, ValueError):
                 continue
             if text != "max":
-                rooms.append(max(0, int(text) - used + cache))
-    return rooms
+                yield max(0, int(text) - used + cache)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:

@@ -225,15 +225,14 @@ def describe_links(links: Links) -> list[str]:
     """Return the rates between ranks as text, one line each, with where each is from."""
     names = ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all")
     found = [line for name in names for line in _line_of(name.replace("_", " "), getattr(links, name), 1e9, "GB/s")]
-    return found + _line_of("small messages in turn", links.message, 1e3, "k messages/s")
+    return [*found, *_line_of("small messages in turn", links.message, 1e3, "k messages/s")]
 
 
-def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> list[str]:
-    """Return the line of a rate, with its source if it was not measured; none if it is unknown."""
-    if rate is None:
-        return []
-    source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
-    return [f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()]
+def _line_of(name: str, rate: Rate | None, scale: float, unit: str) -> Iterator[str]:
+    """Yield the line of a rate, with its source if it was not measured; none if it is unknown."""
+    if rate is not None:
+        source = "" if rate.origin == "measured" else f"{rate.origin}: {rate.source}"
+        yield f"  {name:<37}{rate.value / scale:>9.4g} {unit:<16}{source}".rstrip()
 
 
 # -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY

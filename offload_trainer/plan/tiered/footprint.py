@@ -191,8 +191,7 @@ def _gradient_items(
         yield tiers.by_home[home].item("gradients", size, why)
     on_drives = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
     if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
-        blocks = [unit.trained for unit in on_drives if unit.block]
-        others = [unit.trained for unit in on_drives if not unit.block]
+        blocks, others = ([unit.trained for unit in on_drives if unit.block == kind] for kind in (True, False))
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
@@ -243,8 +242,7 @@ def tiered_traffic(
         size = g * sizes.trained_here(units[unit])
         move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
-    handed_over = [place.weight for unit in outside for place in unit.places]
-    given = e * micro * sum(weight.numel for weight in handed_over if weight.trainable)
+    given = e * micro * sum(place.weight.numel for unit in outside for place in unit.places if place.weight.trainable)
     move(DEVICE, "backward", written=given // work.pipeline)
     if work.inputs_away:
         inputs = inputs_of(work)

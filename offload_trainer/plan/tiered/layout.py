@@ -81,10 +81,8 @@ class Unit:
     def stored_weights(self, item_bytes: int) -> tuple[StoredWeight, ...]:
         """Return the frozen weights of a quantised unit as they are stored, after the trained ones."""
         found, end = list[StoredWeight](), self.trained * item_bytes
-        for place in self.places:
+        for place in (place for place in self.places if not place.weight.trainable):
             weight, first = place.weight, end
-            if weight.trainable:
-                continue
             if not weight.quantised:
                 end = aligned(first + weight.numel * item_bytes, _PART)
                 found.append(StoredWeight(place.start, weight.numel, None, first, end, end))
@@ -445,12 +443,11 @@ def homes_of(
     """
     drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
     held = [0.0] * len(speeds)
-    for unit in units if speeds else ():
-        if not unit.small:
-            size = unit.stored_bytes(item_bytes=2)
-            after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
-            drive[unit.index] = after.index(min(after))
-            held[drive[unit.index]] += size
+    for unit in (unit for unit in units if speeds and not unit.small):
+        size = unit.stored_bytes(item_bytes=2)
+        after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
+        drive[unit.index] = after.index(min(after))
+        held[drive[unit.index]] += size
     place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
     pages = [one.page for one in cut.groups]
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}

@@ -225,7 +225,7 @@ class DeepSpeedCandidate:
         self._tiers = tiers_of(machine)
         self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = -(-self._held * trainable // shape.parameters)
-        self._trained = -(-self._held_trained * work.here // work.data)  # whose optimizer state is on one node
+        self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
         self._parts = [part_held(weight, work.tensor) for weight in shape.weights if weight.trainable]  # of a rank
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time

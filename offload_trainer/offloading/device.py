@@ -26,7 +26,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
@@ -90,9 +90,8 @@ class CpuDevice:
 
         The future completes when the source may be overwritten.
         """
-        future, copy = Future(), lambda: copy_alone(source, into)
-        ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
-        return future, future
+        copied = followed(ready, lambda: self._copies.submit(lambda: copy_alone(source, into)))
+        return copied, copied
 
     def download(self, copies: Copies, *, after: Mark = None) -> Future:
         """Copy tensors on the device to host memory after the event `after`, or after everything queued so far."""
@@ -174,18 +173,15 @@ class CudaDevice:
             before, read = staging.last, Future()
             arrival = staging.last = self._arrive(self._to_device, part, into, after=after, ready=read)
 
-        def fill() -> None:
-            try:
-                if before is not None:
-                    before.finish()  # the read must not overwrite bytes that are still being copied
-                source(part).then(read.finish_part)
-            except BaseException as error:
-                read.finish_part(error)
+        def fill() -> Future:
+            if before is not None:
+                before.finish()  # the read must not overwrite bytes that are still being copied
+            return source(part)
 
         if before is None or before.over:
-            fill()
+            ending(read, fill)()
         else:
-            self._stager.put(fill)
+            self._stager.put(ending(read, fill))
         return arrival
 
     def _arrive(

@@ -149,7 +149,7 @@ def followed(future: Future, work: Callable[[], object]) -> Future:
     """Return a future that completes once `future` has succeeded and `work` has run.
 
     `work` runs on the thread that completes `future`, or on the calling thread if that has happened already. An error
-    of either becomes the error of the returned future.
+    of either becomes the error of the returned future, which waits for a future that `work` returns.
     """
     both = Future()
     future.then(lambda error: both.finish_part(error) if error else ending(both, work)())
@@ -162,15 +162,22 @@ def done() -> Future:
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
-    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one."""
+    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one.
+
+    If `work` returns another future, the part ends with that.
+    """
 
     def carry_out() -> None:
         error: BaseException | None = None
+        result: object = None
         try:
-            work()
+            result = work()
         except BaseException as caught:
             error = caught
-        future.finish_part(error)
+        if isinstance(result, Future):
+            result.then(future.finish_part)
+        else:
+            future.finish_part(error)
 
     return carry_out
 

@@ -192,10 +192,8 @@ class Gradients:
         self._downloads.queue()
         made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
         if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
-            added, written = Future(), Future()
-            added.then(lambda error: written.finish_part(error) if error is not None else None)
-            self._put(lambda: self._staged.send(unit.index).then(written.finish_part), added)
-            stored.append(written)
+            stored.append(Future())
+            self._put(lambda: self._staged.send(unit.index), stored[-1])
         together(stored).then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> None:
@@ -242,11 +240,11 @@ class Gradients:
     def _put(self, work: Callable[[], object], future: Future) -> None:
         """Queue `work` for the adding thread; the future completes after it, or with the first error of this thread."""
 
-        def unless_broken() -> None:
+        def unless_broken() -> object:
             if self._error is not None:
                 raise self._error
             try:
-                work()
+                return work()
             except BaseException as error:
                 self._error = error
                 raise

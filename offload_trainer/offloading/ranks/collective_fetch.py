@@ -29,7 +29,7 @@ from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.plan.tiers import on_drive
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
 
 _BARRIER = -1
 
@@ -166,23 +166,16 @@ class WeightFetches:
         """Return a function that fills a buffer with a unit, at this rank's turn."""
 
         def into(buffer: torch.Tensor) -> Future:
-            filled = Future()
-
-            def fill(error: BaseException | None) -> None:
-                if error is not None:
-                    filled.finish_part(error)
-                elif turn.together:
-                    self._read_together(unit, buffer, filled)
-                else:
-                    self._store.read(unit, 0, buffer).then(filled.finish_part)
-
-            turn.when(fill)
+            filled = followed(turn.begun, lambda: self._read_at_turn(unit, buffer, turn))
+            turn.destination.finish_part()
             return filled
 
         return into
 
-    def _read_together(self, unit: int, buffer: torch.Tensor, filled: Future) -> None:
-        """Read a unit on the fetching thread. All ranks' threads read the same units in the same order."""
+    def _read_at_turn(self, unit: int, buffer: torch.Tensor, turn: Turn) -> Future:
+        """Read a unit, together on the fetching thread. All ranks' threads read the same units in the same order."""
+        if not turn.together:
+            return self._store.read(unit, 0, buffer)
         try:
             if self._failed is not None:
                 raise self._failed
@@ -195,10 +188,10 @@ class WeightFetches:
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
             self._group.all_gather_numbers(0)
             self._copied = self._copies.submit(lambda: copy_alone(whole, buffer))
-            self._copied.then(filled.finish_part)
+            return self._copied
         except BaseException as error:
             self._failed = error
-            filled.finish_part(error)
+            raise
 
     def cancel(self) -> None:
         """Fail the fetches that have not begun, because other ranks may never join them."""
@@ -224,9 +217,9 @@ class PendingGather:
 
     def __call__(self, into: torch.Tensor) -> Future:
         """Fill `into`, in host memory, when it is this rank's turn."""
-        future, fill = Future(), lambda: self.fill(into, copy_alone)
-        self.when(lambda error: future.finish_part(error) if error else ending(future, fill)())
-        return future
+        filled = followed(self._turn.begun, lambda: self.fill(into, copy_alone))
+        self._turn.destination.finish_part()
+        return filled
 
     def fill(self, into: torch.Tensor, copy: Copy) -> None:
         """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""

@@ -155,7 +155,7 @@ class CudaDevice:
 
     def mark(self) -> torch.cuda.Event:
         with torch.cuda.device(self.place):
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
             event.record(torch.cuda.current_stream(self.place))
         return event
 
@@ -199,13 +199,11 @@ class CudaDevice:
 
     def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
         """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             work()
-            event.record(stream)
-        return event
+            return self.mark()
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after).finish)
@@ -240,14 +238,10 @@ class CudaDevice:
             yield
 
     def reached(self) -> Future:
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
-        with torch.cuda.device(self.place):
-            event.record(torch.cuda.current_stream(self.place))
-        return self._passed.submit(event.synchronize)
+        return self._passed.submit(self.mark().synchronize)
 
     def close(self) -> None:
-        waiters = self._uploaded, self._downloaded, self._kept, self._returned, self._passed
-        for workers in (self._stager, *waiters):
+        for workers in (self._stager, self._uploaded, self._downloaded, self._kept, self._returned, self._passed):
             workers.close()
         self._stagings.clear()  # pinned memory is released with its last view
 

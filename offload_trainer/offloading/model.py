@@ -259,8 +259,8 @@ class OffloadedModel:
         self.stream.restore_uncalled()
         with self.stream.passing(backward=False, then=then), keeping:
             yield
-        if not then:
-            self.node.align()  # a backward has barriers that align the ranks
+        if not then and self.node.meet is not None:
+            self.node.meet()  # a backward has barriers that align the ranks
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:

@@ -182,12 +182,6 @@ def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
     return carry_out
 
 
-def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a flat uint8 tensor."""
-    assert buffer.is_contiguous()
-    return buffer.view(-1).view(torch.uint8)
-
-
 class Workers:
     """Threads that take jobs from one queue in order."""
 
@@ -242,7 +236,8 @@ class Transfers:
     def _start(
         self, workers: Workers, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor
     ) -> Future:
-        data = bytes_of(buffer).numpy().data
+        assert buffer.is_contiguous()
+        data = buffer.view(-1).view(torch.uint8).numpy().data
         assert offset % SECTOR == 0, offset
         assert len(data) % SECTOR == 0, len(data)
         starts = range(0, len(data), _BLOCK)

@@ -31,15 +31,15 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending, foll
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
 Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
-_When = Callable[[Callable[[BaseException | None], None]], None]
+_When = Callable[[Callable[[], object]], Future]  # runs a function later; the future ends with it, or with an error
 
 
 @runtime_checkable
 class QueuedFill(Protocol):
     """A `Read` that a GPU may also queue on a separate stream: an all-gather between the devices of several ranks."""
 
-    def when(self, then: Callable[[BaseException | None], None]) -> None:
-        """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""
+    def at_turn(self, work: Callable[[], object]) -> Future:
+        """Run `work` once, on a thread, when it is this rank's turn to `fill`; return a future that ends with it."""
 
     def fill(self, into: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         """Queue filling `into` (on the device); `copy` queues a copy from host memory to the device."""
@@ -165,7 +165,7 @@ class CudaDevice:
         if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
             copy = lambda values, target: target.copy_(values, non_blocking=True)  # noqa: E731
             queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
-            return _CudaArrival(queue, self.place, when=source.when)
+            return _CudaArrival(queue, self.place, when=source.at_turn)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
             staging = self._stagings.pop(0)  # the least recently used buffer is first
             self._stagings.append(staging)
@@ -195,7 +195,8 @@ class CudaDevice:
     ) -> _CudaArrival:
         """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
         copy = partial(into.copy_, source, non_blocking=True)
-        return _CudaArrival(partial(self._queue, stream, copy, after=after), self.place, when=(ready or done()).then)
+        queue, when = partial(self._queue, stream, copy, after=after), partial(followed, ready or done())
+        return _CudaArrival(queue, self.place, when=when)
 
     def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
         """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
@@ -250,22 +251,17 @@ class _CudaArrival:
     """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
     def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device, *, when: _When) -> None:
-        """Prepare a copy. `when` calls a function once the bytes are in host memory, or with the error of reading them.
+        """Prepare a copy. `when` runs a function, on any thread, once the bytes are in host memory.
 
-        Any thread may then call `copy`, which queues the copy on the device `place` and returns its event.
+        `copy` then queues the copy on the device `place` and returns its event.
         """
-        self._copy, self._place = copy, place
+        self._copy, self._place = copy, place  # the tensors of the copy stay as long as this object
         self._event: torch.cuda.Event | None = None
-        self.queued = Future()  # completes when the copy is queued, or with an earlier error
-        when(self._queue)
 
-    def _queue(self, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                self._event = self._copy()
-            except BaseException as caught:
-                error = caught
-        self.queued.finish_part(error)
+        def queue() -> None:
+            self._event = self._copy()
+
+        self.queued = when(queue)  # completes when the copy is queued, or with an earlier error
 
     @property
     def over(self) -> bool:

@@ -33,7 +33,6 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending, foll
 
 _BARRIER = -1
 
-Told = Callable[[BaseException | None], None]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
 Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
 
@@ -46,10 +45,14 @@ class Turn:
         self.begun = Future()
         self.decided = self.together = False
 
-    def when(self, then: Told) -> None:
-        """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
-        self.begun.then(then)
+    def run(self, work: Callable[[], object]) -> Future:
+        """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn.
+
+        Return a future that ends with it, or with an earlier error.
+        """
+        ended = followed(self.begun, work)
         self.destination.finish_part()
+        return ended
 
 
 class Turns:
@@ -157,20 +160,11 @@ class WeightFetches:
         if self._turns is None:
             return host if host is not None else (lambda buffer: self._store.read(unit, 0, buffer))
         if host is None:
-            return self._shared_read(unit, self._turns.announce(unit))
+            turn = self._turns.announce(unit)
+            return lambda buffer: turn.run(lambda: self._read_at_turn(unit, buffer, turn))
         if self._join is None:
             return host
         return PendingGather(self._turns.announce(unit), host, node=self._node, join=self._join)
-
-    def _shared_read(self, unit: int, turn: Turn) -> Read:
-        """Return a function that fills a buffer with a unit, at this rank's turn."""
-
-        def into(buffer: torch.Tensor) -> Future:
-            filled = followed(turn.begun, lambda: self._read_at_turn(unit, buffer, turn))
-            turn.destination.finish_part()
-            return filled
-
-        return into
 
     def _read_at_turn(self, unit: int, buffer: torch.Tensor, turn: Turn) -> Future:
         """Read a unit, together on the fetching thread. All ranks' threads read the same units in the same order."""
@@ -207,19 +201,17 @@ class WeightFetches:
 
 
 class PendingGather:
-    """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
+    """A unit that this rank needs. Call it to fill host memory, or use `at_turn` and `fill` for device memory."""
 
     def __init__(self, turn: Turn, host: torch.Tensor, *, node: Node, join: Join) -> None:
         """Describe the unit `host` (1-D, in RAM). Only the thread of the turns uses `join`."""
         self._turn, self._host, self._join = turn, host, join
         self._rank, self._ranks = node.rank - node.local_ranks.start, len(node.local_ranks)
-        self.when = turn.when
+        self.at_turn = turn.run
 
     def __call__(self, into: torch.Tensor) -> Future:
         """Fill `into`, in host memory, when it is this rank's turn."""
-        filled = followed(self._turn.begun, lambda: self.fill(into, copy_alone))
-        self._turn.destination.finish_part()
-        return filled
+        return self.at_turn(lambda: self.fill(into, copy_alone))
 
     def fill(self, into: torch.Tensor, copy: Copy) -> None:
         """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""

@@ -74,7 +74,7 @@ class Activations:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
-        references: WeightPrefetcher | None = None,
+        references: WeightPrefetcher,
     ) -> None:
         """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
@@ -110,7 +110,7 @@ class Activations:
             def pack(tensor: torch.Tensor) -> Any:
                 if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
                     return self.pack_input(tensor)
-                return self._references.pack(tensor) if self._references else tensor.detach()
+                return self._references.pack(tensor)
 
             if not self._in_forward:
                 raise UserError(
@@ -175,8 +175,7 @@ class Activations:
         Raises UserError if another forward has replaced the input.
         """
         if not isinstance(kept, _SavedInput):
-            saved: torch.Tensor = self._references.unpack(kept) if self._references else kept
-            return saved
+            return self._references.unpack(kept)
         if kept.forward != self._forward:
             raise UserError(
                 "another forward came between a forward and its backward, and what the first one kept is gone: with "

@@ -522,7 +522,6 @@ class StagedSums:
         return range_of_rank(self._units[unit], self._node.rank, ranks=self._node.world)
 
     def _send(self, staging: _Staging) -> None:
-        """Start writing a unit's sums to their drive."""
         unit, staging.unit = staging.unit, None
         if unit is None or not staging.loaded:
             return

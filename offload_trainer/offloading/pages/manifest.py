@@ -221,11 +221,7 @@ def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
 
 
 def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
-    """Read the record; return None before the first update.
-
-    Raises:
-        UserError: the record is missing, damaged, or of another run.
-    """
+    """Return the record, None before the first update. Raises UserError if it is missing, damaged or of another run."""
     path, most = manifest.record
     try:
         found = parsed(read_record(path, most=most), Newest)
@@ -295,8 +291,7 @@ class StoredMasters:
     def read(self, name: str) -> torch.Tensor:
         """Return one whole master, in fp32.
 
-        Raises:
-            TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
+        Raises TrainerError if a file is too short or cannot be read, or a page does not have its checksum.
         """
         weight = self._weights[name]
         out = torch.empty(weight.numel, dtype=torch.float32)
@@ -305,7 +300,6 @@ class StoredMasters:
         return out.view(weight.shape)
 
     def _read_page(self, number: int) -> torch.Tensor:
-        """Return a page's masters."""
         path, kind = self._files[self._table.homes[number]], self._table.format.fields["master"]
         data = torch.empty(kind.padded(self._table.pages[number]), dtype=torch.uint8)
         offset = self._table.offset(number, copy=self._copies[number])
@@ -333,8 +327,7 @@ class StoredMasters:
 def read_store(directory: Path) -> StoredMasters:
     """Return the masters in a private directory that a dead run left.
 
-    Raises:
-        UserError: the run died before its first update, or the manifest is missing or damaged.
+    Raises UserError if the run died before its first update, or the manifest is missing or damaged.
     """
     manifest = read_description(directory)
     newest = read_newest(manifest)

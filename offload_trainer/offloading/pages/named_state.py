@@ -166,8 +166,7 @@ class TieredSnapshot:
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
 
-        Raises:
-            TrainerError: the disk or a drive failed.
+        Raises TrainerError if the disk or a drive failed.
         """
         owner, written, headers = self.owner, dict[str, StoredFile](), dict[str, Piece]()
         entries = {field: owner.entries(field) for field in owner.store.format.fields}

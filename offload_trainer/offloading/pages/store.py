@@ -438,11 +438,7 @@ class PageSnapshot:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield each page's number and fields, which are views that the next page reuses.
-
-        Raises:
-            TrainerError: the snapshot was closed.
-        """
+        """Yield each page's number and fields, views that the next page reuses. Raises TrainerError once closed."""
         store = self._store
         pending = deque(number for number in self._numbers if store.in_memory(number) is None)
         free = store.buffers(SAVE_BUFFERS)

@@ -83,8 +83,6 @@ class Node:
         """
         if size == 0:
             return {}
-        if len(self.local_ranks) == 1:
-            return {self.rank: self.memory(size, pinned=pinned)}
         each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
         parts = [part[:size] for part in self.memory(len(self.local_ranks) * each).split(each)]
         found = dict(zip(self.local_ranks, parts, strict=True))
@@ -97,9 +95,7 @@ class Node:
     def barrier(self) -> None:
         """Wait until every rank has reached the barrier.
 
-        Raises:
-            TrainerError: a rank did not come in time.
-            PeerFailed: another rank has ended.
+        Raises TrainerError if a rank did not come in time, and PeerFailed if another rank has ended.
         """
         if self.meet is not None:
             self.meet()

@@ -226,10 +226,9 @@ class CudaDevice:
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> tuple[DeviceCopy, Future]:
-        arrival, left = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready), Future()
+        arrival = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready)
         into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
-        arrival.queued.then(lambda _: self._returned.put(ending(left, arrival.finish)))
-        return arrival, left
+        return arrival, followed(arrival.queued, lambda: self._returned.submit(arrival.finish))
 
     @contextmanager
     def side_stream(self, *, after: Mark) -> Iterator[None]:

@@ -187,6 +187,7 @@ class StoredKind:
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._kind = KINDS.get(kind)
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
+        self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # of the stored values
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
@@ -196,11 +197,6 @@ class StoredKind:
         self._scales = stack.enter_context(TensorFileReader(scales)) if kind in MOMENTS and scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the stored values."""
-        return {entry.dtype for entry in self._file.entries.values()}
 
     def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError unless masters are fp32 or bf16, and moments are fp32, bf16, or 8-bit codes with scales."""

@@ -48,6 +48,7 @@ from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
+from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 from offload_trainer.storage.tensorfile import DTYPES
@@ -258,7 +259,7 @@ def files_of(manifest: StoreManifest) -> list[Path]:
     if outside := [home for home in table.homes if not 0 <= home < len(files)]:
         raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):
-        need = 2 * table.home_bytes(home)
+        need = 2 * size_of_home(table.sizes, table.homes, home)
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files

@@ -404,12 +404,10 @@ class Downloads:
         block the following copies until it has left.
         """
         self._held.append((size, gone))
-        while self._held and (self._held[0][1].done or self._beside_the_largest() > GRADIENTS_IN_FLIGHT):
+        sizes = deque(size for size, _ in self._held)
+        while sizes and (self._held[0][1].done or sum(sizes) - max(sizes) > GRADIENTS_IN_FLIGHT):
+            sizes.popleft()
             self._wait(self._held.popleft()[1])
-
-    def _beside_the_largest(self) -> int:
-        sizes = [size for size, _ in self._held]
-        return sum(sizes) - max(sizes)
 
     @property
     def largest_piece(self) -> int:
@@ -462,7 +460,8 @@ class StagedSums:
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
-        self._units, self._store, self._node = tuple(units), store, node
+        self._units, self._store = tuple(units), store
+        self._own = [range_of_rank(unit, node.rank, ranks=node.world) for unit in units]
         self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
         for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
             sizes = [unit.trained for unit in units if unit.block == block and on_drive(store.homes[unit.index])]
@@ -491,7 +490,7 @@ class StagedSums:
         staging = self._staging_of(unit)
         assert staging is not None
         if not staging.loaded:
-            first, end = self._own_range(unit)
+            first, end = self._own[unit]
             if unit not in self._on_drive:
                 self._clear_padding(unit, staging.buffer)
             elif first < end:  # read back the earlier sums
@@ -506,7 +505,7 @@ class StagedSums:
 
         The sums of a weight start with its first gradient; without a gradient they are not read.
         """
-        first, end = self._own_range(unit)
+        first, end = self._own[unit]
         places = [place for place in self._units[unit].places if place.weight.trainable]
         starts = [place.start for place in places[1:]] + [self._units[unit].trained]
         for place, start in zip(places, starts, strict=True):
@@ -518,14 +517,11 @@ class StagedSums:
         ring = self._stagings[self._units[unit].block]
         return next((staging for staging in ring if staging.unit == unit), None)
 
-    def _own_range(self, unit: int) -> tuple[int, int]:
-        return range_of_rank(self._units[unit], self._node.rank, ranks=self._node.world)
-
     def _send(self, staging: _Staging) -> None:
         unit, staging.unit = staging.unit, None
         if unit is None or not staging.loaded:
             return
-        first, end = self._own_range(unit)
+        first, end = self._own[unit]
         if first < end:
             staging.written = self._store.write(unit, first, staging.buffer[first:end])
         self._on_drive.add(unit)

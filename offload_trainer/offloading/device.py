@@ -70,9 +70,7 @@ class CpuDevice:
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
-        if not isinstance(source, torch.Tensor):
-            return source(into)
-        return self.upload(source, into, after=after)
+        return self.upload(source, into, after=after) if isinstance(source, torch.Tensor) else source(into)
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""

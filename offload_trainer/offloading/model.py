@@ -469,7 +469,7 @@ class OffloadedModel:
         self._take_scalars(self.state.load(directory, self.node))
 
     def _take_scalars(self, state: EngineState) -> None:
-        self.steps = {name: state.steps_of(name) for name in self.trained}
+        self.steps = {name: state.weight_steps.get(name, state.optimizer_steps) for name in self.trained}
         self.loss_scale = self.loss_scale.resumed(state.loss_scale)
 
     def close(self) -> None:

@@ -72,10 +72,6 @@ class EngineState:
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states, self.masters)
 
-    def steps_of(self, name: str) -> int:
-        """Return the number of steps that changed the weight `name`."""
-        return self.weight_steps.get(name, self.optimizer_steps)
-
 
 @dataclass(frozen=True)
 class StateFile:

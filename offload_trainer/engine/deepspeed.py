@@ -39,7 +39,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.planner import checkpointed_blocks
-from offload_trainer.plan.shape import ModelShape, Weight, decay_groups
+from offload_trainer.plan.shape import Weight, decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
@@ -230,7 +230,13 @@ class DeepSpeedEngine:
             optimizer=None if "optimizer" in words else _device_optimizer(groups, optim),
             config=words,
         )
-        self._parts = parts_of(source.shape, count=tensor)
+        place, group = 0, None
+        if tensor > 1:
+            from deepspeed.utils import groups as groups_of_ranks
+
+            group = groups_of_ranks.get_tensor_model_parallel_group()
+            place = torch.distributed.get_rank(group)
+        self._parts = Parts({weight.name: weight for weight in source.shape.weights}, tensor, place, group)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
             self._write(name, "master" if name in self._trained else "fixed", value)
@@ -356,7 +362,10 @@ class DeepSpeedEngine:
             return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
-        """Set a weight and its master ("master"), a frozen weight ("fixed"), or a moment."""
+        """Set a weight and its master ("master"), a frozen weight ("fixed"), or a moment.
+
+        `tensor` is whole and the same on every rank. Raises TrainerError if the weight reads back differently.
+        """
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
@@ -366,7 +375,15 @@ class DeepSpeedEngine:
         elif kind != "fixed":
             safe_set_full_optimizer_state(parameter, part.to(_device()), kind)
         if kind in ("master", "fixed"):
-            _write_weight(name, parameter, as_parameter(part, self._dtype))
+            value = as_parameter(part, self._dtype)
+            with _gathered(parameter, modify=True) as whole:
+                whole.copy_(value)
+            with _gathered(parameter) as whole:
+                if not torch.equal(whole.to(value.device), value):
+                    wrong = int((whole.to(value.device) != value).sum())
+                    raise TrainerError(
+                        f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
+                    )
         # With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads it
         # from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
         swapper: Any = getattr(self._optimizer, "optimizer_swapper", None)
@@ -453,22 +470,6 @@ def _gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torc
         yield parameter.data
 
 
-def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set a weight on all ranks, and read it back to check it.
-
-    `value` has the whole shape and the weight's dtype, and is the same on every rank. Raises TrainerError if the weight
-    reads back differently.
-    """
-    with _gathered(parameter, modify=True) as whole:
-        whole.copy_(value)
-    with _gathered(parameter) as whole:
-        if not torch.equal(whole.to(value.device), value):
-            wrong = int((whole.to(value.device) != value).sum())
-            raise TrainerError(
-                f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
-            )
-
-
 # -- weights that tensor-parallel ranks divide -------------------------------------------------------------------------
 
 _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [outputs, inputs], biases [outputs]
@@ -505,14 +506,3 @@ class Parts:
 
     def _dim(self, name: str) -> int | None:
         return _DIVIDED.get(self.weights[name].split) if self.count > 1 else None
-
-
-def parts_of(shape: ModelShape, *, count: int) -> Parts:
-    """Return this rank's shards, after DeepSpeed has created its groups of neighbouring ranks."""
-    weights = {weight.name: weight for weight in shape.weights}
-    if count == 1:
-        return Parts(weights, 1, 0, None)
-    from deepspeed.utils import groups
-
-    group = groups.get_tensor_model_parallel_group()
-    return Parts(weights, count, torch.distributed.get_rank(group), group)

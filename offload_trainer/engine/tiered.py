@@ -129,7 +129,8 @@ class TieredEngine:
         self._updating = False
         batches = [self._piece(batch) for batch in batches]
         scale = self.offloaded.loss_scale.value
-        rules = self._rules(lr)
+        rule, group = self.offloaded.store.format.rule, dict(self._optim) | {"lr": lr, **MUON_SETTINGS}
+        rules = hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
         if self._watch is not None and self._watch.rarely:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         losses = self._accumulate(batches, scale=scale, clock=clock)
@@ -226,11 +227,6 @@ class TieredEngine:
         self._node.barrier()  # its error names a rank that stalls
         gathered = all_gather_json([float(value) for value in values])
         return [value for each in zip(*gathered, strict=True) for value in each]
-
-    def _rules(self, lr: float) -> dict[str, Hyper]:
-        rule, optim = self.offloaded.store.format.rule, self._optim
-        group = dict(optim) | {"lr": lr, **MUON_SETTINGS}
-        return hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
         """Clip and update; return the gradient norm, or None without a change if it is not finite."""

@@ -27,7 +27,7 @@ from offload_trainer.offloading.device import Device, DeviceCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
+from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, followed, together
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Activations:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
-        references: WeightPrefetcher | None = None,
+        references: WeightPrefetcher,
     ) -> None:
         """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
@@ -110,7 +110,7 @@ class Activations:
             def pack(tensor: torch.Tensor) -> Any:
                 if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
                     return self.pack_input(tensor)
-                return self._references.pack(tensor) if self._references else tensor.detach()
+                return self._references.pack(tensor)
 
             if not self._in_forward:
                 raise UserError(
@@ -145,7 +145,7 @@ class Activations:
         buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
         if buffer.staging:
             place = self._place(kept, buffer)
-            kept.written = _after(buffer.filled, lambda: self._transfers.write(*place))
+            kept.written = followed(buffer.filled, lambda: self._transfers.write(*place))
             buffer.readers.append(kept.written)
         self._downloads.append(buffer.filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
@@ -175,8 +175,7 @@ class Activations:
         Raises UserError if another forward has replaced the input.
         """
         if not isinstance(kept, _SavedInput):
-            saved: torch.Tensor = self._references.unpack(kept) if self._references else kept
-            return saved
+            return self._references.unpack(kept)
         if kept.forward != self._forward:
             raise UserError(
                 "another forward came between a forward and its backward, and what the first one kept is gone: with "
@@ -211,7 +210,7 @@ class Activations:
         place = self._place(kept, buffer)
         before = together([buffer.free, kept.written])
         buffer.number, buffer.readers = kept.number, []
-        buffer.filled = _after(before, lambda: self._transfers.read(*place))
+        buffer.filled = followed(before, lambda: self._transfers.read(*place))
 
     def close(self) -> None:
         """Wait for all transfers, successful or not."""
@@ -223,19 +222,3 @@ class Activations:
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key for a tensor's memory, shape and dtype, because autograd saves an alias, not the same object."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype
-
-
-def _after(before: Future, start: Callable[[], Future]) -> Future:
-    """Call `start` when `before` completes; return a future that completes with its result or with the first error."""
-    future = Future()
-
-    def begin(error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                raise error
-            start().then(future.finish_part)
-        except BaseException as caught:
-            future.finish_part(caught)
-
-    before.then(begin)
-    return future

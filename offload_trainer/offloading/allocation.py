@@ -7,7 +7,7 @@ and the update progress that fit. Everything else talks to the other ranks throu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +43,10 @@ class Drives:
 
         `sizes` are the items' bytes.
         """
-        made = []
-        for home, directory in enumerate(self.directories):
-            made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
-            self._files.callback(made[-1].close)
-        return made
+        return [
+            self._files.enter_context(closing(DriveFile(directory / name, size_of_home(sizes, homes, home))))
+            for home, directory in enumerate(self.directories)
+        ]
 
     def close(self) -> None:
         self.transfers.close()  # before the files, because transfers may still be in flight

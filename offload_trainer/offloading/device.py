@@ -26,20 +26,20 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
 Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
-_When = Callable[[Callable[[BaseException | None], None]], None]
+_When = Callable[[Callable[[], object]], Future]  # runs a function later; the future ends with it, or with an error
 
 
 @runtime_checkable
 class QueuedFill(Protocol):
     """A `Read` that a GPU may also queue on a separate stream: an all-gather between the devices of several ranks."""
 
-    def when(self, then: Callable[[BaseException | None], None]) -> None:
-        """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""
+    def at_turn(self, work: Callable[[], object]) -> Future:
+        """Run `work` once, on a thread, when it is this rank's turn to `fill`; return a future that ends with it."""
 
     def fill(self, into: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         """Queue filling `into` (on the device); `copy` queues a copy from host memory to the device."""
@@ -70,9 +70,7 @@ class CpuDevice:
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Mark) -> DeviceCopy:
         """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
-        if not isinstance(source, torch.Tensor):
-            return source(into)
-        return self.upload(source, into, after=after)
+        return self.upload(source, into, after=after) if isinstance(source, torch.Tensor) else source(into)
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
@@ -90,9 +88,8 @@ class CpuDevice:
 
         The future completes when the source may be overwritten.
         """
-        future, copy = Future(), lambda: copy_alone(source, into)
-        ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
-        return future, future
+        copied = followed(ready, lambda: self._copies.submit(lambda: copy_alone(source, into)))
+        return copied, copied
 
     def download(self, copies: Copies, *, after: Mark = None) -> Future:
         """Copy tensors on the device to host memory after the event `after`, or after everything queued so far."""
@@ -156,7 +153,7 @@ class CudaDevice:
 
     def mark(self) -> torch.cuda.Event:
         with torch.cuda.device(self.place):
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
             event.record(torch.cuda.current_stream(self.place))
         return event
 
@@ -166,7 +163,7 @@ class CudaDevice:
         if isinstance(source, QueuedFill):  # this rank's shard and NCCL's all-gather, at this rank's turn
             copy = lambda values, target: target.copy_(values, non_blocking=True)  # noqa: E731
             queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
-            return _CudaArrival(queue, self.place, when=source.when)
+            return _CudaArrival(queue, self.place, when=source.at_turn)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
             staging = self._stagings.pop(0)  # the least recently used buffer is first
             self._stagings.append(staging)
@@ -174,18 +171,15 @@ class CudaDevice:
             before, read = staging.last, Future()
             arrival = staging.last = self._arrive(self._to_device, part, into, after=after, ready=read)
 
-        def fill() -> None:
-            try:
-                if before is not None:
-                    before.finish()  # the read must not overwrite bytes that are still being copied
-                source(part).then(read.finish_part)
-            except BaseException as error:
-                read.finish_part(error)
+        def fill() -> Future:
+            if before is not None:
+                before.finish()  # the read must not overwrite bytes that are still being copied
+            return source(part)
 
         if before is None or before.over:
-            fill()
+            ending(read, fill)()
         else:
-            self._stager.put(fill)
+            self._stager.put(ending(read, fill))
         return arrival
 
     def _arrive(
@@ -199,17 +193,16 @@ class CudaDevice:
     ) -> _CudaArrival:
         """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
         copy = partial(into.copy_, source, non_blocking=True)
-        return _CudaArrival(partial(self._queue, stream, copy, after=after), self.place, when=(ready or done()).then)
+        queue, when = partial(self._queue, stream, copy, after=after), partial(followed, ready or done())
+        return _CudaArrival(queue, self.place, when=when)
 
     def _queue(self, stream: torch.cuda.Stream, work: Callable[[], object], *, after: Mark) -> torch.cuda.Event:
         """Queue `work` on `stream` after the event `after`; return an event recorded at its end."""
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             work()
-            event.record(stream)
-        return event
+            return self.mark()
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Mark) -> Future:
         return self._uploaded.submit(self._arrive(self._to_device, values, into, after=after).finish)
@@ -231,10 +224,9 @@ class CudaDevice:
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: Mark, ready: Future
     ) -> tuple[DeviceCopy, Future]:
-        arrival, left = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready), Future()
+        arrival = self._arrive(self._inputs_to_device, source, into, after=after, ready=ready)
         into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
-        arrival.queued.then(lambda _: self._returned.put(ending(left, arrival.finish)))
-        return arrival, left
+        return arrival, followed(arrival.queued, lambda: self._returned.submit(arrival.finish))
 
     @contextmanager
     def side_stream(self, *, after: Mark) -> Iterator[None]:
@@ -244,14 +236,10 @@ class CudaDevice:
             yield
 
     def reached(self) -> Future:
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
-        with torch.cuda.device(self.place):
-            event.record(torch.cuda.current_stream(self.place))
-        return self._passed.submit(event.synchronize)
+        return self._passed.submit(self.mark().synchronize)
 
     def close(self) -> None:
-        waiters = self._uploaded, self._downloaded, self._kept, self._returned, self._passed
-        for workers in (self._stager, *waiters):
+        for workers in (self._stager, self._uploaded, self._downloaded, self._kept, self._returned, self._passed):
             workers.close()
         self._stagings.clear()  # pinned memory is released with its last view
 
@@ -260,22 +248,17 @@ class _CudaArrival:
     """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
     def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device, *, when: _When) -> None:
-        """Prepare a copy. `when` calls a function once the bytes are in host memory, or with the error of reading them.
+        """Prepare a copy. `when` runs a function, on any thread, once the bytes are in host memory.
 
-        Any thread may then call `copy`, which queues the copy on the device `place` and returns its event.
+        `copy` then queues the copy on the device `place` and returns its event.
         """
-        self._copy, self._place = copy, place
+        self._copy, self._place = copy, place  # the tensors of the copy stay as long as this object
         self._event: torch.cuda.Event | None = None
-        self.queued = Future()  # completes when the copy is queued, or with an earlier error
-        when(self._queue)
 
-    def _queue(self, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                self._event = self._copy()
-            except BaseException as caught:
-                error = caught
-        self.queued.finish_part(error)
+        def queue() -> None:
+            self._event = self._copy()
+
+        self.queued = when(queue)  # completes when the copy is queued, or with an earlier error
 
     @property
     def over(self) -> bool:

@@ -25,7 +25,7 @@ from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.pages.store import DamagedPage
-from offload_trainer.offloading.update.updater import StepParams, Updater, step_params_of
+from offload_trainer.offloading.update.updater import StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
@@ -259,8 +259,8 @@ class OffloadedModel:
         self.stream.restore_uncalled()
         with self.stream.passing(backward=False, then=then), keeping:
             yield
-        if not then:
-            self.node.align()  # a backward has barriers that align the ranks
+        if not then and self.node.meet is not None:
+            self.node.meet()  # a backward has barriers that align the ranks
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -330,8 +330,7 @@ class OffloadedModel:
 
     def norm(self) -> float:
         """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
-        self.gradients.finish()
-        return global_norm(self.gradients.norms())
+        return global_norm(self.norms())
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).
@@ -408,7 +407,7 @@ class OffloadedModel:
     def _step_params(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
         refuse_other_default()
         noise_seed = self._seed if self.store.format.stochastic else None
-        return step_params_of(self.units, rules, steps, scale=scale, noise_seed=noise_seed)
+        return StepParams([ranges_of(unit, rules, steps) for unit in self.units], scale, noise_seed)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -427,7 +426,15 @@ class OffloadedModel:
 
     def scalars(self) -> EngineState:
         """Return the part of the state that is not tensors."""
-        return self.state.scalars(self.steps, loss_scale=self.loss_scale)
+        most, form = self.steps_done, self.store.format
+        return EngineState(
+            optimizer_steps=most,
+            loss_scale=self.loss_scale,
+            states=form.moments.name,
+            masters=form.masters.name,
+            rule=form.rule.name,
+            weight_steps={name: count for name, count in self.steps.items() if count != most},
+        )
 
     @torch.no_grad()
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
@@ -462,7 +469,7 @@ class OffloadedModel:
         self._take_scalars(self.state.load(directory, self.node))
 
     def _take_scalars(self, state: EngineState) -> None:
-        self.steps = {name: state.steps_of(name) for name in self.trained}
+        self.steps = {name: state.weight_steps.get(name, state.optimizer_steps) for name in self.trained}
         self.loss_scale = self.loss_scale.resumed(state.loss_scale)
 
     def close(self) -> None:

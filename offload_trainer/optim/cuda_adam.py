@@ -46,10 +46,9 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
     words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
     with suppress(Exception):  # Triton's
         kernel.adds_gradients = _adds_like_torch(kernel)
-    return (
-        kernel,
-        words if kernel.adds_gradients else f"{words} Gradients there are added by torch's slower operations.",
-    )
+    if not kernel.adds_gradients:
+        words += " Gradients there are added by torch's slower operations."
+    return kernel, words
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:

@@ -88,7 +88,6 @@ class Kernel(Protocol):
         A CPU kernel has updated the page when it returns. A GPU kernel may return once the work is queued on the
         current stream, and must not keep references to its arguments. Calls do not overlap.
         """
-        ...
 
 
 def clip_ranges(ranges: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:

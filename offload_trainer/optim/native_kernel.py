@@ -11,7 +11,6 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
-from offload_trainer.optim.rules import TYPES, AdamStep, Muon, step_constants
+from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_constants
 from offload_trainer.plan.tiered.state_formats import KINDS
 
 _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
@@ -191,10 +190,6 @@ class NativeKernel:
 # -- structures of native/ -------------------------------------------------------------------------------------------
 
 
-def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, kind) for name in names)
-
-
 class _Part(ctypes.Structure):
     """adam.cpp's Part."""
 
@@ -205,8 +200,8 @@ class _Tables(ctypes.Structure):
     """formats.h's Tables."""
 
     _fields_ = (
-        *_fields(_POINTER * 2, "values", "planes"),
-        *_fields(_POINTER, "nearest", "lower", "cells"),
+        *fields_of(_POINTER * 2, "values", "planes"),
+        *fields_of(_POINTER, "nearest", "lower", "cells"),
     )
 
 
@@ -214,10 +209,10 @@ class _Page(ctypes.Structure):
     """adam.cpp's Page."""
 
     _fields_ = (
-        *_fields(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
+        *fields_of(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
         ("tables", ctypes.POINTER(_Tables)),
-        *_fields(Bits, "master_noise", "exp_avg_noise", "exp_avg_sq_noise"),
-        *_fields(_CHOICE, "masters", "moments", "grad_type", "out_type"),
+        *fields_of(Bits, "master_noise", "exp_avg_noise", "exp_avg_sq_noise"),
+        *fields_of(_CHOICE, "masters", "moments", "grad_type", "out_type"),
         ("shadow", _SIZE),
     )
 
@@ -226,10 +221,10 @@ class _Addition(ctypes.Structure):
     """gradients.h's Addition."""
 
     _fields_ = (
-        *_fields(_POINTER, "sums", "values"),
-        *_fields(_SIZE, "count", "width"),
+        *fields_of(_POINTER, "sums", "values"),
+        *fields_of(_SIZE, "count", "width"),
         ("results", _POINTER),
-        *_fields(_CHOICE, "sums_type", "values_type", "first", "order", "lanes", "group"),
+        *fields_of(_CHOICE, "sums_type", "values_type", "first", "order", "lanes", "group"),
     )
 
 

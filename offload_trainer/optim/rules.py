@@ -34,19 +34,18 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 MUON_SETTINGS: Mapping[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 
+def fields_of(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one type, for a `ctypes.Structure`."""
+    return tuple((name, kind) for name in names)
+
+
 class AdamStep(ctypes.Structure):
     """The constants of one AdamW step."""
 
     _fields_ = (
-        ("scale", ctypes.c_float),
-        ("keep", ctypes.c_float),
-        ("lerp", ctypes.c_float),
+        *fields_of(ctypes.c_float, "scale", "keep", "lerp"),
         ("from_gradient", ctypes.c_int32),
-        ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float),
-        ("root_correction", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("minus_step_size", ctypes.c_float),
+        *fields_of(ctypes.c_float, "beta2", "rest2", "root_correction", "eps", "minus_step_size"),
     )
 
 

@@ -72,10 +72,6 @@ class EngineState:
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states, self.masters)
 
-    def steps_of(self, name: str) -> int:
-        """Return the number of steps that changed the weight `name`."""
-        return self.weight_steps.get(name, self.optimizer_steps)
-
 
 @dataclass(frozen=True)
 class StateFile:
@@ -187,6 +183,7 @@ class StoredKind:
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._kind = KINDS.get(kind)
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
+        self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # of the stored values
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
@@ -194,20 +191,10 @@ class StoredKind:
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {listing}")
         scales = directory / f"{scales_of(kind)}.safetensors"
         self._scales = stack.enter_context(TensorFileReader(scales)) if kind in MOMENTS and scales.exists() else None
-        if kind != "fixed":
-            self._refuse_other_types(shapes)
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the stored values."""
-        return {entry.dtype for entry in self._file.entries.values()}
-
-    def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless masters are fp32 or bf16, and moments are fp32, bf16, or 8-bit codes with scales."""
-        scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
-        if self._scales is None:
-            right = self.dtypes <= {torch.float32} or self.dtypes <= {torch.bfloat16}
-        else:
+        # Masters are in fp32 or bf16; moments are in fp32, in bf16, or 8-bit codes with scales.
+        right = kind == "fixed" or self.dtypes <= {torch.float32} or self.dtypes <= {torch.bfloat16}
+        if self._scales is not None:
+            scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
             held = {name: entry.shape for name, entry in self._scales.entries.items()}
             wide = {entry.dtype for entry in self._scales.entries.values()}
             right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled

@@ -109,7 +109,7 @@ class Session:
     @property
     def fetches_together(self) -> bool:
         """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
-        return self._offloaded.node.fetches_together
+        return self._offloaded.node.meet is not None
 
     @contextmanager
     def micro_batch(self, *, last: bool = True) -> Iterator[None]:

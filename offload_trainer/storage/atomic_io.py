@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from offload_trainer.errors import UserError
@@ -72,12 +73,8 @@ def open_to_append(path: Path) -> int:
 
 def make_directories(path: Path) -> None:
     """Create `path` and its missing parents, each synced to the disk. Raises OSError as `mkdir` does."""
-    missing = []
-    for place in (path, *path.parents):
-        if place.is_dir():
-            break
-        missing.append(place)
-    for place in reversed(missing):
+    missing = takewhile(lambda place: not place.is_dir(), (path, *path.parents))
+    for place in reversed([*missing]):
         place.mkdir(exist_ok=True)
         sync_directory(place.parent)
 
@@ -129,8 +126,6 @@ def bytes_below(directory: Path) -> int:
     total = 0
     for folder, _, names in os.walk(directory):  # os.walk skips a directory that is removed meanwhile
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                pass
     return total

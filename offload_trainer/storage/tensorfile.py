@@ -123,8 +123,10 @@ class PlacedWriter:
         try:
             _write_all(self._file.fileno(), data, offset)
             self._written += len(data)
-            if self._written - self._passed >= _PASSING:
-                self._pass()
+            if self._written - self._passed >= _PASSING:  # in the page cache it would evict data that is needed again
+                os.fdatasync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                self._passed = self._written
         except OSError as error:
             self._file.close()
             raise _full(self.path, error, written=self._written) from error
@@ -133,12 +135,6 @@ class PlacedWriter:
             self._pieces[-1:] = [Piece(last.start, last.bytes + len(data), zlib.crc32(data, last.crc32))]
         else:
             self._pieces.append(Piece(offset, len(data), zlib.crc32(data)))
-
-    def _pass(self) -> None:
-        """Sync the written data and drop it from the page cache, where it would evict data that is needed again."""
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._passed = self._written
 
     def close(self) -> list[Piece]:
         """Sync and close the file. Returns the written pieces in order of writing; consecutive ones are merged."""

@@ -149,7 +149,7 @@ def followed(future: Future, work: Callable[[], object]) -> Future:
     """Return a future that completes once `future` has succeeded and `work` has run.
 
     `work` runs on the thread that completes `future`, or on the calling thread if that has happened already. An error
-    of either becomes the error of the returned future.
+    of either becomes the error of the returned future, which waits for a future that `work` returns.
     """
     both = Future()
     future.then(lambda error: both.finish_part(error) if error else ending(both, work)())
@@ -162,23 +162,24 @@ def done() -> Future:
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
-    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one."""
+    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one.
+
+    If `work` returns another future, the part ends with that.
+    """
 
     def carry_out() -> None:
         error: BaseException | None = None
+        result: object = None
         try:
-            work()
+            result = work()
         except BaseException as caught:
             error = caught
-        future.finish_part(error)
+        if isinstance(result, Future):
+            result.then(future.finish_part)
+        else:
+            future.finish_part(error)
 
     return carry_out
-
-
-def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a flat uint8 tensor."""
-    assert buffer.is_contiguous()
-    return buffer.view(-1).view(torch.uint8)
 
 
 class Workers:
@@ -235,7 +236,8 @@ class Transfers:
     def _start(
         self, workers: Workers, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor
     ) -> Future:
-        data = bytes_of(buffer).numpy().data
+        assert buffer.is_contiguous()
+        data = buffer.view(-1).view(torch.uint8).numpy().data
         assert offset % SECTOR == 0, offset
         assert len(data) % SECTOR == 0, len(data)
         starts = range(0, len(data), _BLOCK)

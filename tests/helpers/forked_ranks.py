@@ -173,7 +173,7 @@ class Case:
             counts.clear()
             done = train(made, data[rank::world], accumulate=self.micro // world, before=before)
             made.synchronize()
-            made.offloaded.node.align()
+            made.offloaded.node.barrier()
             made.offloaded.stream.forget()  # prefetches for the next step have arrived
             counted = dict(counts)
             done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]

@@ -24,7 +24,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import CudaDevice
 from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, bytes_of, ending
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, ending
 
 
 @contextmanager
@@ -86,11 +86,11 @@ class LateTransfers(Transfers):
     """Transfers that complete late and out of order."""
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        bytes_of(buffer).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
+        buffer.view(-1).view(torch.uint8).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
         return super().read(file, offset, buffer)
 
     def _start(self, _: Any, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor) -> Future:
-        return late(lambda: move(bytes_of(buffer).numpy().data, offset))
+        return late(lambda: move(buffer.view(-1).view(torch.uint8).numpy().data, offset))
 
 
 class HeldWrites(Transfers):

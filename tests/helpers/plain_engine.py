@@ -177,7 +177,7 @@ class PlainEngine:
                 if kind == "master":
                     master.copy_(tensor)
                     self._weights[name].copy_(master)
-                elif steps := state.steps_of(name):
+                elif steps := state.weight_steps.get(name, state.optimizer_steps):
                     # The fused update needs the step count on the parameter's device (pytorch #103256, #124133).
                     count = torch.tensor(float(steps), device=self._device)
                     moments = self._adam.state.setdefault(master, {"step": count})

@@ -93,7 +93,8 @@ def test_any_order_of_the_backward_is_correct(
     inputs = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
     with queued(monkeypatch, haste=0.05, seconds=0.001) as cuda:
         device, transfers = cuda.device(), LateTransfers()
-        kept = Activations(BlockInputs(planned, 4096), device=device, files=files, transfers=transfers)
+        places: dict[str, Any] = {"device": device, "files": files, "transfers": transfers, "references": None}
+        kept = Activations(BlockInputs(planned, 4096), **places)
         for given in (inputs, inputs, inputs[:2]):
             with kept.forward():
                 handles = [kept.pack_input(one) for one in given]

@@ -21,7 +21,7 @@ from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, 
 from seen_calls import calls_of, run_before
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.update.updater import MispredictionWatch, Updater, step_params_of
+from offload_trainer.offloading.update.updater import MispredictionWatch, StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -52,18 +52,18 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
 
 
 def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None:
-    unit = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
+    (unit,) = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
     rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
-    expected = step_params_of(unit, rule, steps, scale=0.5, noise_seed=7)
+    expected = StepParams([ranges_of(unit, rule, steps)], 0.5, 7)
     others = [
-        step_params_of(unit, rule, steps, scale=0.25, noise_seed=7),
-        step_params_of(unit, rule, steps, scale=0.5, noise_seed=8),
-        step_params_of(unit, rule, {"w": 2}, scale=0.5, noise_seed=7),
-        step_params_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_seed=7),
-        step_params_of(unit, {}, steps, scale=0.5, noise_seed=7),
+        StepParams([ranges_of(unit, rule, steps)], 0.25, 7),
+        StepParams([ranges_of(unit, rule, steps)], 0.5, 8),
+        StepParams([ranges_of(unit, rule, {"w": 2})], 0.5, 7),
+        StepParams([ranges_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps)], 0.5, 7),
+        StepParams([ranges_of(unit, {}, steps)], 0.5, 7),
     ]
     # A weight of another unit may have more steps: the noise is the unit's own.
-    assert expected.same_for(step_params_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_seed=7), 0)
+    assert expected.same_for(StepParams([ranges_of(unit, rule, steps | {"another": 4})], 0.5, 7), 0)
     assert not any(expected.same_for(other, 0) for other in others)
 
 

@@ -193,10 +193,8 @@ class Gradients:
         self._downloads.queue()
         made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
         if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
-            added, written = Future(), Future()
-            added.then(lambda error: written.finish_part(error) if error is not None else None)
-            self._put(lambda: self._staged.send(unit.index).then(written.finish_part), added)
-            stored.append(written)
+            stored.append(Future())
+            self._put(lambda: self._staged.send(unit.index), stored[-1])
         together(stored).then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> None:
@@ -243,11 +241,11 @@ class Gradients:
     def _put(self, work: Callable[[], object], future: Future) -> None:
         """Queue `work` for the adding thread; the future completes after it, or with the first error of this thread."""
 
-        def unless_broken() -> None:
+        def unless_broken() -> object:
             if self._error is not None:
                 raise self._error
             try:
-                work()
+                return work()
             except BaseException as error:
                 self._error = error
                 raise
@@ -409,12 +407,10 @@ class Downloads:
         block the following copies until it has left.
         """
         self._held.append((size, gone))
-        while self._held and (self._held[0][1].done or self._beside_the_largest() > GRADIENTS_IN_FLIGHT):
+        sizes = deque(size for size, _ in self._held)
+        while sizes and (self._held[0][1].done or sum(sizes) - max(sizes) > GRADIENTS_IN_FLIGHT):
+            sizes.popleft()
             self._wait(self._held.popleft()[1])
-
-    def _beside_the_largest(self) -> int:
-        sizes = [size for size, _ in self._held]
-        return sum(sizes) - max(sizes)
 
     @property
     def largest_piece(self) -> int:
@@ -467,7 +463,8 @@ class StagedSums:
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
-        self._units, self._store, self._node = tuple(units), store, node
+        self._units, self._store = tuple(units), store
+        self._own = [range_of_rank(unit, node.rank, ranks=node.world) for unit in units]
         self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
         for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
             sizes = [unit.trained for unit in units if unit.block == block and on_drive(store.homes[unit.index])]
@@ -496,7 +493,7 @@ class StagedSums:
         staging = self._staging_of(unit)
         assert staging is not None
         if not staging.loaded:
-            first, end = self._own_range(unit)
+            first, end = self._own[unit]
             if unit not in self._on_drive:
                 self._clear_padding(unit, staging.buffer)
             elif first < end:  # read back the earlier sums
@@ -511,7 +508,7 @@ class StagedSums:
 
         The sums of a weight start with its first gradient; without a gradient they are not read.
         """
-        first, end = self._own_range(unit)
+        first, end = self._own[unit]
         places = [place for place in self._units[unit].places if place.weight.trainable]
         starts = [place.start for place in places[1:]] + [self._units[unit].trained]
         for place, start in zip(places, starts, strict=True):
@@ -523,15 +520,11 @@ class StagedSums:
         ring = self._stagings[self._units[unit].block]
         return next((staging for staging in ring if staging.unit == unit), None)
 
-    def _own_range(self, unit: int) -> tuple[int, int]:
-        return range_of_rank(self._units[unit], self._node.rank, ranks=self._node.world)
-
     def _send(self, staging: _Staging) -> None:
-        """Start writing a unit's sums to their drive."""
         unit, staging.unit = staging.unit, None
         if unit is None or not staging.loaded:
             return
-        first, end = self._own_range(unit)
+        first, end = self._own[unit]
         if first < end:
             staging.written = self._store.write(unit, first, staging.buffer[first:end])
         self._on_drive.add(unit)

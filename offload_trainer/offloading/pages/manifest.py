@@ -48,6 +48,7 @@ from offload_trainer.optim.kernel_api import zlib_sum
 from offload_trainer.optim.state_files import EngineState, FormatName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
+from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
 from offload_trainer.storage.tensorfile import DTYPES
@@ -221,11 +222,7 @@ def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
 
 
 def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
-    """Read the record; return None before the first update.
-
-    Raises:
-        UserError: the record is missing, damaged, or of another run.
-    """
+    """Return the record, None before the first update. Raises UserError if it is missing, damaged or of another run."""
     path, most = manifest.record
     try:
         found = parsed(read_record(path, most=most), Newest)
@@ -262,7 +259,7 @@ def files_of(manifest: StoreManifest) -> list[Path]:
     if outside := [home for home in table.homes if not 0 <= home < len(files)]:
         raise ValueError(f"{DESCRIPTION} has a page on drive {outside[0]} of {len(files)}")
     for home, file in enumerate(files):
-        need = 2 * table.home_bytes(home)
+        need = 2 * size_of_home(table.sizes, table.homes, home)
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     return files
@@ -295,8 +292,7 @@ class StoredMasters:
     def read(self, name: str) -> torch.Tensor:
         """Return one whole master, in fp32.
 
-        Raises:
-            TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
+        Raises TrainerError if a file is too short or cannot be read, or a page does not have its checksum.
         """
         weight = self._weights[name]
         out = torch.empty(weight.numel, dtype=torch.float32)
@@ -305,7 +301,6 @@ class StoredMasters:
         return out.view(weight.shape)
 
     def _read_page(self, number: int) -> torch.Tensor:
-        """Return a page's masters."""
         path, kind = self._files[self._table.homes[number]], self._table.format.fields["master"]
         data = torch.empty(kind.padded(self._table.pages[number]), dtype=torch.uint8)
         offset = self._table.offset(number, copy=self._copies[number])
@@ -333,8 +328,7 @@ class StoredMasters:
 def read_store(directory: Path) -> StoredMasters:
     """Return the masters in a private directory that a dead run left.
 
-    Raises:
-        UserError: the run died before its first update, or the manifest is missing or damaged.
+    Raises UserError if the run died before its first update, or the manifest is missing or damaged.
     """
     manifest = read_description(directory)
     newest = read_newest(manifest)

@@ -22,7 +22,6 @@ from offload_trainer.manifest import StoredFile
 from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.moments import stored_field
 from offload_trainer.optim.state_files import (
     EngineState,
@@ -54,18 +53,6 @@ class TieredState:
         held = {name: place.weight for name, (_, place) in self.places.items()}
         self.trained = [name for name, weight in held.items() if weight.trainable]
         self.fixed = {name: weight.shape for name, weight in held.items() if not weight.trainable}
-
-    def scalars(self, steps: Mapping[str, int], *, loss_scale: LossScale) -> EngineState:
-        """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
-        most = max(steps.values(), default=0)
-        return EngineState(
-            optimizer_steps=most,
-            loss_scale=loss_scale,
-            states=self.store.format.moments.name,
-            masters=self.store.format.masters.name,
-            rule=self.store.format.rule.name,
-            weight_steps={name: count for name, count in steps.items() if count != most},
-        )
 
     def holds(self, field: str, name: str) -> bool:
         """Return whether a weight has a field: a rule on whole matrices has no second moment of them."""
@@ -179,8 +166,7 @@ class TieredSnapshot:
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
 
-        Raises:
-            TrainerError: the disk or a drive failed.
+        Raises TrainerError if the disk or a drive failed.
         """
         owner, written, headers = self.owner, dict[str, StoredFile](), dict[str, Piece]()
         entries = {field: owner.entries(field) for field in owner.store.format.fields}

@@ -63,10 +63,6 @@ class PageTable:
         for number, page in enumerate(self.pages):
             self._of_unit.setdefault(page.unit, []).append(number)
 
-    def home_bytes(self, home: int) -> int:
-        """Return the bytes of one copy of all pages of a tier."""
-        return self._bytes.get(home, 0)
-
     def offset(self, number: int, *, copy: int = 0) -> int:
         """Return the first byte of a page, which is one of its masters, in its tier.
 
@@ -197,8 +193,8 @@ class PageStore:
         self._table, self.pages, self.format, self.copies = table, table.pages, table.format, copies
         self.fields = table.fields
         self._files, self._transfers, self._device = files, transfers, device
-        self._memory = node.memory(table.home_bytes(RAM))
-        self._on_device = device.buffer(table.home_bytes(DEVICE), torch.uint8)
+        self._memory = node.memory(size_of_home(table.sizes, table.homes, RAM))
+        self._on_device = device.buffer(size_of_home(table.sizes, table.homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # other streams may write there only after it has been set to zero
         # Masters of pages on drives that `get` and `put` have opened, by page and copy, and those changed.
@@ -438,11 +434,7 @@ class PageSnapshot:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield each page's number and fields, which are views that the next page reuses.
-
-        Raises:
-            TrainerError: the snapshot was closed.
-        """
+        """Yield each page's number and fields, views that the next page reuses. Raises TrainerError once closed."""
         store = self._store
         pending = deque(number for number in self._numbers if store.in_memory(number) is None)
         free = store.buffers(SAVE_BUFFERS)

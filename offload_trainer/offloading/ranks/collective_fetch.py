@@ -29,11 +29,10 @@ from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.plan.tiers import on_drive
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
 
 _BARRIER = -1
 
-Told = Callable[[BaseException | None], None]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
 Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
 
@@ -46,10 +45,14 @@ class Turn:
         self.begun = Future()
         self.decided = self.together = False
 
-    def when(self, then: Told) -> None:
-        """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
-        self.begun.then(then)
+    def run(self, work: Callable[[], object]) -> Future:
+        """Declare that the destination is known, and run `work` once, on a thread, at this rank's turn.
+
+        Return a future that ends with it, or with an earlier error.
+        """
+        ended = followed(self.begun, work)
         self.destination.finish_part()
+        return ended
 
 
 class Turns:
@@ -157,32 +160,16 @@ class WeightFetches:
         if self._turns is None:
             return host if host is not None else (lambda buffer: self._store.read(unit, 0, buffer))
         if host is None:
-            return self._shared_read(unit, self._turns.announce(unit))
+            turn = self._turns.announce(unit)
+            return lambda buffer: turn.run(lambda: self._read_at_turn(unit, buffer, turn))
         if self._join is None:
             return host
         return PendingGather(self._turns.announce(unit), host, node=self._node, join=self._join)
 
-    def _shared_read(self, unit: int, turn: Turn) -> Read:
-        """Return a function that fills a buffer with a unit, at this rank's turn."""
-
-        def into(buffer: torch.Tensor) -> Future:
-            filled = Future()
-
-            def fill(error: BaseException | None) -> None:
-                if error is not None:
-                    filled.finish_part(error)
-                elif turn.together:
-                    self._read_together(unit, buffer, filled)
-                else:
-                    self._store.read(unit, 0, buffer).then(filled.finish_part)
-
-            turn.when(fill)
-            return filled
-
-        return into
-
-    def _read_together(self, unit: int, buffer: torch.Tensor, filled: Future) -> None:
-        """Read a unit on the fetching thread. All ranks' threads read the same units in the same order."""
+    def _read_at_turn(self, unit: int, buffer: torch.Tensor, turn: Turn) -> Future:
+        """Read a unit, together on the fetching thread. All ranks' threads read the same units in the same order."""
+        if not turn.together:
+            return self._store.read(unit, 0, buffer)
         try:
             if self._failed is not None:
                 raise self._failed
@@ -195,10 +182,10 @@ class WeightFetches:
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
             self._group.all_gather_numbers(0)
             self._copied = self._copies.submit(lambda: copy_alone(whole, buffer))
-            self._copied.then(filled.finish_part)
+            return self._copied
         except BaseException as error:
             self._failed = error
-            filled.finish_part(error)
+            raise
 
     def cancel(self) -> None:
         """Fail the fetches that have not begun, because other ranks may never join them."""
@@ -214,19 +201,17 @@ class WeightFetches:
 
 
 class PendingGather:
-    """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
+    """A unit that this rank needs. Call it to fill host memory, or use `at_turn` and `fill` for device memory."""
 
     def __init__(self, turn: Turn, host: torch.Tensor, *, node: Node, join: Join) -> None:
         """Describe the unit `host` (1-D, in RAM). Only the thread of the turns uses `join`."""
         self._turn, self._host, self._join = turn, host, join
         self._rank, self._ranks = node.rank - node.local_ranks.start, len(node.local_ranks)
-        self.when = turn.when
+        self.at_turn = turn.run
 
     def __call__(self, into: torch.Tensor) -> Future:
         """Fill `into`, in host memory, when it is this rank's turn."""
-        future, fill = Future(), lambda: self.fill(into, copy_alone)
-        self.when(lambda error: future.finish_part(error) if error else ending(future, fill)())
-        return future
+        return self.at_turn(lambda: self.fill(into, copy_alone))
 
     def fill(self, into: torch.Tensor, copy: Copy) -> None:
         """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""

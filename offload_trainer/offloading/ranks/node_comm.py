@@ -50,7 +50,8 @@ class Node:
         self.counterpart_groups = list(zip(*self.nodes, strict=True)) if several else []
         self.by_parts = by_parts and len(self.local_ranks) > 1
         self._between_gpus: Any = None
-        # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches.
+        # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches. It waits until all
+        # announced rounds are done, before ranks communicate in another way.
         self.meet: Callable[[], None] | None = None
         self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else ranks.everybody()
@@ -82,8 +83,6 @@ class Node:
         """
         if size == 0:
             return {}
-        if len(self.local_ranks) == 1:
-            return {self.rank: self.memory(size, pinned=pinned)}
         each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
         parts = [part[:size] for part in self.memory(len(self.local_ranks) * each).split(each)]
         found = dict(zip(self.local_ranks, parts, strict=True))
@@ -96,24 +95,12 @@ class Node:
     def barrier(self) -> None:
         """Wait until every rank has reached the barrier.
 
-        Raises:
-            TrainerError: a rank did not come in time.
-            PeerFailed: another rank has ended.
+        Raises TrainerError if a rank did not come in time, and PeerFailed if another rank has ended.
         """
         if self.meet is not None:
             self.meet()
         elif self.world > 1:
             ranks.exchange_numbers(0, group=ranks.everybody())
-
-    @property
-    def fetches_together(self) -> bool:
-        """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
-        return self.meet is not None
-
-    def align(self) -> None:
-        """Wait until all announced rounds are done, before ranks communicate in another way."""
-        if self.meet is not None:
-            self.meet()
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
@@ -153,11 +140,6 @@ class Node:
         """
         if len(self.nodes) > 1:
             ranks.broadcast(values, source=source, group=connections.across if connections else self._across)
-
-    def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
-        """Fill `values` from all nodes. Node i provides the elements from `begins[i]` up to the next node's start."""
-        for source, first, end in zip(self.counterparts, begins, [*begins[1:], values.numel()], strict=True):
-            self.broadcast_across(values[first:end], source=source)
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""

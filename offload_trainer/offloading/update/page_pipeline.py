@@ -28,7 +28,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.plan.tiered.spec import Route, host_slot
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, done, together
+from offload_trainer.storage.transfer import Future, followed, together
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,18 @@ class PagePipeline:
 
     def write_back(self, page: StagedPage, computed: Future) -> PendingWrite:
         """Write an updated page back after `computed`, and then reuse its slot."""
+        route, memory, weights, state = page.route, page.memory, computed, computed
         with self._lock:
-            self._in_slots.discard(page.route.number)
-        sent, slot = PendingWrite(Future(), Future()), page.slot
-        if slot is not None:
-            sent.whole.then(lambda error: self._refill(slot, error))
-        computed.then(lambda error: self._start_write(page, sent, error))
-        return sent
+            self._in_slots.discard(route.number)
+        if "weights" in route.through_host:
+            commit = partial(self._weights.commit, route.page.unit, route.page.start, memory.out, after=page.after)
+            weights = followed(computed, commit)
+        if "state" in route.through_host:
+            state = followed(computed, partial(self._store.write, route.number, memory.state))
+        whole = together([weights, state])
+        if page.slot is not None:
+            self._refill(page.slot, after=whole)
+        return PendingWrite(weights, whole)
 
     # -- speculative updates ------------------------------------------------------------------------------------------
 
@@ -241,7 +246,7 @@ class PagePipeline:
             free, self._free = self._free, []
         self._proceed(early, free)
         for slot, read in overdue:
-            read.then(partial(self._refill, slot))
+            self._refill(slot, after=read)
 
     def _overdue_pages(self, offered: int) -> list[tuple[int, Future]]:
         """Return the slots, with their reads, that prefetched pages must give up because others need them.
@@ -349,33 +354,9 @@ class PagePipeline:
             page.loaded.append(self._gradients.read(where.unit, where.start, page.memory.gradient, after=page.after))
         together(page.loaded).then(lambda error: self._put(error or page))
 
-    def _start_write(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
-        """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
-        route = page.route
-        where, through = route.page, route.through_host
-        weights = state = done()
-        try:
-            if error is not None:
-                raise error
-            if "weights" in through:
-                weights = self._weights.commit(where.unit, where.start, page.memory.out, after=page.after)
-            if "state" in through:
-                state = self._store.write(route.number, page.memory.state)
-        except BaseException as caught:
-            sent.weights.finish_part(caught)
-            sent.whole.finish_part(caught)
-            return
-        weights.then(sent.weights.finish_part)
-        together([weights, state]).then(sent.whole.finish_part)
-
-    def _refill(self, slot: int, error: BaseException | None) -> None:
-        """Reuse a slot. Errors are reported through `next`, because they must not end the transfer's thread."""
-        try:
-            if error is not None:
-                raise error
-            self._fill(slot)
-        except BaseException as caught:
-            self._put(caught)
+    def _refill(self, slot: int, *, after: Future) -> None:
+        """Reuse a slot after a transfer. `next` reports errors, because they must not end the transfer's thread."""
+        followed(after, partial(self._fill, slot)).then(lambda error: self._put(error) if error is not None else None)
 
 
 def _slot_of(page: StagedPage) -> int:

@@ -73,20 +73,11 @@ class StepParams:
         return same and self.ranges[unit] == other.ranges[unit]
 
 
-def step_params_of(
-    units: Sequence[Unit], rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float, noise_seed: int | None
-) -> StepParams:
-    """Return the parameters of a step that updates the weights in `rules`.
-
-    `steps` counts the steps of each weight, including this one. `noise_seed` seeds stochastic rounding, if any.
-    """
-    return StepParams([_ranges_of(unit, rules, steps) for unit in units], scale=scale, noise_seed=noise_seed)
-
-
-def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
+def ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
     """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree.
 
-    Ranges include the padding after a weight, except those of weights that consist of matrices updated as a whole.
+    `steps` counts the steps of each weight, including this one. Ranges include the padding after a weight, except those
+    of weights that consist of matrices updated as a whole.
     """
     places = [place for place in unit.places if place.weight.trainable]
     ends = [place.start for place in places[1:]] + [unit.trained]
@@ -393,7 +384,6 @@ class Updater:
     # -- a page -------------------------------------------------------------------------------------------------------
 
     def _compute(self, page: PageMemory, params: StepParams) -> None:
-        """Update one page on the CPU."""
         rest = "weights" in page.route.through_host
         self._update_page(self._kernel, page, page.gradient, page.out, params, rest=rest)
 
@@ -426,7 +416,11 @@ class Updater:
         fields = memory.fields or self._store.fields(number, memory.state)
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest:
-            _copy_rest(fields["master"], out, parts)
+            ends = [0, *(part.end for part in parts)]
+            starts = [*(part.start for part in parts), page.elements]
+            for end, start in zip(ends, starts, strict=True):
+                if start > end:
+                    out[end:start].copy_(fields["master"][end:start], non_blocking=True)
         shadow, updated = memory.shadow, sum(part.end - part.start for part in parts)
         if shadow is not None and not (isinstance(kernel, NativeKernel) and updated == page.elements):
             self._copy(memory.state, shadow)
@@ -447,12 +441,3 @@ def _extends(run: Sequence[PageMemory], memory: PageMemory) -> bool:
         # The kernel's numbers of elements, and of words from page to page, have 32 bits.
         and max((len(run) + 1) * page.elements, memory.state.nbytes // 4) < 2**31
     )
-
-
-def _copy_rest(master: torch.Tensor, out: torch.Tensor, ranges: list[ParamRange]) -> None:
-    """Round the masters of the elements between `ranges`."""
-    ends = [0, *(part.end for part in ranges)]
-    starts = [*(part.start for part in ranges), master.numel()]
-    for end, start in zip(ends, starts, strict=True):
-        if start > end:
-            out[end:start].copy_(master[end:start], non_blocking=True)

@@ -121,7 +121,9 @@ class PlacedWeights:
     def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
         """Fill in the parts of a weight's masters that other nodes update. All ranks call it."""
         node = self._node
-        node.complete(masters, [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes])
+        begins = [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes]
+        for source, first, end in zip(node.counterparts, begins, [*begins[1:], masters.numel()], strict=True):
+            node.broadcast_across(masters[first:end], source=source)
 
     def broadcast_all(self) -> None:
         """Broadcast rank 0's weights on the device to all ranks."""

@@ -75,27 +75,21 @@ class QuantisedUnit:
 
 
 def _stored(values: torch.Tensor, weight: StoredWeight, format: WeightFormat) -> torch.Tensor:
-    """Return codes and scales (uint8) of a weight, quantised in pieces."""
-    made = torch.zeros(weight.end - weight.values, dtype=torch.uint8)
+    """Return codes and scales (uint8) of a weight, quantised on the CPU in pieces."""
+    functional, made = _bitsandbytes(format.name), torch.zeros(weight.end - weight.values, dtype=torch.uint8)
     codes, scales = made, made[weight.scales - weight.values :]
     for first in range(0, weight.elements, PIECE):
         piece = values[first : first + PIECE].to("cpu", torch.bfloat16)
         piece = torch.nn.functional.pad(piece, (0, aligned(piece.numel(), PAD) - piece.numel()))
-        some_codes, some_scales = quantise(piece, format)
-        codes[format.code_bytes(first) :][: some_codes.numel()] = some_codes
-        scales[format.scale_bytes(first) :][: some_scales.nbytes] = some_scales.view(torch.uint8)
+        if format.bits == 4:
+            some_codes, state = functional.quantize_4bit(piece, blocksize=format.block, quant_type=format.name)
+        else:
+            table = _table(torch.device("cpu"))
+            some_codes, state = functional.quantize_blockwise(piece, code=table, blocksize=format.block)
+        some_scales = state.absmax.to(torch.bfloat16).view(torch.uint8)
+        codes[format.code_bytes(first) :][: some_codes.numel()] = some_codes.reshape(-1)
+        scales[format.scale_bytes(first) :][: some_scales.numel()] = some_scales
     return made
-
-
-def quantise(values: torch.Tensor, format: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (uint8) and scales (bf16) of bf16 values on the CPU, a multiple of PAD of them."""
-    functional = _bitsandbytes(format.name)
-    if format.bits == 4:
-        codes, state = functional.quantize_4bit(values, blocksize=format.block, quant_type=format.name)
-    else:
-        table = _table(torch.device("cpu"))
-        codes, state = functional.quantize_blockwise(values, code=table, blocksize=format.block)
-    return codes.reshape(-1), state.absmax.to(torch.bfloat16)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, into: torch.Tensor) -> None:

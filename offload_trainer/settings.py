@@ -127,7 +127,8 @@ class _Draft:
         self.worded.add(key)
         section, _, name = key.partition(".")
         annotation = _annotation_of(key)
-        if annotation is None and not _overrides_key(section, name):
+        overrides = section == "model" and name.startswith("overrides.") and name != "overrides."
+        if annotation is None and not overrides:
             self.mistakes.append(_no_key(spelled, key, text))
             return
         value: Any = text
@@ -142,7 +143,7 @@ class _Draft:
                     self.mistakes.append(f"{spelled}: {error}")
                     return
                 value = text
-        if _overrides_key(section, name):
+        if overrides:
             name, _, inner = name.partition(".")
             self.values.setdefault(section, {}).setdefault(name, {})[inner] = value
             return
@@ -184,10 +185,6 @@ def all_keys() -> dict[str, FieldInfo]:
 def _annotation_of(key: str) -> Any:
     """Return the type annotation of a key; None if there is no such key."""
     return all_keys()[key].annotation if key in all_keys() else None
-
-
-def _overrides_key(section: str, name: str) -> bool:
-    return section == "model" and name.startswith("overrides.") and len(name) > len("overrides.")
 
 
 def literals_of(annotation: Any) -> Iterator[str]:
@@ -486,15 +483,14 @@ def validated(values: dict[str, dict[str, Any]], mistakes: Sequence[str] = ()) -
 
     Raises UserError that lists all mistakes, those already found first.
     """
-    config, found = None, list(mistakes)
+    found = list(mistakes)
     try:
         # Strict validation accepts a list for a tuple only when the input is JSON.
         config = TrainConfig.model_validate_json(json.dumps(values, default=str))
+        found.extend(combination_mistakes(config))
     except ValidationError as error:
         found.extend(_validation_mistakes(error))
-    if config is not None:
-        found.extend(combination_mistakes(config))
-    if config is None or found:
+    if found:
         plural = "mistake" if len(found) == 1 else "mistakes"
         listed = "\n".join(f"  - {mistake}" for mistake in found)
         raise UserError(f"{len(found)} {plural} in the configuration:\n{listed}")

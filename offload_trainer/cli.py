@@ -589,11 +589,8 @@ def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
             continue
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:
-            text = str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
-            if metavar := FLAGS[name].metavar:
-                group.add_argument(name, metavar=metavar, help=text)
-            else:
-                group.add_argument(name, action="store_true", help=text)
+            metavar, text = FLAGS[name].metavar, str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
+            group.add_argument(name, **(_value(metavar, text) if metavar else _switch(text)))
 
 
 def take_command(words: list[str]) -> str | None:

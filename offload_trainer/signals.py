@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,9 @@ class StopRequest:
     too_late: Callable[[], str | None] = lambda: None
 
 
-@contextmanager
-def stop_at_once() -> Iterator[None]:
+def stop_at_once() -> AbstractContextManager[None]:
     """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
-    with _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN}):
-        yield
+    return _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN})
 
 
 @contextmanager

@@ -55,8 +55,7 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _run_command(list(words))
         except BaseException as error:
-            message = explain(error)
-            if message is None:
+            if (message := explain(error)) is None:
                 raise
             if RERUN_HINT in message:
                 from offload_trainer.run.resume_point import with_resume_hint
@@ -584,8 +583,7 @@ def help_text(command: str | None = None, *, flags: tuple[str, ...] = tuple(FLAG
 def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
     """Add configuration flags to a parser's help, in a group for each section of the configuration."""
     for section, info in TrainConfig.model_fields.items():
-        here = [name for name in names if FLAGS[name].key.startswith(f"{section}.")]
-        if not here:
+        if not (here := [name for name in names if FLAGS[name].key.startswith(f"{section}.")]):
             continue
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:

@@ -425,8 +425,7 @@ def _refuse(mistakes: list[str]) -> None:
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
     """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, to disk."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
-    others = [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]
-    if others:
+    if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")
     _export_into(session, Path(save_directory), merge=False)
 

@@ -243,8 +243,7 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
 
 def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     """Return the key and value equivalent to another trainer's word and its value; "" for an unknown word."""
-    term = term_of(word)
-    if term is None:
+    if (term := term_of(word)) is None:
         return ""
     key, fixed, value = term.here.partition("=")
     if not key:

@@ -143,8 +143,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
     except Exception as error:
-        stopped = _turned_into(error)
-        if stopped is None:
+        if (stopped := _turned_into(error)) is None:
             raise
         before.clear()
         raise stopped from None

@@ -99,8 +99,7 @@ def plan_run(
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
-    _, world = ranks_of_environment()
-    world = max(world, config.placement.gpus)
+    world = max(ranks_of_environment()[1], config.placement.gpus)
     source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
     kept = _with_resumed_choices(config, before, models, on_gpu=machine.gpu is not None)

@@ -141,8 +141,7 @@ def finished(setup: Setup, checkpoint: Path | None) -> bool:
         at, restarts, exports = begins.step if begins else 0, save.resume == "never", save.every == 0
         return ended or done_before(setup.output, now.record, begins_at=at, restarts=restarts, exports=exports)
 
-    message = from_rank_zero(told, str | None)
-    if message:
+    if message := from_rank_zero(told, str | None):
         say(message)
     return message is not None
 

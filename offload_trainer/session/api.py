@@ -272,8 +272,7 @@ def offload(
             for part in module.modules():
                 for key, buffer in part._buffers.items():
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
-            dtype = parts.dtype
-            weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
+            weights = ((name, held[name].to(parts.dtype), held.pop(name)) for name in parameters)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
             plan, opened = planned.plan, stack.pop_all()

@@ -383,9 +383,6 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
         threading.Thread(target=watch, args=(group,), name="ranks", daemon=True).start()
 
 
-# -- torch.distributed -------------------------------------------------------------------------------------------------
-
-
 def join_torch(backend: str) -> None:
     """Initialize torch.distributed once, for NCCL or DeepSpeed, in the store of `join`. Collective."""
     if dist.is_initialized():

@@ -198,9 +198,6 @@ def literals_of(annotation: Any) -> Iterator[str]:
             yield from literals_of(inner)
 
 
-# -- suggestions for unknown names -------------------------------------------------------------------------------------
-
-
 def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the error message for an unknown key, with a suggestion."""
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"

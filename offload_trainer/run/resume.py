@@ -90,9 +90,6 @@ class PageFiles:
             raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
     """Return a message if a checkpoint has all steps of the run that would resume from it, else None.
 

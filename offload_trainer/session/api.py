@@ -279,9 +279,6 @@ def offload(
             return Session(module, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------
-
-
 def _joined(say: Say) -> Say:
     """Join the other ranks that torchrun or accelerate has started, once; return `say`, or on other ranks silence.
 

@@ -136,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return patch.object(self, "_saved_apart", True)
 
 
-# -- a step of resident parameters ------------------------------------------------------------------------------------
+# -- resident parameters -----------------------------------------------------------------------------------------------
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -219,9 +219,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
             mean = given.to("cpu", torch.float32, copy=True).reshape(-1).div_(node.world)
             node.all_reduce(mean)
             parameter.grad = mean.view(parameter.shape).to(parameter.device, parameter.dtype)
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:

@@ -62,9 +62,6 @@ class _SessionState:
     base: Crc32 | None  # checksum of the model's weights if all are frozen
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
     """Save master weights, moments, step counts, optimizer groups and each `stateful`'s state_dict().
 
@@ -140,9 +137,6 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
     several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
     write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, **several)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:
@@ -254,9 +248,6 @@ def _newest(directory: Path) -> Path | None:
     if left := [path.name for path in directory.iterdir() if not path.name.startswith(".")]:
         raise UserError(f"{directory}: neither a save ({MANIFEST}) nor a directory of saves; it holds {left[0]}")
     return None
-
-
-# -- merging adapters -------------------------------------------------------------------------------------------------
 
 
 def merging(model: nn.Module) -> Change | None:

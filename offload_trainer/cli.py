@@ -107,7 +107,6 @@ def _train(given: Namespace, words: list[str]) -> None:
 
 
 def _plan(given: Namespace, words: list[str]) -> None:
-    """Plan for this machine or another. Raises UserError if the run could not start."""
     if given.machine is None and given.nodes is not None:
         raise UserError(
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
@@ -256,7 +255,6 @@ def _chat(given: Namespace, _: list[str]) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the lines that a person types behind a prompt."""
     _say("type a message; earlier ones are remembered; Ctrl-D ends")
     with suppress(EOFError):
         while True:

@@ -396,7 +396,6 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
-    """Return True if the arguments' class, or one that it derives from, has one of these names."""
     return any(one.__name__ in names for one in type(args).__mro__)
 
 

@@ -126,7 +126,7 @@ class _Draft:
         """
         self.worded.add(key)
         section, _, name = key.partition(".")
-        annotation = _annotation_of(key)
+        annotation: Any = all_keys()[key].annotation if key in all_keys() else None
         overrides = section == "model" and name.startswith("overrides.") and name != "overrides."
         if annotation is None and not overrides:
             self.mistakes.append(_no_key(spelled, key, text))
@@ -182,11 +182,6 @@ def all_keys() -> dict[str, FieldInfo]:
     return {f"{section}.{name}": key for section, model in models.items() for name, key in model.model_fields.items()}
 
 
-def _annotation_of(key: str) -> Any:
-    """Return the type annotation of a key; None if there is no such key."""
-    return all_keys()[key].annotation if key in all_keys() else None
-
-
 def literals_of(annotation: Any) -> Iterator[str]:
     """Yield the literal values that a type allows."""
     if annotation is bool:
@@ -199,7 +194,6 @@ def literals_of(annotation: Any) -> Iterator[str]:
 
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
-    """Return the error message for an unknown key, with a suggestion."""
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -278,7 +272,7 @@ def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) 
 
 def _choices(key: str) -> str:
     """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
-    kind = _annotation_of(key)
+    kind: Any = all_keys()[key].annotation if key in all_keys() else None
     open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
     return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
 
@@ -291,7 +285,6 @@ def _holds(annotation: Any, *kinds: type) -> bool:
 
 
 def _is_allowed(key: str, text: str) -> bool:
-    """Return True if `text` is a valid value of the key."""
     draft = _Draft()
     draft.put(key, text, spelled=key)
     try:
@@ -356,7 +349,6 @@ def _read_file(path: Path, draft: _Draft) -> None:
 
 
 def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each key."""
     for name, value in content.items():
         inside = isinstance(value, dict) and value != {}
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]

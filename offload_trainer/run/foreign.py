@@ -450,7 +450,6 @@ class _Stored:
 
 
 def _read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
-    """Return the state in the DCP directories of the checkpoint `source`."""
     told = f"{source} (torch.distributed.checkpoint)"
     stored = _Stored(told, {}, {})
     for directory in directories:

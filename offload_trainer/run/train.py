@@ -390,12 +390,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
 
 
 def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    """Print each phase's seconds as a multiple of the plan's."""
-    plan, log = setup.plan, setup.log
-    seconds, rows = median_phases(rows), steady(rows)
-    off = {
-        phase: seconds[phase] / known for phase, known in plan.forecast.in_line.items() if known and phase in seconds
-    }
-    if not off or len(rows) < _TELLING:
-        return
-    log.say(f"took, times the plan's seconds: {', '.join(f'{phase} {ratio:.2f}' for phase, ratio in off.items())}")
+    took, plan = median_phases(rows), setup.plan.forecast.in_line
+    ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
+    if ratios and len(steady(rows)) >= _TELLING:
+        setup.log.say(f"took, times the plan's seconds: {', '.join(ratios)}")

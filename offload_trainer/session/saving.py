@@ -184,7 +184,6 @@ _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from {maste
 
 
 def _refuse_to_replace(final: Path) -> None:
-    """Raise UserError if `final` holds something other than a save."""
     if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} contains something other than a save, and is not replaced: name another directory")
 

@@ -153,7 +153,6 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
 
 
 def _line(name: str, words: str, plan: Plan) -> str:
-    """Return the plan of a mode as a line of text."""
     if not plan.fits:
         return f"  {name:<33}does not fit: {'; '.join(plan.shortfalls())}"
     step = plan.forecast.step

@@ -158,15 +158,6 @@ class _Draft:
         values[name] = [*(values[name] if key in self.repeated else ()), *texts]
         self.repeated.add(key)
 
-    def leave_out_what_words_replace(self) -> None:
-        """Drop steps or epochs of the file if the command line has the other."""
-        train = self.values.get("train", {})
-        steps, epochs = "train.steps" in self.worded, "train.epochs" in self.worded
-        if epochs and not steps and train.get("epochs", "auto") != "auto":
-            train.pop("steps", None)
-        elif steps and not epochs:
-            train.pop("epochs", None)
-
 
 def _matching(given: Any) -> list[Any]:
     """Return the files that match a pattern such as `books/*.txt`; anything else, or one without matches, unchanged."""
@@ -365,7 +356,10 @@ def _more_values(queue: list[str]) -> list[str]:
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
-    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised."""
+    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised.
+
+    Steps or epochs of the file are dropped if the words have the other.
+    """
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -402,6 +396,12 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
                 draft.append(flag.key, [value, *more])
             else:
                 draft.put(flag.key, value, spelled=name)
+    train = draft.values.get("train", {})
+    steps, epochs = "train.steps" in draft.worded, "train.epochs" in draft.worded
+    if epochs and not steps and train.get("epochs", "auto") != "auto":
+        train.pop("steps", None)
+    elif steps and not epochs:
+        train.pop("epochs", None)
 
 
 _COMPLAINTS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
@@ -445,7 +445,6 @@ def load_config(words: list[str], *, drives: Sequence[str] | None = None) -> Tra
         else:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
-    draft.leave_out_what_words_replace()
     if drives is not None and "placement.nvme" not in draft.worded | draft.repeated:
         draft.values.setdefault("placement", {})["nvme"] = list(drives)
     data = draft.values.get("data", {})
@@ -462,7 +461,6 @@ def with_words(config: TrainConfig, words: str) -> TrainConfig:
     """
     draft = _Draft(config.model_dump(mode="json", exclude_unset=True))
     _apply_words(words.split(), draft)
-    draft.leave_out_what_words_replace()
     return validated(draft.values, draft.mistakes)
 
 

@@ -142,7 +142,6 @@ class _Draft:
                 if text[:1] + text[-1:] in ("[]", "{}", '""', "''"):
                     self.mistakes.append(f"{spelled}: {error}")
                     return
-                value = text
         if overrides:
             name, _, inner = name.partition(".")
             self.values.setdefault(section, {}).setdefault(name, {})[inner] = value

@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -151,11 +151,9 @@ class Checkpoints:
         self._under_way = future, snapshot, state.step
 
         def work(group: Group) -> None:
-            try:
+            with closing(snapshot):
                 self._write(snapshot, state, group)
                 self.seconds = time.perf_counter() - start
-            finally:
-                snapshot.close()
 
         if snapshot.concurrent:
             self._worker = self._worker or Workers(1, "save")
@@ -309,11 +307,10 @@ def finish_checkpoint(directory: Path, files: dict[str, StoredFile], state: Trai
 
 def _device_and_inode(directory: Path) -> tuple[int, int] | None:
     """Return (device, inode), which differ if another filesystem is mounted at the path; None if there is nothing."""
-    try:
+    with suppress(OSError):
         found = directory.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -363,8 +360,7 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, else the newest in it, a run directory. Raises UserError without one."""
     if is_there(path / MANIFEST):
         return path
-    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
-    if not found:
+    if not (found := complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise UserError(f"{path} cannot be read: permission denied")
         what = f"neither a checkpoint ({MANIFEST}) nor a run directory that holds one"

@@ -55,8 +55,7 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _run_command(list(words))
         except BaseException as error:
-            message = explain(error)
-            if message is None:
+            if (message := explain(error)) is None:
                 raise
             if RERUN_HINT in message:
                 from offload_trainer.run.resume_point import with_resume_hint
@@ -108,7 +107,6 @@ def _train(given: Namespace, words: list[str]) -> None:
 
 
 def _plan(given: Namespace, words: list[str]) -> None:
-    """Plan for this machine or another. Raises UserError if the run could not start."""
     if given.machine is None and given.nodes is not None:
         raise UserError(
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
@@ -257,7 +255,6 @@ def _chat(given: Namespace, _: list[str]) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the lines that a person types behind a prompt."""
     _say("type a message; earlier ones are remembered; Ctrl-D ends")
     with suppress(EOFError):
         while True:
@@ -584,16 +581,12 @@ def help_text(command: str | None = None, *, flags: tuple[str, ...] = tuple(FLAG
 def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
     """Add configuration flags to a parser's help, in a group for each section of the configuration."""
     for section, info in TrainConfig.model_fields.items():
-        here = [name for name in names if FLAGS[name].key.startswith(f"{section}.")]
-        if not here:
+        if not (here := [name for name in names if FLAGS[name].key.startswith(f"{section}.")]):
             continue
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:
-            text = str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
-            if metavar := FLAGS[name].metavar:
-                group.add_argument(name, metavar=metavar, help=text)
-            else:
-                group.add_argument(name, action="store_true", help=text)
+            metavar, text = FLAGS[name].metavar, str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
+            group.add_argument(name, **(_value(metavar, text) if metavar else _switch(text)))
 
 
 def take_command(words: list[str]) -> str | None:

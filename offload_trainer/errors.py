@@ -45,8 +45,7 @@ class GpuFull(TrainerError):
         """Take torch's error, and the step after which a validation ran out of memory (0: it was something else)."""
         text = " ".join(str(error).split())
         self.unvalidated, self.missing = unvalidated, 0  # bytes; 0: not known
-        sizes = re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text)
-        if sizes:
+        if sizes := re.search(r"Tried to allocate ([\d.]+) (\w+)\..*?of which ([\d.]+) (\w+) is free", text):
             asked, free = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
             self.missing = max(0, asked - free)
             text = f"{sizes[1]} {sizes[2]} were asked for, {sizes[3]} {sizes[4]} were free"

@@ -396,7 +396,6 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
-    """Return True if the arguments' class, or one that it derives from, has one of these names."""
     return any(one.__name__ in names for one in type(args).__mro__)
 
 
@@ -425,8 +424,7 @@ def _refuse(mistakes: list[str]) -> None:
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
     """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, to disk."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
-    others = [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]
-    if others:
+    if others := [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")
     _export_into(session, Path(save_directory), merge=False)
 

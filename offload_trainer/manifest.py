@@ -71,10 +71,8 @@ def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, conten
     except ValueError as error:
         raise UserError(f"{checkpoint} is damaged: {MANIFEST}: {error}. {fix}") from error
     for name, expected in manifest.files.items() if contents else ():
-        if moments or not name.startswith("exp_avg"):
-            wrong = _difference(checkpoint, name, expected)
-            if wrong:
-                raise UserError(f"{checkpoint} is damaged: {wrong}. {fix}")
+        if (moments or not name.startswith("exp_avg")) and (wrong := _difference(checkpoint, name, expected)):
+            raise UserError(f"{checkpoint} is damaged: {wrong}. {fix}")
     return manifest
 
 

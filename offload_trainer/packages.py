@@ -7,6 +7,7 @@ metadata. A test keeps the two equal, and scripts/lowest_versions.py runs the lo
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -36,10 +37,9 @@ _MODULES = {"yaml": "PyYAML"}  # modules whose name differs from the package's
 
 def is_installed(module: str) -> bool:
     """Return True if the module can be found, without importing it."""
-    try:
+    with suppress(ImportError, ValueError):
         return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+    return False
 
 
 def too_old(package: str) -> str | None:

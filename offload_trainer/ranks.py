@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -104,7 +105,6 @@ class Group:
         Return a function that waits for all of it, for at most `patience` seconds. Between two ranks tensors arrive in
         the order in which they are sent. Empty tensors are not sent.
         """
-
         ways = [
             (move, [(self.members.index(peer), values.detach().view(torch.uint8)) for peer, values in way])
             for move, way in ((self.gloo.send, out), (self.gloo.recv, into))
@@ -152,12 +152,7 @@ class Group:
 
     def some(self, work: Callable[[], object], *, mine: bool) -> None:
         """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
-
-        def maybe() -> None:
-            if mine:
-                work()
-
-        self.each(maybe)
+        self.each(lambda: mine and work() is None)  # a bool, since results travel as JSON
 
     def first(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0 only. If it fails, all ranks raise."""
@@ -388,9 +383,6 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
         threading.Thread(target=watch, args=(group,), name="ranks", daemon=True).start()
 
 
-# -- torch.distributed -------------------------------------------------------------------------------------------------
-
-
 def join_torch(backend: str) -> None:
     """Initialize torch.distributed once, for NCCL or DeepSpeed, in the store of `join`. Collective."""
     if dist.is_initialized():
@@ -505,17 +497,11 @@ def rank_zero_first(work: Callable[[], T]) -> T:
 
     Later ranks find the files of earlier ones, if they share the directory.
     """
-    done: list[T] = []
-
-    def once() -> None:
-        if not done:
-            done.append(work())
-
+    once = cache(work)
     _everybody.first(once)
     rank, each = place_here()[0], len(nodes()[0])
     _everybody.some(once, mine=rank > 0 and rank % each == 0)
-    once()
-    return done[0]
+    return once()
 
 
 def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:

@@ -32,9 +32,6 @@ _MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 file
 _SHOWN = 300  # characters of a file's content quoted in a message
 
 
-# -- records ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass_transform(frozen_default=True)
 def exact_record(kind: type[Kind]) -> type[Kind]:
     """Make a class a frozen dataclass, which pydantic reads; an unknown key is an error."""
@@ -263,9 +260,6 @@ def one_line(error: Exception) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-# -- validation ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

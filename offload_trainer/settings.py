@@ -126,8 +126,9 @@ class _Draft:
         """
         self.worded.add(key)
         section, _, name = key.partition(".")
-        annotation = _annotation_of(key)
-        if annotation is None and not _overrides_key(section, name):
+        annotation: Any = all_keys()[key].annotation if key in all_keys() else None
+        overrides = section == "model" and name.startswith("overrides.") and name != "overrides."
+        if annotation is None and not overrides:
             self.mistakes.append(_no_key(spelled, key, text))
             return
         value: Any = text
@@ -141,8 +142,7 @@ class _Draft:
                 if text[:1] + text[-1:] in ("[]", "{}", '""', "''"):
                     self.mistakes.append(f"{spelled}: {error}")
                     return
-                value = text
-        if _overrides_key(section, name):
+        if overrides:
             name, _, inner = name.partition(".")
             self.values.setdefault(section, {}).setdefault(name, {})[inner] = value
             return
@@ -156,15 +156,6 @@ class _Draft:
         values = self.values.setdefault(section, {})
         values[name] = [*(values[name] if key in self.repeated else ()), *texts]
         self.repeated.add(key)
-
-    def leave_out_what_words_replace(self) -> None:
-        """Drop steps or epochs of the file if the command line has the other."""
-        train = self.values.get("train", {})
-        steps, epochs = "train.steps" in self.worded, "train.epochs" in self.worded
-        if epochs and not steps and train.get("epochs", "auto") != "auto":
-            train.pop("steps", None)
-        elif steps and not epochs:
-            train.pop("epochs", None)
 
 
 def _matching(given: Any) -> list[Any]:
@@ -181,15 +172,6 @@ def all_keys() -> dict[str, FieldInfo]:
     return {f"{section}.{name}": key for section, model in models.items() for name, key in model.model_fields.items()}
 
 
-def _annotation_of(key: str) -> Any:
-    """Return the type annotation of a key; None if there is no such key."""
-    return all_keys()[key].annotation if key in all_keys() else None
-
-
-def _overrides_key(section: str, name: str) -> bool:
-    return section == "model" and name.startswith("overrides.") and len(name) > len("overrides.")
-
-
 def literals_of(annotation: Any) -> Iterator[str]:
     """Yield the literal values that a type allows."""
     if annotation is bool:
@@ -201,11 +183,7 @@ def literals_of(annotation: Any) -> Iterator[str]:
             yield from literals_of(inner)
 
 
-# -- suggestions for unknown names -------------------------------------------------------------------------------------
-
-
 def _no_key(spelled: str, key: str, text: str | None) -> str:
-    """Return the error message for an unknown key, with a suggestion."""
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -246,8 +224,7 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
 
 def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     """Return the key and value equivalent to another trainer's word and its value; "" for an unknown word."""
-    term = term_of(word)
-    if term is None:
+    if (term := term_of(word)) is None:
         return ""
     key, fixed, value = term.here.partition("=")
     if not key:
@@ -285,7 +262,7 @@ def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) 
 
 def _choices(key: str) -> str:
     """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
-    kind = _annotation_of(key)
+    kind: Any = all_keys()[key].annotation if key in all_keys() else None
     open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
     return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
 
@@ -298,7 +275,6 @@ def _holds(annotation: Any, *kinds: type) -> bool:
 
 
 def _is_allowed(key: str, text: str) -> bool:
-    """Return True if `text` is a valid value of the key."""
     draft = _Draft()
     draft.put(key, text, spelled=key)
     try:
@@ -363,7 +339,6 @@ def _read_file(path: Path, draft: _Draft) -> None:
 
 
 def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each key."""
     for name, value in content.items():
         inside = isinstance(value, dict) and value != {}
         yield from _flat(value, f"{prefix}{name}.") if inside else [(f"{prefix}{name}", value)]
@@ -380,7 +355,10 @@ def _more_values(queue: list[str]) -> list[str]:
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
-    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised."""
+    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised.
+
+    Steps or epochs of the file are dropped if the words have the other.
+    """
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -417,6 +395,12 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
                 draft.append(flag.key, [value, *more])
             else:
                 draft.put(flag.key, value, spelled=name)
+    train = draft.values.get("train", {})
+    steps, epochs = "train.steps" in draft.worded, "train.epochs" in draft.worded
+    if epochs and not steps and train.get("epochs", "auto") != "auto":
+        train.pop("steps", None)
+    elif steps and not epochs:
+        train.pop("epochs", None)
 
 
 _COMPLAINTS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
@@ -460,7 +444,6 @@ def load_config(words: list[str], *, drives: Sequence[str] | None = None) -> Tra
         else:
             _read_file(Path(path), draft)
     _apply_words(rest, draft)
-    draft.leave_out_what_words_replace()
     if drives is not None and "placement.nvme" not in draft.worded | draft.repeated:
         draft.values.setdefault("placement", {})["nvme"] = list(drives)
     data = draft.values.get("data", {})
@@ -477,7 +460,6 @@ def with_words(config: TrainConfig, words: str) -> TrainConfig:
     """
     draft = _Draft(config.model_dump(mode="json", exclude_unset=True))
     _apply_words(words.split(), draft)
-    draft.leave_out_what_words_replace()
     return validated(draft.values, draft.mistakes)
 
 
@@ -486,15 +468,14 @@ def validated(values: dict[str, dict[str, Any]], mistakes: Sequence[str] = ()) -
 
     Raises UserError that lists all mistakes, those already found first.
     """
-    config, found = None, list(mistakes)
+    found = list(mistakes)
     try:
         # Strict validation accepts a list for a tuple only when the input is JSON.
         config = TrainConfig.model_validate_json(json.dumps(values, default=str))
+        found.extend(combination_mistakes(config))
     except ValidationError as error:
         found.extend(_validation_mistakes(error))
-    if config is not None:
-        found.extend(combination_mistakes(config))
-    if config is None or found:
+    if found:
         plural = "mistake" if len(found) == 1 else "mistakes"
         listed = "\n".join(f"  - {mistake}" for mistake in found)
         raise UserError(f"{len(found)} {plural} in the configuration:\n{listed}")

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,9 @@ class StopRequest:
     too_late: Callable[[], str | None] = lambda: None
 
 
-@contextmanager
-def stop_at_once() -> Iterator[None]:
+def stop_at_once() -> AbstractContextManager[None]:
     """Within this context a signal raises Stopped, a second one kills the process, and SIGUSR1 is ignored."""
-    with _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN}):
-        yield
+    return _handled({**dict.fromkeys(_STOPPING, _raise_until_caught), signal.SIGUSR1: signal.SIG_IGN})
 
 
 @contextmanager
@@ -145,8 +143,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
         before.clear()  # keep the default actions, so that the next signal kills the process while it cleans up
         raise
     except Exception as error:
-        stopped = _turned_into(error)
-        if stopped is None:
+        if (stopped := _turned_into(error)) is None:
             raise
         before.clear()
         raise stopped from None

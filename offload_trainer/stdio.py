@@ -84,10 +84,9 @@ def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextI
 
 
 def _is_file(descriptor: int) -> bool:
-    try:
+    with suppress(OSError):  # the descriptor has been closed
         return stat.S_ISREG(os.fstat(descriptor).st_mode)
-    except OSError:  # the descriptor has been closed
-        return False
+    return False
 
 
 def _point_at_nothing(descriptor: int) -> None:

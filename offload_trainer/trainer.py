@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -106,7 +106,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
     weights are then those of the previous step.
     """
-    state = TrainState(step=0, tokens=0, data_position=0)
+    state, every = TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
     if resume is not None:
         checkpoint, state = resume
         if checkpoint is not None:
@@ -129,7 +129,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
                     _evaluate(job, state.step)
                     job.unvalidated = 0
                 last = state.step + 1 == job.train.steps
-                validates = _due(state.step + 1, job.train.eval_every) or last
+                validates = last or (every > 0 and (state.step + 1) % every == 0)
                 job.to_save.begin("step", validates=validates)
                 state, job.unvalidated = _step(job, state, batches), 0
                 if validates:
@@ -191,7 +191,7 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
     last = state.step == job.train.steps
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
-    due = wished or (stopping and not last) or (job.save_every and (_due(state.step, job.save_every) or last))
+    due = wished or (stopping and not last) or (job.save_every and (state.step % job.save_every == 0 or last))
     if due and not job.cannot_save:
         try:
             job.checkpoints.save(job.engine, state)
@@ -218,10 +218,6 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     return max(stops), any(wishes), all(ended)
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     """Run one optimizer step, record its metrics, and return the new state."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
@@ -230,12 +226,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     after, phases = read_io(), job.clock.take()
     drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
     job.counted = after if result.update_running else None
-    state = replace(
-        state,
-        step=state.step + 1,
-        tokens=state.tokens + tokens,
-        data_position=group[-1].data_position,
-    )
+    state = TrainState(step=state.step + 1, tokens=state.tokens + tokens, data_position=group[-1].data_position)
     if job.telemetry:
         record = StepRecord(
             step=state.step,

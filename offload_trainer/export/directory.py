@@ -187,9 +187,6 @@ def _write_shards(
         write_text(directory / INDEX, json.dumps(index, indent=1))
 
 
-# -- reading back ----------------------------------------------------------------------------------------------------
-
-
 def check_export(directory: Path, source: Source, *, groups: Sequence[Group], entries: Sequence[TensorEntry]) -> int:
     """Compare an export with its source through safetensors' own reader; return the number of tensors compared.
 

@@ -220,8 +220,6 @@ def _page_files(directory: Path) -> Source:
     )
 
 
-# -- the model card ----------------------------------------------------------------------------------------------------
-
 _HEAD = """\
 ---
 library_name: transformers

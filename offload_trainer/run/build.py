@@ -251,7 +251,6 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
-    """Create the screen, metrics files and trackers."""
     plan, save = setup.plan, setup.config.save
     kinds = {phase: plan.forecast.slowest(phase).kind for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}

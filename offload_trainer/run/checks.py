@@ -49,8 +49,7 @@ def refuse(planned: Planned) -> None:
     """Raise UserError for a plan that does not fit, or that cannot write or resume from the requested checkpoints."""
     config, plan = planned.config, planned.plan
     plan.refuse(force=config.placement.force)
-    reason = plan.cannot_save
-    if not reason:
+    if not (reason := plan.cannot_save):
         return
     if resumes := find_resume(config.save.resume, output=planned.output):
         raise UserError(
@@ -79,8 +78,7 @@ def refuse_output(planned: Planned) -> Path | None:
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
     here = complete_checkpoints(planned.output / "checkpoints")
-    newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
-    if newer:
+    if newer := [path.name for path in here if resumes and step_of(path) > step_of(resumes)]:
         raise UserError(
             f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}): "
             "leave --resume out to go on from them, move them away, or name another --output"

@@ -128,8 +128,7 @@ def hold(stack: ExitStack, output: Path, log: Log, *, create: bool) -> int:
 def refuse_strangers(output: Path) -> None:
     """Raise UserError if the run would replace or append to files that no run has written."""
     there = [name for name in WRITTEN if is_there(output / name)]
-    odd = [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]
-    if odd:
+    if odd := [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]:
         raise UserError(
             f"{output / odd[0]} is a link, a directory or no regular file, and a run writes a file of that name: move "
             "it away, or name another --output"

@@ -129,8 +129,7 @@ def _adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> tuple[f
 
     Raises UserError unless all groups are of Adam or AdamW with one pair of betas, one eps and decoupled weight decay.
     """
-    used = [group for group in groups if group.get("params")]
-    if not used:
+    if not (used := [group for group in groups if group.get("params")]):
         raise UserError(f"{told}: its optimizer has no groups of parameters")
     # torch's NAdam and RAdam have no amsgrad.
     if lacking := [key for key in ("betas", "eps", "lr", "amsgrad") if any(key not in group for group in used)]:
@@ -451,7 +450,6 @@ class _Stored:
 
 
 def _read_distributed(source: Path, directories: Sequence[Path]) -> ForeignState:
-    """Return the state in the DCP directories of the checkpoint `source`."""
     told = f"{source} (torch.distributed.checkpoint)"
     stored = _Stored(told, {}, {})
     for directory in directories:

@@ -62,8 +62,6 @@ def run_ranks(words: Sequence[str], *, count: int) -> int:
 
 @dataclass
 class _Ranks:
-    """Processes of the ranks of one run."""
-
     waited: set[signal.Signals]  # signals that the launcher blocks and receives by sigtimedwait
     before: set[int]  # signal mask before that, which the ranks inherit
     stopped: int = 0  # first signal that asked the run to stop, or 0

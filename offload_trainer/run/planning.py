@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cached_property
+from functools import cache
 from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,6 @@ from offload_trainer.safe_files import read_back
 from offload_trainer.settings import with_words
 from offload_trainer.units import format_bytes
 
-_MORE_FREE = 0.02  # share of a GPU that stays free in addition after it was full
 _MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 
 
@@ -100,8 +99,7 @@ def plan_run(
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
-    _, world = ranks_of_environment()
-    world = max(world, config.placement.gpus)
+    world = max(ranks_of_environment()[1], config.placement.gpus)
     source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
     kept = _with_resumed_choices(config, before, models, on_gpu=machine.gpu is not None)
@@ -127,11 +125,6 @@ def plan_with_room(config: TrainConfig, before: Planned, *, more: int) -> tuple[
     )
     smaller = {name: (size, has.get(name, 0)) for name, size in had.items() if has.get(name, 0) < size}
     return found, [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, (old, new) in smaller.items()]
-
-
-def more_free(machine: MachineProfile, *, missing: int) -> int:
-    """Return the bytes by which plans for a GPU that lacked `missing` bytes (0: unknown) need less: 2 to 10 % of it."""
-    return min(max(missing, int(_MORE_FREE * machine.gpu_bytes)), machine.gpu_bytes // 10)
 
 
 def shared_plan(own: Planned) -> Planned:
@@ -323,14 +316,9 @@ class MemoryFallbacks:
     """
 
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
-        self._make = source
+        self.source = cache(source)  # with whole MLPs and weights fetched by the block
         self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
         self._models = dict[tuple[bool, bool], Any]()  # key: with chunked MLPs, in parts
-
-    @cached_property
-    def source(self) -> Any:
-        """The model with whole MLPs and weights fetched by the block."""
-        return self._make()
 
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
         """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
@@ -339,7 +327,7 @@ class MemoryFallbacks:
             return self._preset
         if key not in self._models:  # blocks are divided after the probe for chunked MLPs, which is slower
             probed = self._models.get((key[0], False))
-            self._models[key] = as_wished(probed or self.source, config, pieces=key[0] and probed is None)
+            self._models[key] = as_wished(probed or self.source(), config, pieces=key[0] and probed is None)
         return self._models[key]
 
     def ways(self, config: TrainConfig) -> Iterator[tuple[list[TrainConfig], Any]]:

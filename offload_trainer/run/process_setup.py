@@ -101,8 +101,7 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[frozenset[
     """Return the CPUs that this thread may run on, one set per NUMA node; nodes without any are left out."""
     allowed = os.sched_getaffinity(0)
     lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
-    found = [frozenset(_cpus(path.read_text()) & allowed) for path in lists]
-    return [node for node in found if node]
+    return [node for path in lists if (node := frozenset(_cpus(path.read_text()) & allowed))]
 
 
 def _cpus(words: str) -> set[int]:

@@ -90,9 +90,6 @@ class PageFiles:
             raise _refused(str(error), step=self.train.step, instead=self.instead) from error
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
     """Return a message if a checkpoint has all steps of the run that would resume from it, else None.
 
@@ -141,8 +138,7 @@ def finished(setup: Setup, checkpoint: Path | None) -> bool:
         at, restarts, exports = begins.step if begins else 0, save.resume == "never", save.every == 0
         return ended or done_before(setup.output, now.record, begins_at=at, restarts=restarts, exports=exports)
 
-    message = from_rank_zero(told, str | None)
-    if message:
+    if message := from_rank_zero(told, str | None):
         say(message)
     return message is not None
 
@@ -205,17 +201,11 @@ def _why_never(setup: Setup) -> str:
         return "this run's pages have only one copy (tiered.state_copies=1)"
     if plan.work.nodes > 1:
         return f"this run has {plan.work.nodes} nodes; only runs on one node can resume from page files"
-    if any(page.home < 0 for page in _pages(setup)):
+    if any(page.home < 0 for page in layouts_of(plan.work).homes(plan.placement, sizes).pages):
         return "this run stores some of its state in memory; with --ram-fraction 0 all of it is on drives"
     if any(not weight.trainable for weight in setup.source.shape.weights):
         return "they do not contain the weights that are not trained (model.freeze)"
     return ""
-
-
-def _pages(setup: Setup) -> Sequence[Any]:
-    plan = setup.plan
-    assert isinstance(plan.sizes, TierSizes)
-    return layouts_of(setup.plan.work).homes(plan.placement, plan.sizes).pages
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -309,7 +299,8 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     if why := _why_never(setup):
         raise ValueError(why)
     identity, layout = setup.record.identity, setup.record.layout
-    units, pages = layouts_of(setup.plan.work).units, _pages(setup)
+    plan, layouts = setup.plan, layouts_of(setup.plan.work)
+    assert isinstance(plan.sizes, TierSizes)
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
@@ -318,14 +309,14 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
     ours = manifest_of(
         folders,
-        units,
-        pages,
-        format=setup.plan.work.state,
+        layouts.units,
+        layouts.homes(plan.placement, plan.sizes).pages,
+        format=plan.work.state,
         model=setup.output / "model",
         run=manifest.run,
     )
     differ = [one.name for one in fields(ours) if getattr(ours, one.name) != getattr(manifest, one.name)]
-    if "pages" in differ and made.ranks != (world := setup.plan.work.world):
+    if "pages" in differ and made.ranks != (world := plan.work.world):
         raise ValueError(
             f"they were written by {made.ranks} rank(s), and this run has {world}: use --gpus {made.ranks}"
         )

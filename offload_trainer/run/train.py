@@ -41,7 +41,7 @@ from offload_trainer.run import checks, machine_rates, resume
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
-from offload_trainer.run.planning import Planned, more_free, plan_run, plan_with_room, shared_plan
+from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
@@ -52,6 +52,7 @@ from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
 
 _MOST_ROWS = 800  # steps of which a page is made
+_MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it was full; at most a tenth does
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
@@ -81,11 +82,7 @@ def train_run(
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
-
-    def tell(line: str) -> None:
-        write_now(f"{log.clear}offload-train: {line}")
-
-    ranks.end_if_rank_vanishes(say=tell)
+    ranks.end_if_rank_vanishes(say=lambda line: write_now(f"{log.clear}offload-train: {line}"))
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
         planned = _plan_together(config, nodes=nodes, log=log)
@@ -131,7 +128,7 @@ def _with_room(config: TrainConfig, before: Setup, full: GpuFull, *, began: int)
     gc.collect()
     torch.cuda.empty_cache()
     machine, log, output = before.machine, before.log, before.output
-    more = more_free(machine, missing=full.missing)
+    more = min(max(full.missing, int(_MORE_FREE * machine.gpu_bytes)), machine.gpu_bytes // 10)
     text = f"{full}. Plans need {format_bytes(more)} less of it from now on"
     if alone := before.plan.work.world == 1 and before.plan.engine == "tiered":
         saved = complete_checkpoints(output / "checkpoints")
@@ -393,12 +390,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
 
 
 def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    """Print each phase's seconds as a multiple of the plan's."""
-    plan, log = setup.plan, setup.log
-    seconds, rows = median_phases(rows), steady(rows)
-    off = {
-        phase: seconds[phase] / known for phase, known in plan.forecast.in_line.items() if known and phase in seconds
-    }
-    if not off or len(rows) < _TELLING:
-        return
-    log.say(f"took, times the plan's seconds: {', '.join(f'{phase} {ratio:.2f}' for phase, ratio in off.items())}")
+    took, plan = median_phases(rows), setup.plan.forecast.in_line
+    ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
+    if ratios and len(steady(rows)) >= _TELLING:
+        setup.log.say(f"took, times the plan's seconds: {', '.join(ratios)}")

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offload_trainer.checkpoint import RunRecord
-from offload_trainer.config import RuleName, TrainConfig
+from offload_trainer.config import Home, RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import CONFIG
@@ -57,8 +57,6 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.tensorfile import DTYPES
 
-_Home = Literal["auto", "gpu", "cpu", "nvme"]
-
 
 class SessionKeys(TypedDict, total=False):
     """The keywords of `ot.load` and `ot.offload`: keys of the configuration, which docs/config.md describes.
@@ -82,10 +80,10 @@ class SessionKeys(TypedDict, total=False):
     micro_batch_size: int
     gradient_accumulation_steps: int
     seed: int
-    params: _Home
-    optimizer: _Home
+    params: Home
+    optimizer: Home
     nvme: str | Path | Sequence[str | Path]
-    gradients: _Home
+    gradients: Home
     gpu_fraction: float | Literal["auto"]
     ram_fraction: float | Literal["auto"]
     force: bool
@@ -235,8 +233,8 @@ def load(
             offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
-            plan, opened = planned.plan, stack.pop_all()
-            return Session(model, offloaded, plan=plan, record=record, from_config=True, opened=opened)
+            opened = stack.pop_all()
+            return Session(model, offloaded, plan=planned.plan, record=record, from_config=True, opened=opened)
 
 
 def offload(
@@ -274,15 +272,11 @@ def offload(
             for part in module.modules():
                 for key, buffer in part._buffers.items():
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
-            dtype = parts.dtype
-            weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
+            weights = ((name, held[name].to(parts.dtype), held.pop(name)) for name in parameters)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
             plan, opened = planned.plan, stack.pop_all()
             return Session(module, offloaded, plan=plan, record=record, from_config=from_config, opened=opened)
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _joined(say: Say) -> Say:

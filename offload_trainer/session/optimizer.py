@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
 State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
-Changes = dict[torch.Tensor, int]
 WEIGHT = "weight"
 _SAVES = (
     "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
@@ -83,10 +82,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the groups that has a gradient, and clear the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._session._step()
         return loss
 
@@ -139,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return patch.object(self, "_saved_apart", True)
 
 
-# -- a step of resident parameters ------------------------------------------------------------------------------------
+# -- resident parameters -----------------------------------------------------------------------------------------------
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -156,11 +153,6 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
                 "its embedding with sparse=False"
             )
     return found
-
-
-def changes_of(parameters: Iterable[nn.Parameter]) -> Changes:
-    """Return the version counter of each gradient; equal results mean that no gradient was added or modified."""
-    return {g: g._version for parameter in parameters if (g := parameter.grad) is not None}
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
@@ -229,9 +221,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
             parameter.grad = mean.view(parameter.shape).to(parameter.device, parameter.dtype)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:
     """Add the values, gradients and moments of `parameters` to the plan. Raises UserError if it no longer fits."""
     added: dict[str, int] = {}
@@ -286,8 +275,7 @@ def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> di
     Raises UserError if a file has other names or shapes.
     """
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
-    kinds = [WEIGHT, "step", *MOMENTS] if residents else []
-    for kind in kinds:
+    for kind in (WEIGHT, "step", *MOMENTS) if residents else ():
         path = directory / RESIDENT / f"{kind}.safetensors"
         if not path.exists() and kind != WEIGHT:
             continue  # saved before the first step

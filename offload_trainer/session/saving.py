@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,6 +43,7 @@ from offload_trainer.storage.owned_dirs import clear, is_removable
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+    from torch.distributed.checkpoint.stateful import Stateful
 
     from offload_trainer.session.session import Session
 
@@ -52,14 +53,6 @@ _FIX = "Resume from another save"
 _COMPARED = 1024  # elements of each frozen weight in the checksum that identifies a base model
 
 
-class Stateful(Protocol):
-    """Object with a state_dict, such as a scheduler or a data loader."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 @lenient_record
 class _SessionState:
     """Content of session.json."""
@@ -67,9 +60,6 @@ class _SessionState:
     groups: list[dict[str, Any]]  # param_groups, with names in place of parameters
     stateful: list[dict[str, Any]]  # state_dicts of the caller's objects
     base: Crc32 | None  # checksum of the model's weights if all are frozen
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
@@ -149,9 +139,6 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
     write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, **several)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:
     """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
 
@@ -197,15 +184,13 @@ _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from {maste
 
 
 def _refuse_to_replace(final: Path) -> None:
-    """Raise UserError if `final` holds something other than a save."""
     if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} contains something other than a save, and is not replaced: name another directory")
 
 
 def _rounded(units: Sequence[Unit]) -> str:
     """Return a paragraph of the model card that says which weights were quantised when they were loaded, or ""."""
-    blocks = [unit.name for unit in units if unit.quantised]
-    if not blocks:
+    if not (blocks := [unit.name for unit in units if unit.quantised]):
         return ""
     weights = [place.weight for unit in units for place in unit.places if place.weight.quantised]
     return (
@@ -257,16 +242,11 @@ def _newest(directory: Path) -> Path | None:
     for place in directory.glob(".*.tmp"):
         if is_removable(place, what=WORK):
             clear(directory / place.name[1:-4], what=WORK)
-    found = [path for path in directory.iterdir() if is_there(path / MANIFEST)]
-    if found:
+    if found := [path for path in directory.iterdir() if is_there(path / MANIFEST)]:
         return max(found, key=lambda path: read_back(path / MANIFEST, Manifest, fix=_FIX).step)
-    left = [path.name for path in directory.iterdir() if not path.name.startswith(".")]
-    if left:
+    if left := [path.name for path in directory.iterdir() if not path.name.startswith(".")]:
         raise UserError(f"{directory}: neither a save ({MANIFEST}) nor a directory of saves; it holds {left[0]}")
     return None
-
-
-# -- merging adapters -------------------------------------------------------------------------------------------------
 
 
 def merging(model: nn.Module) -> Change | None:

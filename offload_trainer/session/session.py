@@ -39,11 +39,9 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
 from offload_trainer.session import saving
 from offload_trainer.session.optimizer import (
-    Changes,
     OffloadedOptimizer,
     average_gradients,
     broadcast_residents,
-    changes_of,
     counted_in,
     norm_of_all,
     update_residents,
@@ -91,7 +89,7 @@ class Session:
         self._depth = 0  # nesting depth of the model's forwards
         self._counted = False  # norms of the accumulated gradients are being computed
         self._norm: float | None = None  # norm of the accumulated gradients when `_taken` was recorded
-        self._taken: tuple[int, Changes] = (0, {})
+        self._taken: tuple[int, dict[torch.Tensor, int]] = (0, {})
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
@@ -292,9 +290,10 @@ class Session:
         if self._clip != 1.0 and self._gradients_now() != self._taken:
             raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
 
-    def _gradients_now(self) -> tuple[int, Changes]:
+    def _gradients_now(self) -> tuple[int, dict[torch.Tensor, int]]:
         """Return a value that stays equal only as long as no gradient arrives or is modified."""
-        return self._offloaded.sum_changes, changes_of(with_gradient(self._parameters()))
+        gradients = [parameter.grad for parameter in with_gradient(self._parameters())]
+        return self._offloaded.sum_changes, {one: one._version for one in gradients if one is not None}
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters, then all parameters of the optimizer's groups; some appear twice."""
@@ -475,6 +474,5 @@ def listed(
             found[prefix + name] = LazyWeight.of(parameter, partial(read, parameter.weight), keeps=keeps)
         else:
             found[prefix + name] = parameter if keep_vars else parameter.detach()
-    for name, buffer in persistent_buffers(model).items():
-        found[prefix + name] = buffer
+    found |= {prefix + name: buffer for name, buffer in persistent_buffers(model).items()}
     return found

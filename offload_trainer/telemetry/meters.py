@@ -87,7 +87,6 @@ class IoCount:
     written_bytes: int | None
 
     def __sub__(self, earlier: IoCount) -> IoCount:
-        """Return the bytes moved since `earlier`."""
         pairs = zip(astuple(self), astuple(earlier), strict=True)
         return IoCount(*(None if None in pair else pair[0] - pair[1] for pair in pairs))
 

@@ -240,10 +240,9 @@ class Screen:
 
 def _columns() -> int | None:
     """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
-    try:
+    with suppress(OSError, ValueError):  # no terminal
         return max(os.get_terminal_size(sys.stderr.fileno()).columns - 4, 1)
-    except (OSError, ValueError):  # no terminal
-        return None
+    return None
 
 
 def is_live() -> bool:

@@ -69,7 +69,7 @@ def run(
         os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder / "cache")
         gpu.bytes, gpu.fails = size, fails
-        patch.setattr("offload_trainer.run.planning._MORE_FREE", share)
+        patch.setattr("offload_trainer.run.train._MORE_FREE", share)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
         patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
         with cached_counts():

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -63,6 +65,15 @@ def likeliest(directory: Path, ids: list[int]) -> list[int]:
     return found[len(ids) :]
 
 
+@contextmanager
+def read_from_disk(streams: bool) -> Iterator[None]:
+    """Within this context no RAM is free if `streams`, so that weights are read from the disk for each token."""
+    with pytest.MonkeyPatch.context() as patch:
+        if streams:
+            patch.setattr("offload_trainer.run.commands.generate.available_ram_bytes", lambda: 0)
+        yield
+
+
 def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path, tmp_path: Path) -> None:
     """The same run without checkpoints leaves the same weights, in its export alone."""
     last = call(*TRAINED, "--save-every", "0", "--data", run.parent / "chat.jsonl", output=tmp_path / "last").output
@@ -70,16 +81,16 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
     expected = likeliest(exported, ids)
     messages: list[str] = []
-    places = [(path, most) for path in (run, exported, last) for most in (None, 0)]
-    for path, most in places:
-        with inference_model(path, say=messages.append, most_bytes=most) as found:
+    places = [(path, streams) for path in (run, exported, last) for streams in (False, True)]
+    for path, streams in places:
+        with read_from_disk(streams), inference_model(path, say=messages.append) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
     assert sum("read from the disk for each token" in line for line in messages) == 3
-    texts = {
-        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append, most_bytes=most)
-        for path, most in places
-        for seed in (1, 2)
-    }
+    texts = set[str]()
+    for path, streams in places:
+        with read_from_disk(streams):
+            for seed in (1, 2):
+                texts.add(sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append))
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
     assert sample(run, "", tokens=2, temperature=0, say=messages.append)
@@ -149,8 +160,8 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     given = torch.arange(40, 60)[None]
     with torch.no_grad():
         expected = whole(given).logits
-        for most in (None, 0):
-            with inference_model(tmp_path, say=lambda line: None, most_bytes=most) as found:
+        for streams in (False, True):
+            with read_from_disk(streams), inference_model(tmp_path, say=lambda line: None) as found:
                 assert torch.equal(found.model(given).logits, expected)
 
 

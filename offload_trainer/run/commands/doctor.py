@@ -123,9 +123,6 @@ def _native_kernel() -> Check:
     return Check("native AdamW kernel", "ok", why)
 
 
-# -- requirements of DeepSpeed's kernels -------------------------------------------------------------------------------
-
-
 def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
     """Check DeepSpeed, and build its kernels if `needed`; an error names the tools that a build needs."""
     if not is_installed("deepspeed"):

@@ -25,15 +25,12 @@ from offload_trainer.units import format_bytes
 
 
 @contextmanager
-def inference_model(
-    path: Path, *, say: Callable[[str], None], most_bytes: int | None = None
-) -> Iterator[InferenceModel]:
+def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[InferenceModel]:
     """Open the model of a run (its newest checkpoint), a checkpoint, or an exported directory, for inference.
 
-    `most_bytes`: largest size of the weights to keep in memory, by default half of the free RAM. Raises UserError if
-    `path` is none of these.
+    Weights that need more than half of the free RAM stay on the disk. Raises UserError if `path` is none of these.
     """
-    most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
+    most = available_ram_bytes() // 2
     with opened_model(path) if (path / "config.json").is_file() else opened(path) as source:
         say(f"{source.description}, in fp32 on the CPU")
         model = empty_model(source.model)
@@ -62,13 +59,12 @@ def sample(
     temperature: float = 0.8,
     seed: int = 0,
     say: Callable[[str], None],
-    most_bytes: int | None = None,
 ) -> str:
     """Return `prompt` followed by the generated continuation of at most `tokens` tokens.
 
     The prompt begins as documents do in training. `temperature`: 0 for greedy decoding.
     """
-    with inference_model(path, say=say, most_bytes=most_bytes) as found:
+    with inference_model(path, say=say) as found:
         tokenizer = found.tokenizer
         (begin, _), ids = document_marks(tokenizer), tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(begin)] == begin else begin + ids

@@ -87,9 +87,9 @@ def compare_modes(
         from offload_trainer.model.probes.blocks import why_no_chain
         from offload_trainer.model.probes.rows import refuse_pieces
 
-        shape = replace(shape, no_chain=shape.no_chain or why_no_chain(models.source.meta(), pipeline=True))
+        shape = replace(shape, no_chain=shape.no_chain or why_no_chain(models.source().meta(), pipeline=True))
         try:
-            refuse_pieces(models.source.meta())
+            refuse_pieces(models.source().meta())
         except UserError as error:
             whole = str(error)
     work = workload(config, shape, world=world, nodes=count)
@@ -153,7 +153,6 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
 
 
 def _line(name: str, words: str, plan: Plan) -> str:
-    """Return the plan of a mode as a line of text."""
     if not plan.fits:
         return f"  {name:<33}does not fit: {'; '.join(plan.shortfalls())}"
     step = plan.forecast.step

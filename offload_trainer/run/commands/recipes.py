@@ -14,6 +14,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -44,15 +45,10 @@ def recipes() -> list[Recipe]:
 
 
 def _recipe(file: str, text: str) -> Recipe:
-    lines, heads = [], {}
-    for line in text.removeprefix("#!/bin/bash\n").splitlines():
-        if not line.startswith("#"):
-            break
-        if head := _HEAD.match(line):
-            heads[head[1]] = head[2]
-        else:
-            lines.append(line.removeprefix("#").strip())
-    return Recipe(Path(file).stem, file, " ".join(lines), heads["run"], heads.get("memory"), text)
+    comments = list(takewhile(lambda line: line.startswith("#"), text.removeprefix("#!/bin/bash\n").splitlines()))
+    heads = {head[1]: head[2] for line in comments if (head := _HEAD.match(line))}
+    told = " ".join(line.removeprefix("#").strip() for line in comments if not _HEAD.match(line))
+    return Recipe(Path(file).stem, file, told, heads["run"], heads.get("memory"), text)
 
 
 def listing(found: list[Recipe]) -> str:

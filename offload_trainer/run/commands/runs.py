@@ -77,7 +77,6 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
-    """Return a short description: running, done, or how the run would resume."""
     try:
         with protected(directory):
             pass

@@ -123,10 +123,9 @@ def _child(words: list[str]) -> None:
     config = load_config(words)
     prepare_process(config)
     from offload_trainer.run.train import train_run
+    from offload_trainer.trainer import timed_steps
 
     def time_steps(job: Any) -> None:
-        from offload_trainer.trainer import timed_steps
-
         for record in timed_steps(job, steps=steps):
             print(json.dumps(record), file=answers)
 

@@ -289,9 +289,6 @@ def _text(content: Any, number: int) -> str:
     return encodable("".join(part["text"] for part in parts), f"message {number}")
 
 
-# -- strings that a row should contain ---------------------------------------------------------------------------------
-
-
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
     """Yield each non-empty string of a line with its field; metadata fields are left out."""
     if isinstance(value, str):

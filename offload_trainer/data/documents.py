@@ -90,9 +90,6 @@ def opened(path: Path) -> Iterator[Any]:
             ) from error
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 def text_in(record: dict[str, Any], text_field: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
@@ -116,9 +113,6 @@ def text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
             raise _not_utf8(source, error, line=line + error.object.count(b"\n", 0, error.start)) from error
         line += text.count("\n")
         yield text
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def read_records(
@@ -289,9 +283,6 @@ def _not_utf8(source: Path, error: UnicodeDecodeError, *, line: int) -> UserErro
         f"{printable(source)}, line {line}: not UTF-8: its byte 0x{error.object[error.start]:02x} begins no character "
         "that is whole; convert the file (iconv -t UTF-8), or decompress it"
     )
-
-
-# -- fields of a record ------------------------------------------------------------------------------------------------
 
 
 @contextmanager

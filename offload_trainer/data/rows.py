@@ -57,9 +57,6 @@ def order(index: int, count: int, *, seed: int, epoch: int) -> int:
             return index
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
 class Split(NamedTuple):
     """Row numbers for training, and those for validation after them."""
 
@@ -122,9 +119,6 @@ class Shares:
             for name, count, rows in zip(names, self.counts, self.rows, strict=True)
         ]
         return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
-
-
-# -- several files -----------------------------------------------------------------------------------------------------
 
 
 class TokenShards:
@@ -228,9 +222,6 @@ def mixed(
             f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
         )
     return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)
-
-
-# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

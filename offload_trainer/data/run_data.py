@@ -191,9 +191,6 @@ def _bytes_read() -> int:
         return 0
 
 
-# -- hashes of the text ------------------------------------------------------------------------------------------------
-
-
 def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
     """Return the hash of each file. `memory` is the file that caches hashes between runs; losing it costs only time.
 
@@ -232,9 +229,6 @@ def _sum(path: Path) -> str:
             return str(hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest())  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-# -- the data of a run -------------------------------------------------------------------------------------------------
 
 
 _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each

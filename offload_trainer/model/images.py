@@ -89,9 +89,6 @@ def refuse_other_losses(config: Any) -> None:
     )
 
 
-# -- the parts for images ----------------------------------------------------------------------------------------------
-
-
 def image_parts(
     model: PreTrainedModel, weights: Sequence[Weight], order: Order | None, *, patches: Patches
 ) -> ImageParts:
@@ -159,9 +156,6 @@ def _eager_heads(block: nn.Module) -> int:
     return max(found)
 
 
-# -- the patches of a row ---------------------------------------------------------------------------------------------
-
-
 def _patches_of(config: Any, name: str) -> tuple[int, float, str]:
     """Return the patches of one image, the most patches that a token stands for, and a description."""
     configs = list(_vision_configs(config))
@@ -197,9 +191,6 @@ def _tile(config: Any) -> int:
     if not all(len(pair) == 2 and all(isinstance(side, int) and side > 0 for side in pair) for pair in pairs):
         return 0
     return math.prod(-(-whole // patch) for whole, patch in zip(*pairs, strict=True)) + 1
-
-
-# -- how images enter a pass ------------------------------------------------------------------------------------------
 
 
 def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> Order:

@@ -206,9 +206,6 @@ def block_names(model: PreTrainedModel) -> list[str]:
     return found
 
 
-# -- matrix products -------------------------------------------------------------------------------------------------
-
-
 def products_of(model: PreTrainedModel) -> dict[str, float]:
     """Return for each parameter the number of products per token in which its elements take part.
 
@@ -265,9 +262,6 @@ def _width(module: nn.Module, config: Any) -> int:
     head = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(module, "qk_head_dim", None) or head
     return int(heads * (keys + (getattr(module, "v_head_dim", None) or head)))
-
-
-# -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 def tensor_splits(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, Split]:

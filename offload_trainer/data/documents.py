@@ -229,18 +229,15 @@ def _too_long(where: str) -> UserError:
 
 
 def _table_rows(source: Path, *, wanted: Collection[str], strings: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table as `read_records` does."""
     import pyarrow
 
-    number = 0
     open_given(source).close()  # refuse a pipe, on which pyarrow would block
+    batches = _table_batches(source, wanted, strings)
+    slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
     try:
-        for batch in _table_batches(source, wanted, strings):
-            for start in range(0, batch.num_rows, _ROWS):
-                for record in batch.slice(start, _ROWS).to_pylist():
-                    number += 1
-                    where = f"{printable(source)}, row {number}"
-                    yield where, {key: without_nulls(value) for key, value in record.items()}
+        for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
+            where = f"{printable(source)}, row {number}"
+            yield where, {key: without_nulls(value) for key, value in record.items()}
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error

@@ -99,11 +99,10 @@ def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     for name in names:
         first, pattern = rename_source_key(name, [], converters)
         members.setdefault(first, []).append((name, pattern))
-
-    def rename(name: str) -> str:
-        return rename_source_key(name, renamings, [])[0]
-
-    return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
+    return [
+        _group(first, found, converters, model, rename=lambda name: rename_source_key(name, renamings, [])[0])
+        for first, found in members.items()
+    ]
 
 
 def model_in(directory: Path) -> PreTrainedModel:

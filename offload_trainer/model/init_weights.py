@@ -153,7 +153,11 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
         without = {module: dict(module._parameters) for module in modules.values()}
         tensors: dict[str, torch.Tensor] = {}
         for name, module in modules.items():
-            _give_memory(module)
+            module.to_empty(device="cpu", recurse=False)
+            for parameter in module.parameters(recurse=False):
+                parameter.detach().fill_(torch.nan)  # marks unset values
+            if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
+                module.reset_parameters()
             own = module.named_parameters(name, recurse=False, remove_duplicate=False)
             tensors |= {key: parameter.detach() for key, parameter in own}
         yield tensors, initialise
@@ -161,15 +165,6 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
             module._parameters.update(parameters)
 
     yield from walk(model, prefix, model)
-
-
-def _give_memory(module: nn.Module) -> None:
-    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers."""
-    module.to_empty(device="cpu", recurse=False)
-    for parameter in module.parameters(recurse=False):
-        parameter.detach().fill_(torch.nan)
-    if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
-        module.reset_parameters()
 
 
 def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:

@@ -42,7 +42,7 @@ from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
-from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
@@ -150,7 +150,8 @@ class ModelSource:
                 # The reentrant variant produces no gradients if its input needs none, as with frozen embeddings.
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
-            tile(model.get_submodule(name), chunk=mlp_chunk)
+            module = model.get_submodule(name)
+            module.forward = Tiled(module, mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def _module(self, context: AbstractContextManager[Any], **words: Any) -> Any:

@@ -23,11 +23,6 @@ import torch
 from torch import nn
 
 
-def tile(module: nn.Module, *, chunk: int) -> None:
-    """Make `module` run on at most `chunk` tokens at a time."""
-    module.forward = Tiled(module, chunk)
-
-
 class Tiled:
     """A replacement forward for a module that maps [..., tokens, width] to the same shape.
 

@@ -195,10 +195,9 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        for message in (
-            example.messages[number] for number in answers if not _content(example.messages[number]).strip()
-        ):
-            self.unsaid.empty += not message.get("tool_calls") or "tool_calls" in omitted
+        for message in map(example.messages.__getitem__, answers):
+            is_called = bool(message.get("tool_calls")) and "tool_calls" not in omitted
+            self.unsaid.empty += not _content(message).strip() and not is_called
         if self._everything:
             return text, [(0, len(text))]
         turn = self._turns[example.tools is not None]

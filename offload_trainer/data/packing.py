@@ -160,8 +160,7 @@ class DocumentEncoder:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode_all([text])[0]
-        return ids
+        return self._encode_all([text])[0]
 
 
 def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
@@ -300,10 +299,8 @@ class RowEncoder:
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # the first token has no context to be predicted from
         if not learned.any():
-            if any(encoded.counted):
-                self.counts.left_out += 1
-            else:
-                self.counts.unanswered += 1
+            self.counts.left_out += any(encoded.counted)
+            self.counts.unanswered += not any(encoded.counted)
             return None
         self.counts.conversations += 1
         self.counts.tokens += count

@@ -306,8 +306,7 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
     places = np.arange(marks.shape[1])
     last = np.where(marks & BEGINS, places, 0).max(axis=1)
     learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])
-    found: np.ndarray = np.where(learned.any(axis=1), 0, marks.shape[1] - last)
-    return found
+    return np.where(learned.any(axis=1), 0, marks.shape[1] - last)
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,8 +129,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     suffixes = [source.suffix.lower() for source in sources]
     content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
     target = cache / f"{name}-{_digest(content)}.bin"
-    found = cached(target)
-    if found is not None:
+    if (found := cached(target)) is not None:
         say(f"tokens: {target}, already there")
         return found
     total = sum(source.stat().st_size for source in sources)

@@ -134,7 +134,6 @@ class DividedAttention:
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute attention: [rows, heads, tokens, size] -> ([rows, tokens, heads, size], None); tokens of a piece."""
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
         heads, of_keys, count = query.shape[1], key.shape[1], self._count
@@ -144,7 +143,7 @@ class DividedAttention:
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
         view: Any = module if sent == of_keys else _seen_as(module, groups=heads // sent)
         query, key, value = map(self._exchanged, (query, key, value))
-        result, _ = attend(view, query, key, value, self._seen(query, more), **more)
+        result, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](view, query, key, value, self._seen(query, more), **more)
         return self._exchanged(result), None
 
     def _exchanged(self, states: torch.Tensor) -> torch.Tensor:

@@ -98,14 +98,13 @@ def image_parts(
     UserError if "auto" finds no size of an image in the configuration.
     """
     units = _units(model, weights, order)
-    names = [weight.unit for weight in weights if weight.block and weight.unit in units]
-    blocks = {name: model.get_submodule(name) for name in names}
+    blocks = {one.unit: model.get_submodule(one.unit) for one in weights if one.block and one.unit in units}
     if patches == "auto":
         least, per_token, why = _patches_of(model.config, type(model).__name__)
     else:
         least, per_token, why = patches, 0.0, "as image_patches says"
     sizes = Counter(
-        size for weight in weights if weight.unit in names and len(weight.shape) == 2 for size in weight.shape
+        size for weight in weights if weight.unit in blocks and len(weight.shape) == 2 for size in weight.shape
     )
     widest = max((max(weight.shape) for weight in weights if weight.unit in units), default=0)
     return ImageParts(

@@ -54,8 +54,7 @@ class InferenceModel:
                 logits_processor=LogitsProcessorList([self._known]),
                 streamer=streamer,
             )
-        continuation: list[int] = found[0, len(ids) :].tolist()
-        return continuation
+        return found[0, len(ids) :].tolist()
 
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""

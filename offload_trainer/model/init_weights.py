@@ -73,10 +73,9 @@ def _with_memory(value: Any) -> Any:
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model on the meta device in fp32, with tied weights tied."""
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
+        return auto_class(config).from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )
-    return model
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:

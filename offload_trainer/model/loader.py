@@ -305,8 +305,7 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
 
 
 def _content(config: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=_with_old_keys)
-    return content
+    return json.loads(config.to_json_string(), object_hook=_with_old_keys)
 
 
 def _with_old_keys(values: dict[str, Any]) -> Any:
@@ -352,7 +351,6 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         for name in (*_BESIDE, *(_OF_PROCESSOR if reads_images else ())):
             if (source.directory / name).is_file():
                 shutil.copyfile(source.directory / name, directory / name)
-    kept = persistent_buffers(model)
-    if kept:
+    if kept := persistent_buffers(model):
         held = source.buffers()
         save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

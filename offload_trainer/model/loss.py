@@ -10,8 +10,9 @@ needs more than the last hidden states, the model runs unchanged with all of its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -186,12 +187,7 @@ class CausalLoss(nn.Module):
         finally:
             self.model.loss_function = before
 
-    @contextmanager
-    def _instead(self, output: Any) -> Iterator[None]:
+    def _instead(self, output: Any) -> AbstractContextManager[object]:
         """Make the body return `output` for any input."""
-        body = self.model._modules[self._body]
-        self.model._modules[self._body] = _Given(output, body)
-        try:
-            yield
-        finally:
-            self.model._modules[self._body] = body
+        modules = self.model._modules
+        return patch.dict(modules, {self._body: _Given(output, modules[self._body])})

@@ -182,8 +182,7 @@ def _refuse_other(record: dict[str, Any], *, form: str | None = None) -> None:
 
 
 def _asks_and_answers(record: dict[str, Any]) -> bool:
-    has_question = any(key in record for key in (*_QUESTIONS, "input"))
-    return has_question and any(key in record for key in _ANSWERS)
+    return any(key in record for key in (*_QUESTIONS, "input")) and any(key in record for key in _ANSWERS)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -193,8 +192,7 @@ def _alpaca(record: dict[str, Any]) -> tuple[Message, ...]:
     question, answer = _only(record, _QUESTIONS), _only(record, _ANSWERS)
     parts = [string_in(record, key) for key in (question, "input") if key and record.get(key) is not None]
     assert answer is not None, record
-    completion = string_in(record, answer)
-    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", completion)]
+    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", string_in(record, answer))]
     history = [] if record.get("history") in (None, "") else record["history"]
     if not isinstance(history, list):
         raise UserError(f"'history' holds {json_kind(history)}, where a list is needed")

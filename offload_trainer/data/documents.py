@@ -236,8 +236,7 @@ def _table_rows(source: Path, *, wanted: Collection[str], strings: bool) -> Iter
     slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
     try:
         for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
-            where = f"{printable(source)}, row {number}"
-            yield where, {key: without_nulls(value) for key, value in record.items()}
+            yield f"{printable(source)}, row {number}", {key: without_nulls(value) for key, value in record.items()}
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
@@ -252,8 +251,7 @@ def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iter
 
     def columns(schema: Any) -> list[str]:
         texts = [field.name for field in schema if strings and (is_string(field.type) or is_large_string(field.type))]
-        names: list[str] = schema.names
-        return [name for name in names if name in wanted or name in texts] or names
+        return [name for name in schema.names if name in wanted or name in texts] or schema.names
 
     if source.suffix.lower() == ".parquet":
         with parquet.ParquetFile(source) as file:

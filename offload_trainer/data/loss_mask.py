@@ -134,8 +134,7 @@ class AnswerEncoder:
         # the templates of conversations without and with tools
         self.templates = given if everything else [training_variant(template) for template in given]
         self.uses_variant = self.templates != given
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = tuple(token.content for token in added if token.special)
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
     @property
     def end_ids(self) -> list[int]:

@@ -165,8 +165,7 @@ class TokenShards:
 
     def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
         row, inside = divmod(start, self._seq_len)
-        assert inside == 0, start
-        assert count == self._seq_len + 1, count
+        assert (inside, count) == (0, self._seq_len + 1), (start, count)
         train, validation = zip(*self._splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts

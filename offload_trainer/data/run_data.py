@@ -418,10 +418,9 @@ def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     if data.spec.section.streamed:
         return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
-    epochs = steps * rows_per_step / rows
     return (
         f"an epoch: {rows} rows are {-(-rows // rows_per_step)} steps of {rows_per_step} "
-        f"(--micro-batch x --accumulate x ranks); --steps {steps} is {epochs:.3g} epochs"
+        f"(--micro-batch x --accumulate x ranks); --steps {steps} is {steps * rows_per_step / rows:.3g} epochs"
     )
 
 

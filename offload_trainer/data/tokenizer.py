@@ -136,8 +136,7 @@ def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 def _json(file: Path) -> dict[str, Any]:
     """Return the object in a file of a model directory, or {} if there is no file."""
-    fix = "Download it again"
-    return read_back(file, dict[str, Any], links=True, fix=fix) if file.exists() else {}
+    return read_back(file, dict[str, Any], links=True, fix="Download it again") if file.exists() else {}
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

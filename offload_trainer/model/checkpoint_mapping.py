@@ -71,8 +71,7 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
                 unexpected.append(key)
             else:
                 members.setdefault(name, []).append((key, pattern))
-    groups = [_group(name, found, converters, model) for name, found in members.items()]
-    return groups, unexpected
+    return [_group(name, found, converters, model) for name, found in members.items()], unexpected
 
 
 def as_they_are(names: Iterable[str]) -> list[Group]:

@@ -44,8 +44,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
     """
     outside = not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts
     if named is not None and (outside or not named.isprintable()):
-        told = shown(str(named))
-        raise UserError(f"{directory}: config.json's transformers_weights is {told}, no file in there")
+        raise UserError(f"{directory}: config.json's transformers_weights is {shown(str(named))}, no file in there")
     for name in (named,) if named else (SINGLE, INDEX):
         path = directory / name
         if not is_there(path):
@@ -147,8 +146,7 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
             lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
             raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
         for other, name in model.all_tied_weights_keys.items():  # transformers would not tie two of different values
-            both = {other, name} <= given.keys() & files.keys()
-            if both and not files[other].same(other, files[name], name):
+            if {other, name} <= given.keys() & files.keys() and not files[other].same(other, files[name], name):
                 raise UserError(
                     f"{directory}: {other} and {name} hold different values, and config.json ties them; set "
                     "tie_word_embeddings to false there to train both"

@@ -162,8 +162,7 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
         return False
     if not any(parameter.requires_grad for parameter in model.get_submodule(blocks[0]).parameters()):
         return False
-    order = counted.order.forward if counted.order else ()
-    ran = [name for name in order if name in layers]
+    ran = [name for name in (counted.order.forward if counted.order else ()) if name in layers]
     return ran == layers and len(counted.on_gpu.blocks) == len(layers)
 
 

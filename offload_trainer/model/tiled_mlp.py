@@ -44,8 +44,7 @@ class Tiled:
 
     def pieces(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split [rows, tokens, width] or [tokens, width] into pieces, which are views of a contiguous tensor."""
-        flat = values.reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])
-        return flat.split(self.chunk, dim=-2)
+        return values.reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1]).split(self.chunk, dim=-2)
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the module's output without a graph."""

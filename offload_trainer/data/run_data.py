@@ -257,11 +257,6 @@ class RunData:
         section = self.spec.section
         return bool(section.shuffled_block if section.streamed else section.shuffle)
 
-    @property
-    def paths(self) -> list[Path]:
-        """Paths of the token files, those for validation last."""
-        return list(dict.fromkeys((*self.tokens.paths, *self.held_out.paths)))
-
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}

@@ -354,10 +354,7 @@ class AnswerEncoder:
             return "", []
 
     def _render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Render messages to text, with the generation prompt at the end if `prompt`.
-
-        Also return the spans that the template's generation blocks wrote.
-        """
+        """Return the text of messages, and of a generation `prompt`, with the spans that generation blocks wrote."""
         template = self.templates[example.tools is not None]
         try:
             texts, spans = render_jinja_template(
@@ -374,10 +371,7 @@ class AnswerEncoder:
         return texts[0], spans[0] if spans else []
 
     def _printable(self, function: dict[str, Any]) -> dict[str, Any]:
-        """Return a called function with its arguments as given, as JSON text or an object, or else in the other form.
-
-        The other form is used if the template does not print the given one.
-        """
+        """Return a called function with its arguments in the form that the template prints: JSON text or an object."""
         given = function.get("arguments")
         prints_text, prints_objects = self._argument_forms
         if isinstance(given, dict) and prints_text and not prints_objects:
@@ -402,10 +396,7 @@ class AnswerEncoder:
         return text in as_text, "a" in as_object and "'a'" not in as_object
 
     def _omitted_functions(self, example: Example) -> set[str]:
-        """Return which of an example's tools and calls of tools the template does not print, or not all of them.
-
-        They are rendered with other names, which can only be in the text if the template prints them.
-        """
+        """Return which of an example's tools and calls are not all in the text if it is rendered with other names."""
 
         def renamed(message: Message, name: str) -> Message:
             return _with_functions(message, lambda its: its | {"name": name})
@@ -418,7 +409,6 @@ class AnswerEncoder:
 
 
 def _calling(arguments: Any) -> Message:
-    """Return an answer that calls a function."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -178,7 +178,6 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
 
 
 def _digest(content: object) -> str:
-    """Hash JSON-serialisable content to 16 hex digits."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
@@ -360,7 +359,6 @@ def prepare_data(
 
 
 def _describe(data: RunData) -> Iterator[str]:
-    """Yield lines for the user on the amount of data and its division."""
     section, tokens, held_out, split = data.spec.section, data.tokens, data.held_out, data.split
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
@@ -420,10 +418,7 @@ def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
 
 
 def _refuse_unknown(section: DataSection, source: Any) -> None:
-    """Raise UserError for ids of an unknown tokenizer.
-
-    Exports would include a wrong tokenizer beside a token file that does not name its own.
-    """
+    """Raise UserError for ids of a tokenizer that nothing names: exports would include a wrong one."""
     is_unknown = section.tokenizer == "auto" and source.directory is None
     for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
         if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:

@@ -224,7 +224,6 @@ class _Pass:
         self._end = len(self._held) - 1
 
     def whole(self) -> Part:
-        """Return the whole pass as one part."""
         body = self._at["body", 0]
         return Part(self._held[body], self._moments(0, body), self._moments(body, self._end))
 

@@ -76,11 +76,7 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention, repeating key and value heads if needed.
-
-    `query`, `key` and `value` are [rows, heads, tokens, size]; keys and values may have fewer heads. Returns
-    ([rows, tokens, heads, size], None).
-    """
+    """Attend with all or fewer heads of keys and values: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
     view: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)

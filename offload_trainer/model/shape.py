@@ -167,7 +167,6 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
 
 
 def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
-    """Return the notes on the model that its plan should show."""
     notes, name, text = [], type(model).__name__, model.config.get_text_config()
     attends = bool(getattr(_of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":

@@ -111,10 +111,7 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
 
 
 def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> str:
-    """Return the form that a record shows: a conversation form or `TEXT`.
-
-    Raises UserError if it shows several, or one that is not trained on here.
-    """
+    """Return a record's form, or `TEXT`. Raises UserError if it shows several, or one that is not trained on here."""
     if text_field in record:
         return TEXT
     fitting = [name for name, keys in _KEYS.items() if all(key in record for key in keys)]

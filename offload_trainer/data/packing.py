@@ -119,10 +119,7 @@ class DocumentEncoder:
         return "it contains no text: name another"
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[Piece]:
-        """Yield a document, passed as consecutive blocks of text, in pieces of at most `PIECE` characters.
-
-        An empty document yields no piece.
-        """
+        """Yield a document's consecutive blocks of text in pieces of at most `PIECE` characters; none if empty."""
         text, start, before = "", 0, ""
         for block in blocks:
             text, start = text[start:] + block, 0

@@ -148,10 +148,7 @@ class TokenShards:
         return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on, in the files' dtype; of a mixture, one row and the one id after it.
-
-        Raises as `TokenFile.read`.
-        """
+        """Return `count` ids from `start` on as `TokenFile.read` does; of a mixture, one row and the id after it."""
         if self.shares is not None:
             return self._row_of_mixture(start, count)
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
@@ -251,10 +248,7 @@ class Batch:
         return int((self.targets != IGNORED).sum())
 
     def piece(self, number: int, *, of: int) -> Batch:
-        """Return piece `number` of `of` equal pieces along the sequence; its tokens keep their positions in the row.
-
-        Each piece gets a different seed.
-        """
+        """Return one of `of` equal pieces along the sequence, with its positions in the row and a seed of its own."""
         if of == 1:
             return self
         assert self.positions is None, "rows of several documents"

@@ -190,10 +190,7 @@ def _bytes_read() -> int:
 
 
 def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
-    """Return the hash of each file. `memory` is the file that caches hashes between runs; losing it costs only time.
-
-    Raises UserError for a file that cannot be read.
-    """
+    """Return each file's hash, cached in the file `memory`. Raises UserError for a file that cannot be read."""
     try:
         known = parsed(file_bytes(memory, opener=open_owned), dict[str, tuple[str, list[int]]])
     except (FileNotFoundError, ValueError):
@@ -234,10 +231,7 @@ _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and character
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokens and rows of a run.
-
-    `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
-    """
+    """A run's tokens, and in `split` the numbers of training rows in `tokens` and of validation rows in `held_out`."""
 
     spec: TokenSpec
     tokens: Any  # Tokens

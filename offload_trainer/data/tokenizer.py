@@ -37,10 +37,7 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer: ``builtin`` (without network), a directory's, or that of a hub id.
-
-    Raises UserError if it does not exist or cannot be loaded.
-    """
+    """Load ``builtin``, a directory's or a hub id's tokenizer. Raises UserError if there is none that can be loaded."""
     directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
     is_directory = directory.is_dir()
     if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):

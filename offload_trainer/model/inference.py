@@ -65,10 +65,7 @@ class InferenceModel:
 
 
 def empty_model(directory: Path) -> Any:
-    """Build a model from its configuration without memory for weights.
-
-    Parameters are NaN, tied ones are the same parameter, and buffers have the values that transformers computes.
-    """
+    """Build a directory's model: NaN parameters without memory, tied ones the same, and transformers' buffers."""
     config = config_in(directory)
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)

@@ -87,10 +87,7 @@ class OpenedWeights:
         return [name for _, names in self.groups for name in names.values() if name in self.parameters]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
-        """Yield the tensors in `wanted` in the order of the files' keys.
-
-        A group of tensors that is merged or split is read once.
-        """
+        """Yield the tensors in `wanted` in the order of the files' keys; a group that is converted is read once."""
         for group, names in self.groups:
             if not wanted.isdisjoint(names.values()):
                 made = group.convert(lambda key: self.files[key].read(key))
@@ -104,10 +101,7 @@ class OpenedWeights:
 
 @contextmanager
 def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWeights]:
-    """Open a directory's weights under the names of `model`, which may be on the meta device.
-
-    Raises UserError naming all weights that do not fit, before any data is read.
-    """
+    """Open weights by their names in `model`, which may be meta. Raises UserError that names all that do not fit it."""
     paths = checkpoint_files(directory, getattr(model.config, "transformers_weights", None))
     with ExitStack() as stack:
         files: dict[str, TensorFileReader] = {}

@@ -47,6 +47,9 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
+_BATCH = 256  # conversations per tokenizer call
+_OPEN = 64  # rows being filled at the same time
+_PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 class Piece(NamedTuple):
@@ -184,10 +187,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 # -- conversations in rows ---------------------------------------------------------------------------------------------
-
-_BATCH = 256  # conversations per tokenizer call
-_OPEN = 64  # rows being filled at the same time
-_PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 @dataclass

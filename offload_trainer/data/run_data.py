@@ -66,6 +66,7 @@ FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
+_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
@@ -224,9 +225,6 @@ def _sum(path: Path) -> str:
             return str(hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest())  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offload_trainer.errors import TrainerError
 
 _GROUPS = "num_key_value_groups"
+_MOST = 1000  # lengths of rows may vary
+_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
 Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
 
@@ -61,10 +63,6 @@ def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         params = SDPAParams(query, key, value, None, dropout, True, True)
         _WHOLE[asked] = not (can_use_flash_attention(params) or can_use_cudnn_attention(params))
     return _WHOLE[asked]
-
-
-_MOST = 1000  # lengths of rows may vary
-_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
 
 
 def _attention(

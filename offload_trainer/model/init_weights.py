@@ -28,6 +28,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.model.images import auto_class
 
 NamedTensor = tuple[str, torch.Tensor]
+Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
@@ -128,9 +129,6 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
                     raise TrainerError(f"transformers gives {name} no initial value of its own; train it from weights")
                 yield firsts[name], value
         initialised.add(model)
-
-
-Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
 def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iterator[Unit]:

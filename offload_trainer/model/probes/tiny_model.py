@@ -48,7 +48,6 @@ _CHANCE = re.compile(r"drop|jitter|noise")
 _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
 
-
 Kind = tuple[type, str, type]  # class of a block, name of a module in it, class of that module
 Result = TypeVar("Result")
 

@@ -243,8 +243,7 @@ def resolve_model(
     if pieces:
         refuse_pieces(model)
     notes: list[str] = []
-    if not random:
-        assert directory is not None
+    if directory is not None and not random:
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")

@@ -10,7 +10,7 @@ needs more than the last hidden states, the model runs unchanged with all of its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -67,11 +67,9 @@ def head_needs_only_hidden_states(model: PreTrainedModel) -> bool:
         try:
             CausalLoss(model, chunk=4)(ids, ids, None, 8)
         except Exception:  # raised by transformers' code, or because meta tensors have no values
-            try:
+            with suppress(Exception):
                 model(input_ids=ids, use_cache=False)
-            except Exception:
-                return True
-            return False
+                return False
     return True
 
 

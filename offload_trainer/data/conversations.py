@@ -111,10 +111,7 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
 
 
 def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> str:
-    """Return the form that a record shows: a conversation form or `TEXT`.
-
-    Raises UserError if it shows several, or one that is not trained on here.
-    """
+    """Return a record's form, or `TEXT`. Raises UserError if it shows several, or one that is not trained on here."""
     if text_field in record:
         return TEXT
     fitting = [name for name, keys in _KEYS.items() if all(key in record for key in keys)]
@@ -182,8 +179,7 @@ def _refuse_other(record: dict[str, Any], *, form: str | None = None) -> None:
 
 
 def _asks_and_answers(record: dict[str, Any]) -> bool:
-    has_question = any(key in record for key in (*_QUESTIONS, "input"))
-    return has_question and any(key in record for key in _ANSWERS)
+    return any(key in record for key in (*_QUESTIONS, "input")) and any(key in record for key in _ANSWERS)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -193,8 +189,7 @@ def _alpaca(record: dict[str, Any]) -> tuple[Message, ...]:
     question, answer = _only(record, _QUESTIONS), _only(record, _ANSWERS)
     parts = [string_in(record, key) for key in (question, "input") if key and record.get(key) is not None]
     assert answer is not None, record
-    completion = string_in(record, answer)
-    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", completion)]
+    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", string_in(record, answer))]
     history = [] if record.get("history") in (None, "") else record["history"]
     if not isinstance(history, list):
         raise UserError(f"'history' holds {json_kind(history)}, where a list is needed")
@@ -287,9 +282,6 @@ def _text(content: Any, number: int) -> str:
         if "train" in part or "weight" in part:
             raise UserError(f"message {number} mixes parts to train on with others: an answer is trained on whole")
     return encodable("".join(part["text"] for part in parts), f"message {number}")
-
-
-# -- strings that a row should contain ---------------------------------------------------------------------------------
 
 
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:

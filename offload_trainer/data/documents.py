@@ -90,9 +90,6 @@ def opened(path: Path) -> Iterator[Any]:
             ) from error
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 def text_in(record: dict[str, Any], text_field: str) -> str:
     """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
     if text_field not in record:
@@ -116,9 +113,6 @@ def text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
             raise _not_utf8(source, error, line=line + error.object.count(b"\n", 0, error.start)) from error
         line += text.count("\n")
         yield text
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def read_records(
@@ -235,18 +229,14 @@ def _too_long(where: str) -> UserError:
 
 
 def _table_rows(source: Path, *, wanted: Collection[str], strings: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table as `read_records` does."""
     import pyarrow
 
-    number = 0
     open_given(source).close()  # refuse a pipe, on which pyarrow would block
+    batches = _table_batches(source, wanted, strings)
+    slices = (batch.slice(start, _ROWS) for batch in batches for start in range(0, batch.num_rows, _ROWS))
     try:
-        for batch in _table_batches(source, wanted, strings):
-            for start in range(0, batch.num_rows, _ROWS):
-                for record in batch.slice(start, _ROWS).to_pylist():
-                    number += 1
-                    where = f"{printable(source)}, row {number}"
-                    yield where, {key: without_nulls(value) for key, value in record.items()}
+        for number, record in enumerate(chain.from_iterable(few.to_pylist() for few in slices), 1):
+            yield f"{printable(source)}, row {number}", {key: without_nulls(value) for key, value in record.items()}
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
@@ -261,8 +251,7 @@ def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iter
 
     def columns(schema: Any) -> list[str]:
         texts = [field.name for field in schema if strings and (is_string(field.type) or is_large_string(field.type))]
-        names: list[str] = schema.names
-        return [name for name in names if name in wanted or name in texts] or names
+        return [name for name in schema.names if name in wanted or name in texts] or schema.names
 
     if source.suffix.lower() == ".parquet":
         with parquet.ParquetFile(source) as file:
@@ -289,9 +278,6 @@ def _not_utf8(source: Path, error: UnicodeDecodeError, *, line: int) -> UserErro
         f"{printable(source)}, line {line}: not UTF-8: its byte 0x{error.object[error.start]:02x} begins no character "
         "that is whole; convert the file (iconv -t UTF-8), or decompress it"
     )
-
-
-# -- fields of a record ------------------------------------------------------------------------------------------------
 
 
 @contextmanager

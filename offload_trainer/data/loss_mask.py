@@ -134,8 +134,7 @@ class AnswerEncoder:
         # the templates of conversations without and with tools
         self.templates = given if everything else [training_variant(template) for template in given]
         self.uses_variant = self.templates != given
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = tuple(token.content for token in added if token.special)
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
     @property
     def end_ids(self) -> list[int]:
@@ -195,10 +194,9 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        for message in (
-            example.messages[number] for number in answers if not _content(example.messages[number]).strip()
-        ):
-            self.unsaid.empty += not message.get("tool_calls") or "tool_calls" in omitted
+        for message in map(example.messages.__getitem__, answers):
+            is_called = bool(message.get("tool_calls")) and "tool_calls" not in omitted
+            self.unsaid.empty += not _content(message).strip() and not is_called
         if self._everything:
             return text, [(0, len(text))]
         turn = self._turns[example.tools is not None]
@@ -356,10 +354,7 @@ class AnswerEncoder:
             return "", []
 
     def _render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Render messages to text, with the generation prompt at the end if `prompt`.
-
-        Also return the spans that the template's generation blocks wrote.
-        """
+        """Return the text of messages, and of a generation `prompt`, with the spans that generation blocks wrote."""
         template = self.templates[example.tools is not None]
         try:
             texts, spans = render_jinja_template(
@@ -376,10 +371,7 @@ class AnswerEncoder:
         return texts[0], spans[0] if spans else []
 
     def _printable(self, function: dict[str, Any]) -> dict[str, Any]:
-        """Return a called function with its arguments as given, as JSON text or an object, or else in the other form.
-
-        The other form is used if the template does not print the given one.
-        """
+        """Return a called function with its arguments in the form that the template prints: JSON text or an object."""
         given = function.get("arguments")
         prints_text, prints_objects = self._argument_forms
         if isinstance(given, dict) and prints_text and not prints_objects:
@@ -404,10 +396,7 @@ class AnswerEncoder:
         return text in as_text, "a" in as_object and "'a'" not in as_object
 
     def _omitted_functions(self, example: Example) -> set[str]:
-        """Return which of an example's tools and calls of tools the template does not print, or not all of them.
-
-        They are rendered with other names, which can only be in the text if the template prints them.
-        """
+        """Return which of an example's tools and calls are not all in the text if it is rendered with other names."""
 
         def renamed(message: Message, name: str) -> Message:
             return _with_functions(message, lambda its: its | {"name": name})
@@ -420,7 +409,6 @@ class AnswerEncoder:
 
 
 def _calling(arguments: Any) -> Message:
-    """Return an answer that calls a function."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -47,6 +47,9 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
+_BATCH = 256  # conversations per tokenizer call
+_OPEN = 64  # rows being filled at the same time
+_PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 class Piece(NamedTuple):
@@ -119,10 +122,7 @@ class DocumentEncoder:
         return "it contains no text: name another"
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[Piece]:
-        """Yield a document, passed as consecutive blocks of text, in pieces of at most `PIECE` characters.
-
-        An empty document yields no piece.
-        """
+        """Yield a document's consecutive blocks of text in pieces of at most `PIECE` characters; none if empty."""
         text, start, before = "", 0, ""
         for block in blocks:
             text, start = text[start:] + block, 0
@@ -160,8 +160,7 @@ class DocumentEncoder:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode_all([text])[0]
-        return ids
+        return self._encode_all([text])[0]
 
 
 def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
@@ -188,10 +187,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 # -- conversations in rows ---------------------------------------------------------------------------------------------
-
-_BATCH = 256  # conversations per tokenizer call
-_OPEN = 64  # rows being filled at the same time
-_PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 @dataclass
@@ -300,10 +295,8 @@ class RowEncoder:
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # the first token has no context to be predicted from
         if not learned.any():
-            if any(encoded.counted):
-                self.counts.left_out += 1
-            else:
-                self.counts.unanswered += 1
+            self.counts.left_out += any(encoded.counted)
+            self.counts.unanswered += not any(encoded.counted)
             return None
         self.counts.conversations += 1
         self.counts.tokens += count

@@ -57,9 +57,6 @@ def order(index: int, count: int, *, seed: int, epoch: int) -> int:
             return index
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
 class Split(NamedTuple):
     """Row numbers for training, and those for validation after them."""
 
@@ -124,9 +121,6 @@ class Shares:
         return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
 
 
-# -- several files -----------------------------------------------------------------------------------------------------
-
-
 class TokenShards:
     """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
 
@@ -154,10 +148,7 @@ class TokenShards:
         return sum(len(rows) for split in self._splits for rows in split) * self._seq_len + 1
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on, in the files' dtype; of a mixture, one row and the one id after it.
-
-        Raises as `TokenFile.read`.
-        """
+        """Return `count` ids from `start` on as `TokenFile.read` does; of a mixture, one row and the id after it."""
         if self.shares is not None:
             return self._row_of_mixture(start, count)
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
@@ -171,8 +162,7 @@ class TokenShards:
 
     def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
         row, inside = divmod(start, self._seq_len)
-        assert inside == 0, start
-        assert count == self._seq_len + 1, count
+        assert (inside, count) == (0, self._seq_len + 1), (start, count)
         train, validation = zip(*self._splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
@@ -230,9 +220,6 @@ def mixed(
     return TokenShards(files, seq_len=seq_len, splits=splits, shares=shares)
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of one micro-batch, with the number of rows that all ranks have read after it, from which to resume.
@@ -261,10 +248,7 @@ class Batch:
         return int((self.targets != IGNORED).sum())
 
     def piece(self, number: int, *, of: int) -> Batch:
-        """Return piece `number` of `of` equal pieces along the sequence; its tokens keep their positions in the row.
-
-        Each piece gets a different seed.
-        """
+        """Return one of `of` equal pieces along the sequence, with its positions in the row and a seed of its own."""
         if of == 1:
             return self
         assert self.positions is None, "rows of several documents"
@@ -315,8 +299,7 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
     places = np.arange(marks.shape[1])
     last = np.where(marks & BEGINS, places, 0).max(axis=1)
     learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])
-    found: np.ndarray = np.where(learned.any(axis=1), 0, marks.shape[1] - last)
-    return found
+    return np.where(learned.any(axis=1), 0, marks.shape[1] - last)
 
 
 @dataclass(frozen=True, eq=False)

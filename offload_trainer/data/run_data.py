@@ -66,6 +66,7 @@ FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
+_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
@@ -129,8 +130,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     suffixes = [source.suffix.lower() for source in sources]
     content = [FORMAT, sums, spec.fingerprint, separator, suffixes, encoder.identity, encoder.row_length]
     target = cache / f"{name}-{_digest(content)}.bin"
-    found = cached(target)
-    if found is not None:
+    if (found := cached(target)) is not None:
         say(f"tokens: {target}, already there")
         return found
     total = sum(source.stat().st_size for source in sources)
@@ -179,7 +179,6 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
 
 
 def _digest(content: object) -> str:
-    """Hash JSON-serialisable content to 16 hex digits."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
@@ -191,14 +190,8 @@ def _bytes_read() -> int:
         return 0
 
 
-# -- hashes of the text ------------------------------------------------------------------------------------------------
-
-
 def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
-    """Return the hash of each file. `memory` is the file that caches hashes between runs; losing it costs only time.
-
-    Raises UserError for a file that cannot be read.
-    """
+    """Return each file's hash, cached in the file `memory`. Raises UserError for a file that cannot be read."""
     try:
         known = parsed(file_bytes(memory, opener=open_owned), dict[str, tuple[str, list[int]]])
     except (FileNotFoundError, ValueError):
@@ -234,18 +227,9 @@ def _sum(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-# -- the data of a run -------------------------------------------------------------------------------------------------
-
-
-_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
-
-
 @dataclass(frozen=True)
 class RunData:
-    """Tokens and rows of a run.
-
-    `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
-    """
+    """A run's tokens, and in `split` the numbers of training rows in `tokens` and of validation rows in `held_out`."""
 
     spec: TokenSpec
     tokens: Any  # Tokens
@@ -263,11 +247,6 @@ class RunData:
         """True if training rows are read in a random order."""
         section = self.spec.section
         return bool(section.shuffled_block if section.streamed else section.shuffle)
-
-    @property
-    def paths(self) -> list[Path]:
-        """Paths of the token files, those for validation last."""
-        return list(dict.fromkeys((*self.tokens.paths, *self.held_out.paths)))
 
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
@@ -372,7 +351,6 @@ def prepare_data(
 
 
 def _describe(data: RunData) -> Iterator[str]:
-    """Yield lines for the user on the amount of data and its division."""
     section, tokens, held_out, split = data.spec.section, data.tokens, data.held_out, data.split
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
@@ -425,18 +403,14 @@ def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     if data.spec.section.streamed:
         return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
-    epochs = steps * rows_per_step / rows
     return (
         f"an epoch: {rows} rows are {-(-rows // rows_per_step)} steps of {rows_per_step} "
-        f"(--micro-batch x --accumulate x ranks); --steps {steps} is {epochs:.3g} epochs"
+        f"(--micro-batch x --accumulate x ranks); --steps {steps} is {steps * rows_per_step / rows:.3g} epochs"
     )
 
 
 def _refuse_unknown(section: DataSection, source: Any) -> None:
-    """Raise UserError for ids of an unknown tokenizer.
-
-    Exports would include a wrong tokenizer beside a token file that does not name its own.
-    """
+    """Raise UserError for ids of a tokenizer that nothing names: exports would include a wrong one."""
     is_unknown = section.tokenizer == "auto" and source.directory is None
     for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
         if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:

@@ -158,7 +158,6 @@ def hub_name(entry: str) -> tuple[str, str | None, str | None]:
 
 
 def _is_read(path: Path) -> bool:
-    """Return whether files of this name in a directory are read."""
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 

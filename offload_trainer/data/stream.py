@@ -82,8 +82,7 @@ class StreamedTokens:
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        form = self._form(section.format, section.text_field)
-        self._encoder = spec.encoder(form)
+        self._encoder = spec.encoder(self._form(section.format, section.text_field))
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         self.identity = self.name + self._encoder.identity
         content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]

@@ -132,14 +132,12 @@ class TokenFile:
         largest: int | None = None
         assumed: str | None = None
         if not sums:
-            if dtype_name is None:
-                head = file.read(8)
-                if head.startswith((_NUMPY, _ZIP, _GZIP, _PARQUET, *_LLM_C)):
-                    raise UserError(
-                        f"{path}: not raw ids, but a file of NumPy, torch, gzip, parquet or llm.c: write the ids alone "
-                        "(numpy.load(FILE).tofile('ids.bin'); tail -c +1025 FILE > ids.bin for llm.c's). If they are "
-                        f"ids all the same, {_say_dtype(path, size=size)}"
-                    )
+            if dtype_name is None and file.read(8).startswith((_NUMPY, _ZIP, _GZIP, _PARQUET, *_LLM_C)):
+                raise UserError(
+                    f"{path}: not raw ids, but a file of NumPy, torch, gzip, parquet or llm.c: write the ids alone "
+                    "(numpy.load(FILE).tofile('ids.bin'); tail -c +1025 FILE > ids.bin for llm.c's). If they are "
+                    f"ids all the same, {_say_dtype(path, size=size)}"
+                )
             sums, lanes, largest32 = _scan(path, file, size=size)
             dtype_name = dtype_name or _dtype_of(path, lanes, size=size)
             largest = largest32 if dtype_name == "uint32" else max(lanes)

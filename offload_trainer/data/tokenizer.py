@@ -37,10 +37,7 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer: ``builtin`` (without network), a directory's, or that of a hub id.
-
-    Raises UserError if it does not exist or cannot be loaded.
-    """
+    """Load ``builtin``, a directory's or a hub id's tokenizer. Raises UserError if there is none that can be loaded."""
     directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
     is_directory = directory.is_dir()
     if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
@@ -136,8 +133,7 @@ def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 def _json(file: Path) -> dict[str, Any]:
     """Return the object in a file of a model directory, or {} if there is no file."""
-    fix = "Download it again"
-    return read_back(file, dict[str, Any], links=True, fix=fix) if file.exists() else {}
+    return read_back(file, dict[str, Any], links=True, fix="Download it again") if file.exists() else {}
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -136,8 +136,7 @@ class _Count:
         all_trained = all(parameter.requires_grad for parameter in self._model.parameters())
         if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
             raise ValueError("what blocks keep does not grow as the lengths that were run say")
-        order = self._units.order(bodies[-1], heads[-1], ran=ran)
-        return ModelMemory(found, replace(found, head=head_of_cpu), order)
+        return ModelMemory(found, replace(found, head=head_of_cpu), self._units.order(bodies[-1], heads[-1], ran=ran))
 
     def _body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
@@ -225,7 +224,6 @@ class _Pass:
         self._end = len(self._held) - 1
 
     def whole(self) -> Part:
-        """Return the whole pass as one part."""
         body = self._at["body", 0]
         return Part(self._held[body], self._moments(0, body), self._moments(body, self._end))
 

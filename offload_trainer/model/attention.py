@@ -40,6 +40,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offload_trainer.errors import TrainerError
 
 _GROUPS = "num_key_value_groups"
+_MOST = 1000  # lengths of rows may vary
+_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
 Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
 
@@ -63,10 +65,6 @@ def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return _WHOLE[asked]
 
 
-_MOST = 1000  # lengths of rows may vary
-_WHOLE: dict[Any, bool] = {}  # what `needs_whole_heads` has returned
-
-
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -76,11 +74,7 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention, repeating key and value heads if needed.
-
-    `query`, `key` and `value` are [rows, heads, tokens, size]; keys and values may have fewer heads. Returns
-    ([rows, tokens, heads, size], None).
-    """
+    """Attend with all or fewer heads of keys and values: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
     view: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
@@ -134,7 +128,6 @@ class DividedAttention:
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute attention: [rows, heads, tokens, size] -> ([rows, tokens, heads, size], None); tokens of a piece."""
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
         heads, of_keys, count = query.shape[1], key.shape[1], self._count
@@ -144,7 +137,7 @@ class DividedAttention:
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
         view: Any = module if sent == of_keys else _seen_as(module, groups=heads // sent)
         query, key, value = map(self._exchanged, (query, key, value))
-        result, _ = attend(view, query, key, value, self._seen(query, more), **more)
+        result, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](view, query, key, value, self._seen(query, more), **more)
         return self._exchanged(result), None
 
     def _exchanged(self, states: torch.Tensor) -> torch.Tensor:

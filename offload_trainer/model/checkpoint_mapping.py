@@ -71,8 +71,7 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
                 unexpected.append(key)
             else:
                 members.setdefault(name, []).append((key, pattern))
-    groups = [_group(name, found, converters, model) for name, found in members.items()]
-    return groups, unexpected
+    return [_group(name, found, converters, model) for name, found in members.items()], unexpected
 
 
 def as_they_are(names: Iterable[str]) -> list[Group]:
@@ -99,11 +98,10 @@ def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     for name in names:
         first, pattern = rename_source_key(name, [], converters)
         members.setdefault(first, []).append((name, pattern))
-
-    def rename(name: str) -> str:
-        return rename_source_key(name, renamings, [])[0]
-
-    return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
+    return [
+        _group(first, found, converters, model, rename=lambda name: rename_source_key(name, renamings, [])[0])
+        for first, found in members.items()
+    ]
 
 
 def model_in(directory: Path) -> PreTrainedModel:

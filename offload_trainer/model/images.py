@@ -89,9 +89,6 @@ def refuse_other_losses(config: Any) -> None:
     )
 
 
-# -- the parts for images ----------------------------------------------------------------------------------------------
-
-
 def image_parts(
     model: PreTrainedModel, weights: Sequence[Weight], order: Order | None, *, patches: Patches
 ) -> ImageParts:
@@ -101,14 +98,13 @@ def image_parts(
     UserError if "auto" finds no size of an image in the configuration.
     """
     units = _units(model, weights, order)
-    names = [weight.unit for weight in weights if weight.block and weight.unit in units]
-    blocks = {name: model.get_submodule(name) for name in names}
+    blocks = {one.unit: model.get_submodule(one.unit) for one in weights if one.block and one.unit in units}
     if patches == "auto":
         least, per_token, why = _patches_of(model.config, type(model).__name__)
     else:
         least, per_token, why = patches, 0.0, "as image_patches says"
     sizes = Counter(
-        size for weight in weights if weight.unit in names and len(weight.shape) == 2 for size in weight.shape
+        size for weight in weights if weight.unit in blocks and len(weight.shape) == 2 for size in weight.shape
     )
     widest = max((max(weight.shape) for weight in weights if weight.unit in units), default=0)
     return ImageParts(
@@ -159,9 +155,6 @@ def _eager_heads(block: nn.Module) -> int:
     return max(found)
 
 
-# -- the patches of a row ---------------------------------------------------------------------------------------------
-
-
 def _patches_of(config: Any, name: str) -> tuple[int, float, str]:
     """Return the patches of one image, the most patches that a token stands for, and a description."""
     configs = list(_vision_configs(config))
@@ -197,9 +190,6 @@ def _tile(config: Any) -> int:
     if not all(len(pair) == 2 and all(isinstance(side, int) and side > 0 for side in pair) for pair in pairs):
         return 0
     return math.prod(-(-whole // patch) for whole, patch in zip(*pairs, strict=True)) + 1
-
-
-# -- how images enter a pass ------------------------------------------------------------------------------------------
 
 
 def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> Order:

@@ -54,8 +54,7 @@ class InferenceModel:
                 logits_processor=LogitsProcessorList([self._known]),
                 streamer=streamer,
             )
-        continuation: list[int] = found[0, len(ids) :].tolist()
-        return continuation
+        return found[0, len(ids) :].tolist()
 
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""
@@ -66,10 +65,7 @@ class InferenceModel:
 
 
 def empty_model(directory: Path) -> Any:
-    """Build a model from its configuration without memory for weights.
-
-    Parameters are NaN, tied ones are the same parameter, and buffers have the values that transformers computes.
-    """
+    """Build a directory's model: NaN parameters without memory, tied ones the same, and transformers' buffers."""
     config = config_in(directory)
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)

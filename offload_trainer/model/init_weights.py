@@ -28,6 +28,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.model.images import auto_class
 
 NamedTensor = tuple[str, torch.Tensor]
+Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
@@ -73,10 +74,9 @@ def _with_memory(value: Any) -> Any:
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model on the meta device in fp32, with tied weights tied."""
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
+        return auto_class(config).from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )
-    return model
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
@@ -131,9 +131,6 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
         initialised.add(model)
 
 
-Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
-
-
 def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iterator[Unit]:
     """Yield units but those in `skip` in transformers' order (children first); each has memory while it is yielded."""
     blocks = tuple(model._no_split_modules or ())
@@ -153,7 +150,11 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
         without = {module: dict(module._parameters) for module in modules.values()}
         tensors: dict[str, torch.Tensor] = {}
         for name, module in modules.items():
-            _give_memory(module)
+            module.to_empty(device="cpu", recurse=False)
+            for parameter in module.parameters(recurse=False):
+                parameter.detach().fill_(torch.nan)  # marks unset values
+            if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
+                module.reset_parameters()
             own = module.named_parameters(name, recurse=False, remove_duplicate=False)
             tensors |= {key: parameter.detach() for key, parameter in own}
         yield tensors, initialise
@@ -161,15 +162,6 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
             module._parameters.update(parameters)
 
     yield from walk(model, prefix, model)
-
-
-def _give_memory(module: nn.Module) -> None:
-    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers."""
-    module.to_empty(device="cpu", recurse=False)
-    for parameter in module.parameters(recurse=False):
-        parameter.detach().fill_(torch.nan)
-    if isinstance(module, _NORMS):  # some models do not overwrite the ones and zeros of their constructors
-        module.reset_parameters()
 
 
 def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:

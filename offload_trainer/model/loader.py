@@ -42,7 +42,7 @@ from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
-from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
@@ -150,7 +150,8 @@ class ModelSource:
                 # The reentrant variant produces no gradients if its input needs none, as with frozen embeddings.
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
-            tile(model.get_submodule(name), chunk=mlp_chunk)
+            module = model.get_submodule(name)
+            module.forward = Tiled(module, mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def _module(self, context: AbstractContextManager[Any], **words: Any) -> Any:
@@ -242,8 +243,7 @@ def resolve_model(
     if pieces:
         refuse_pieces(model)
     notes: list[str] = []
-    if not random:
-        assert directory is not None
+    if directory is not None and not random:
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
@@ -304,8 +304,7 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
 
 
 def _content(config: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=_with_old_keys)
-    return content
+    return json.loads(config.to_json_string(), object_hook=_with_old_keys)
 
 
 def _with_old_keys(values: dict[str, Any]) -> Any:
@@ -351,7 +350,6 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         for name in (*_BESIDE, *(_OF_PROCESSOR if reads_images else ())):
             if (source.directory / name).is_file():
                 shutil.copyfile(source.directory / name, directory / name)
-    kept = persistent_buffers(model)
-    if kept:
+    if kept := persistent_buffers(model):
         held = source.buffers()
         save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

@@ -10,8 +10,9 @@ needs more than the last hidden states, the model runs unchanged with all of its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -66,11 +67,9 @@ def head_needs_only_hidden_states(model: PreTrainedModel) -> bool:
         try:
             CausalLoss(model, chunk=4)(ids, ids, None, 8)
         except Exception:  # raised by transformers' code, or because meta tensors have no values
-            try:
+            with suppress(Exception):
                 model(input_ids=ids, use_cache=False)
-            except Exception:
-                return True
-            return False
+                return False
     return True
 
 
@@ -186,12 +185,7 @@ class CausalLoss(nn.Module):
         finally:
             self.model.loss_function = before
 
-    @contextmanager
-    def _instead(self, output: Any) -> Iterator[None]:
+    def _instead(self, output: Any) -> AbstractContextManager[object]:
         """Make the body return `output` for any input."""
-        body = self.model._modules[self._body]
-        self.model._modules[self._body] = _Given(output, body)
-        try:
-            yield
-        finally:
-            self.model._modules[self._body] = body
+        modules = self.model._modules
+        return patch.dict(modules, {self._body: _Given(output, modules[self._body])})

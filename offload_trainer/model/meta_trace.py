@@ -90,12 +90,8 @@ class Kernels(TorchFunctionMode):
         self._gpu, self.differs = gpu, False  # becomes true if the other kind of device would hold different memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func is nn.functional.dropout:
-            return self._drop(*args, **kwargs)
-        return func(*args, **kwargs)
+        replaced = {nn.functional.scaled_dot_product_attention: self._attend, nn.functional.dropout: self._drop}
+        return replaced.get(func, func)(*args, **(kwargs or {}))
 
     def _attend(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any

@@ -44,8 +44,7 @@ def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
     """
     outside = not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts
     if named is not None and (outside or not named.isprintable()):
-        told = shown(str(named))
-        raise UserError(f"{directory}: config.json's transformers_weights is {told}, no file in there")
+        raise UserError(f"{directory}: config.json's transformers_weights is {shown(str(named))}, no file in there")
     for name in (named,) if named else (SINGLE, INDEX):
         path = directory / name
         if not is_there(path):
@@ -88,10 +87,7 @@ class OpenedWeights:
         return [name for _, names in self.groups for name in names.values() if name in self.parameters]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
-        """Yield the tensors in `wanted` in the order of the files' keys.
-
-        A group of tensors that is merged or split is read once.
-        """
+        """Yield the tensors in `wanted` in the order of the files' keys; a group that is converted is read once."""
         for group, names in self.groups:
             if not wanted.isdisjoint(names.values()):
                 made = group.convert(lambda key: self.files[key].read(key))
@@ -105,10 +101,7 @@ class OpenedWeights:
 
 @contextmanager
 def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWeights]:
-    """Open a directory's weights under the names of `model`, which may be on the meta device.
-
-    Raises UserError naming all weights that do not fit, before any data is read.
-    """
+    """Open weights by their names in `model`, which may be meta. Raises UserError that names all that do not fit it."""
     paths = checkpoint_files(directory, getattr(model.config, "transformers_weights", None))
     with ExitStack() as stack:
         files: dict[str, TensorFileReader] = {}
@@ -147,8 +140,7 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
             lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
             raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
         for other, name in model.all_tied_weights_keys.items():  # transformers would not tie two of different values
-            both = {other, name} <= given.keys() & files.keys()
-            if both and not files[other].same(other, files[name], name):
+            if {other, name} <= given.keys() & files.keys() and not files[other].same(other, files[name], name):
                 raise UserError(
                     f"{directory}: {other} and {name} hold different values, and config.json ties them; set "
                     "tie_word_embeddings to false there to train both"

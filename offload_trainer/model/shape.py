@@ -162,13 +162,11 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
         return False
     if not any(parameter.requires_grad for parameter in model.get_submodule(blocks[0]).parameters()):
         return False
-    order = counted.order.forward if counted.order else ()
-    ran = [name for name in order if name in layers]
+    ran = [name for name in (counted.order.forward if counted.order else ()) if name in layers]
     return ran == layers and len(counted.on_gpu.blocks) == len(layers)
 
 
 def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
-    """Return the notes on the model that its plan should show."""
     notes, name, text = [], type(model).__name__, model.config.get_text_config()
     attends = bool(getattr(_of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":
@@ -204,9 +202,6 @@ def block_names(model: PreTrainedModel) -> list[str]:
         if block and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found
-
-
-# -- matrix products -------------------------------------------------------------------------------------------------
 
 
 def products_of(model: PreTrainedModel) -> dict[str, float]:
@@ -265,9 +260,6 @@ def _width(module: nn.Module, config: Any) -> int:
     head = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(module, "qk_head_dim", None) or head
     return int(heads * (keys + (getattr(module, "v_head_dim", None) or head)))
-
-
-# -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 def tensor_splits(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, Split]:

@@ -23,11 +23,6 @@ import torch
 from torch import nn
 
 
-def tile(module: nn.Module, *, chunk: int) -> None:
-    """Make `module` run on at most `chunk` tokens at a time."""
-    module.forward = Tiled(module, chunk)
-
-
 class Tiled:
     """A replacement forward for a module that maps [..., tokens, width] to the same shape.
 
@@ -49,8 +44,7 @@ class Tiled:
 
     def pieces(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split [rows, tokens, width] or [tokens, width] into pieces, which are views of a contiguous tensor."""
-        flat = values.reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])
-        return flat.split(self.chunk, dim=-2)
+        return values.reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1]).split(self.chunk, dim=-2)
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the module's output without a graph."""

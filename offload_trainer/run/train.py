@@ -240,7 +240,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     for line in first_row(data):
         say(line)
     say(epoch_line(data, rows_per_step=plan.work.tokens // plan.work.seq_len, steps=planned.config.train.steps))
-    return data.paths
+    return list(dict.fromkeys((*data.tokens.paths, *data.held_out.paths)))
 
 
 # -- resume, build, train ----------------------------------------------------------------------------------------------

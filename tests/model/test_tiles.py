@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from offload_trainer.model.probes.blocks import tileable
 from offload_trainer.model.shape import block_names
-from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.offloading.device import CpuDevice
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -54,8 +54,8 @@ def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> No
         tiled = model_of(name)
         if checkpointing:
             tiled.gradient_checkpointing_enable({"use_reentrant": False})
-        for part in found:
-            tile(tiled.get_submodule(part), chunk=13)
+        for part in map(tiled.get_submodule, found):
+            part.forward = Tiled(part, 13)
         loss = tiled(input_ids=tokens, labels=tokens, use_cache=False).loss
         assert float((loss - expected).detach().abs()) < 1e-5
         loss.backward()
@@ -67,7 +67,7 @@ def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> No
 
 def test_a_weight_gets_one_gradient_and_only_pieces_are_in_memory() -> None:
     part = LlamaMLP(ARCHITECTURES["llama, untied"])
-    tile(part, chunk=10)
+    part.forward = Tiled(part, 10)
     gradients, sizes = [], []
     for weight in part.parameters():
         weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.shape))
@@ -92,7 +92,7 @@ def test_gradients_of_pieces_are_rounded_once() -> None:
     narrow = copy.deepcopy(wide).bfloat16()
     exact = copy.deepcopy(narrow).float()
     tiled, added = copy.deepcopy(narrow), copy.deepcopy(narrow)
-    tile(tiled, chunk=16)
+    tiled.forward = Tiled(tiled, 16)
     given = list(zip(x.split(16, 1), weighed.split(16, 1), strict=True))
     for piece, weight in given:
         (added(piece) * weight).sum().backward()
@@ -116,7 +116,7 @@ def test_the_backward_draws_the_dropout_of_the_forward() -> None:
     after = torch.rand(1)
     kept.square().sum().backward()
     wanted, x.grad = x.grad, None
-    tile(part, chunk=5)
+    part.forward = Tiled(part, 5)
     torch.manual_seed(3)
     output = part(x)
     assert torch.equal(output, kept)

@@ -32,9 +32,7 @@ _RULES: tuple[tuple[str, int], ...] = (
         r"position_bias_max_distance|positions|position_embeddings$|context_length|n_ctx|max_seq_len|model_max_length",
         POSITIONS,
     ),
-    (r"experts_per_tok|moe_(topk|k)$|topk_group|top_k_experts", 2),
-    (r"zero_expert", 2),
-    (r"n_group$|expert_group", 2),
+    (r"experts_per_tok|moe_(topk|k)$|topk_group|top_k_experts|zero_expert|n_group$|expert_group", 2),
     (r"experts?$", 8),
     (r"kv_heads|key_value_heads|query_groups|linear_num_key_heads", 2),
     (r"heads|n_head$|n_groups$|o_groups$", HEADS),
@@ -42,15 +40,13 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|rank$|time_step_rank", 8),
     (r"^(intermediate_size|ffn|dff|dim_ff|.*intermediate|.*ffn|feed_forward|[dn]_inner|expert_ffn)", 48),
     (r"hidden_size|d_model|n_embd|embed|emb_dim|dim_model|lru_width|mamba_d_ssm", HIDDEN),
-    (r"d_state|state_size|chunk|block_size|window|extent|index_topk|local_attention$|index_block", 8),
-    (r"buckets", 8),
+    (r"d_state|state_size|chunk|block_size|window|extent|index_topk|local_attention$|index_block|buckets", 8),
     (r"first_k_dense", 1),
 )
 _CHANCE = re.compile(r"drop|jitter|noise")
 # keys that stay equal if they are equal in the original
 _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
-
 
 Kind = tuple[type, str, type]  # class of a block, name of a module in it, class of that module
 Result = TypeVar("Result")

@@ -128,8 +128,8 @@ def test_the_update_overlaps_the_loop(home: str, explicit: bool, drive: Path, mo
     A backward waits for the last page, whose unit its forward has skipped.
     """
 
-    def sleep(updater: Updater, _: Any, route: Any, *__: Any, **___: Any) -> None:
-        time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0.001)
+    def sleep(updater: Updater, _: Any, memory: Any, *__: Any, **___: Any) -> None:
+        time.sleep(0.2 if memory.route.number == len(updater._store.pages) - 1 else 0.001)
 
     run_before(monkeypatch.setattr, Updater, "_update_page", sleep)
     torch.manual_seed(3)

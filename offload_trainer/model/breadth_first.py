@@ -104,6 +104,9 @@ class BreadthFirst:
                     "gradients cannot be added in order: set tiered.micro_batch_order=depth_first"
                 )
             number += 1
+        if self._cuts and self._cuts.here(number) and not self._in_order:
+            for one in reversed(self._active):  # the rank of the last block sends in this order
+                self._end(one)
 
     def backward(self, turn: Callable[[int], None], factors: Sequence[float]) -> list[torch.Tensor]:
         """Run the backward of all losses, of all blocks, and of what precedes them; return the losses.
@@ -136,11 +139,14 @@ class BreadthFirst:
     def _loss_of(self, number: int) -> torch.Tensor:
         """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
-        if not one.ended and one.advance():
-            raise TrainerError("a micro-batch passes through more blocks than the one before it")
+        self._end(one)
         _, targets, _, count, _ = one.batch
         with one.random():
             return self._loss.of(one.output(), targets, count)
+
+    def _end(self, one: _MicroBatch) -> None:
+        if not one.ended and one.advance():
+            raise TrainerError("a micro-batch passes through more blocks than the one before it")
 
 
 def _block(module: nn.Module, checkpoint: Callable[..., Any], *args: Any, **words: Any) -> Any:

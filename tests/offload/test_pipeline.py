@@ -254,7 +254,8 @@ def test_a_rank_computes_a_micro_batch_before_it_waits_for_the_next(folder: Path
     second = Mock(
         blocks=4, here=lambda block: block % 2 == 1, before=lambda _: nullcontext(), receive=receive, send=send
     )
-    steps, ids = BreadthFirst(CausalLoss(model, chunk=8), cuts=second), torch.zeros(1, 8, dtype=torch.int64)
+    steps = BreadthFirst(CausalLoss(model, chunk=8), cuts=second, in_order=True)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
     with steps.step([(ids, ids, number, 8, None) for number in range(2)]):
         steps.forward()
         forth = [("comes from 0", "goes from 1"), ("comes from 2", "goes from 3")]

@@ -503,6 +503,7 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
         ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool,
     ):
         timed = [pool.submit(run_rank, rank, ranks=ranks, store=folder / "store") for rank in range(ranks)]
+        pool.submit(int)  # so that it also watches the last process: Python 3.11 starts that after it has looked
         try:
             found, *_ = [each.result() for each in as_completed(timed, timeout=_PATIENCE)]
         except (TimeoutError, BrokenProcessPool) as error:

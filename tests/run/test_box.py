@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from commands import KILL, LIMIT, Run, ask, command, environment
 
+from offload_trainer.plan.memory import LIBRARIES
+
 pytestmark = [pytest.mark.slow(40), pytest.mark.box]
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -53,7 +55,8 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
     assert inside(box, *whole, "--force", "--output", tmp_path / "forced").returncode == -KILL
     pieces, plan = finished(inside(box, *words, "--output", tmp_path / "pieces"), tmp_path / "pieces")
     assert 0 < plan["chosen"]["mlp_chunk"] < 8192
-    assert pieces.steps[-1]["host_rss_bytes"] <= min(LIMIT, 1.05 * plan["tiers"]["ram"]["need"])
+    # A system that caches the libraries' files in large folios maps up to twice as many of their pages.
+    assert pieces.steps[-1]["host_rss_bytes"] <= min(LIMIT, 1.05 * plan["tiers"]["ram"]["need"] + LIBRARIES)
     assert len(pieces.losses) == 2
     assert pieces.losses == pytest.approx(outside.losses, abs=1e-5)
 

@@ -585,7 +585,9 @@ def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
             continue
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:
-            metavar, text = FLAGS[name].metavar, str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
+            metavar, key = FLAGS[name].metavar, all_keys()[FLAGS[name].key]
+            default = ", ".join(key.default) if isinstance(key.default, tuple) else key.default
+            text = f"{key.description}{f' [default {default}]' if default else ''}".replace("%", "%%")
             group.add_argument(name, **(_value(metavar, text) if metavar else _switch(text)))
 
 

@@ -54,7 +54,7 @@ class ModelSection(_Section):
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
-        description="dtype of weights, activations and gradients; default fp16 on a GPU without bf16 units. "
+        description="dtype of weights, activations and gradients; fp16 on a GPU without bf16 units. "
         "Master weights: optim.master_dtype",
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(

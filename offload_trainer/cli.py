@@ -208,7 +208,7 @@ def _prepare(_: Namespace, words: list[str]) -> None:
 
 def _export(given: Namespace, _: list[str]) -> None:
     go_offline()
-    from offload_trainer.export.directory import export
+    from offload_trainer.export import export
 
     done = export(
         given.source,

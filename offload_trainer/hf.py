@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import EXPORT
+from offload_trainer.export import EXPORT
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter

@@ -44,7 +44,7 @@ from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.export.sources import finite_weights, opened
+from offload_trainer.export import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config

@@ -26,7 +26,7 @@ from offload_trainer import __version__
 from offload_trainer.checkpoint import check_identity, find_resume
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
-from offload_trainer.export.sources import FINAL_RECORD
+from offload_trainer.export import FINAL_RECORD
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of

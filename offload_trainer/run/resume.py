@@ -39,7 +39,7 @@ from offload_trainer.checkpoint import (
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.directory import done_before
+from offload_trainer.export import done_before
 from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
     Newest,

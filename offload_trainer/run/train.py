@@ -34,7 +34,7 @@ from offload_trainer.errors import (
     UserError,
     fills_gpu,
 )
-from offload_trainer.export.directory import write_final
+from offload_trainer.export import write_final
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import checks, machine_rates, resume

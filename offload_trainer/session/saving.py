@@ -27,8 +27,7 @@ from torch import nn
 
 from offload_trainer.checkpoint import TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.directory import DTYPES, write_model
-from offload_trainer.export.sources import Source
+from offload_trainer.export import DTYPES, Source, write_model
 from offload_trainer.manifest import MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel

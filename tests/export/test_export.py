@@ -21,11 +21,10 @@ from small_architectures import _COMMON, ARCHITECTURES, reference
 from synthetic_checkpoints import checkpoint_of, exported
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
+from offload_trainer import export as exports
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import directory
-from offload_trainer.export.directory import done_before, export, write_final
-from offload_trainer.export.sources import final_export
+from offload_trainer.export import done_before, export, final_export, write_final
 from offload_trainer.model.loader import resolve_model, write_config
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import is_alive, leased, protected
@@ -209,7 +208,7 @@ def test_an_export_keeps_the_keys_of_the_configuration_that_it_began_from(tmp_pa
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check finds a changed value, and names missing and converted weights; no export remains."""
-    write = directory._write_shards
+    write = exports._write_shards
 
     def wrong(weights: Any, place: Path, *, all_there: bool, **rest: Any) -> None:
         write(weights, place, **rest)
@@ -225,7 +224,7 @@ def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch
         (True, r"transformer\.wte\.weight holds other values"),
         (False, r"ln_f\.weight is \('F16'.*ln_f\.bias is missing"),
     ):
-        monkeypatch.setattr(directory, "_write_shards", partial(wrong, all_there=all_there))
+        monkeypatch.setattr(exports, "_write_shards", partial(wrong, all_there=all_there))
         with pytest.raises(TrainerError, match=said):
             export(trained, tmp_path / "out", dtype="fp32", check=True)
         assert not [path for path in tmp_path.iterdir() if "out" in path.name]
@@ -305,15 +304,15 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     def killed(source: Any, destination: Path, **_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(directory, "write_model", written)
+    monkeypatch.setattr(exports, "write_model", written)
     write_final(iter(()), [], tmp_path, record=record, step=10)
     found = final_export(tmp_path)
     assert found.step == 10
-    monkeypatch.setattr(directory, "write_model", killed)
+    monkeypatch.setattr(exports, "write_model", killed)
     with pytest.raises(KeyboardInterrupt):
         write_final(iter(()), [], tmp_path, record=record, step=20)
     assert final_export(tmp_path) is None
-    monkeypatch.setattr(directory, "write_model", written)
+    monkeypatch.setattr(exports, "write_model", written)
     write_final(iter(()), [], tmp_path, record=record, step=20)
     found = final_export(tmp_path)
     assert found.step == 20
@@ -326,7 +325,7 @@ def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
     def record(*words: str) -> Any:
         return SimpleNamespace(identity={}, run={"config": load_config(list(words)).model_dump(mode="json")})
 
-    monkeypatch.setattr(directory, "write_model", lambda source, destination, **_: destination.mkdir())
+    monkeypatch.setattr(exports, "write_model", lambda source, destination, **_: destination.mkdir())
     write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
     same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
     told = done_before(tmp_path, same, begins_at=0, restarts=False, exports=True)

@@ -129,7 +129,7 @@ def _load_libraries() -> None:
     from counted_once import counted_once
 
     import offload_trainer.engine.tiered
-    import offload_trainer.export.directory
+    import offload_trainer.export
     import offload_trainer.model.probes.blocks
     import offload_trainer.run.train
     import offload_trainer.trainer

@@ -98,7 +98,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
         lambda n, _, final, *__: final.name == f"step-{n:08d}",
     ),
     "prune": ("offload_trainer.checkpoint:prune", lambda *_: True),
-    "export": ("offload_trainer.export.directory:_write_shards", lambda *_: True),
+    "export": ("offload_trainer.export:_write_shards", lambda *_: True),
     "end": ("offload_trainer.run.resume:drop", lambda *_: True),
 }
 BY_STEP = ("metrics", "line", "saved")

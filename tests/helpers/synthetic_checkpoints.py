@@ -11,8 +11,7 @@ import torch
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
-from offload_trainer.export.directory import write_model
-from offload_trainer.export.sources import Source
+from offload_trainer.export import Source, write_model
 from offload_trainer.manifest import StoredFile, crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group

@@ -16,7 +16,7 @@ from synthetic_checkpoints import save
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
-from offload_trainer.export.sources import _checkpoint_card
+from offload_trainer.export import _checkpoint_card
 from offload_trainer.machine import rate_cache
 from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files

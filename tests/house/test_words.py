@@ -15,7 +15,7 @@ from offload_trainer.checkpoint import RunConfiguration
 from offload_trainer.cli import COMMANDS, parse
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.sources import model_card
+from offload_trainer.export import model_card
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import _slower, make_plan

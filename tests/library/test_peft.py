@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import offload_trainer as ot
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import export
+from offload_trainer.export import export
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import plan_run

@@ -46,7 +46,7 @@ import offload_trainer as ot
 from offload_trainer import checkpoint as saving
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import export
+from offload_trainer.export import export
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater

@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import Stopped, TrainerError, UserError
-from offload_trainer.export.directory import export
-from offload_trainer.export.sources import opened
+from offload_trainer.export import export, opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in

@@ -20,7 +20,7 @@ from sample_plans import timed
 
 from offload_trainer.checkpoint import TrainState
 from offload_trainer.errors import RERUN_HINT, UserError
-from offload_trainer.export.sources import opened
+from offload_trainer.export import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import resume

@@ -17,7 +17,7 @@ from synthetic_checkpoints import checkpoint_of
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.directory import export
+from offload_trainer.export import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
 from offload_trainer.storage.tensorfile import describe_invalid_values

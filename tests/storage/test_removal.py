@@ -30,7 +30,7 @@ THE_ONE = "storage/owned_dirs.py"
 SINGLE_FILES = {  # the calls of each module, and what they concern
     "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
     "engine/op_builder.py": {"unlink"},  # torch's build lock, behind which nobody works
-    "export/directory.py": {"unlink"},  # the buffers' file in our workplace
+    "export.py": {"unlink"},  # the buffers' file in our workplace
     "hf.py": {"unlink", "replace"},  # weights of an earlier save, and of this one, where the Trainer saves
     "retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
     "run/checks.py": {"unlink"},  # the token by which nodes see that they share the run directory

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export.sources import opened, opened_model
+from offload_trainer.export import opened, opened_model
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.model.init_weights import set_buffer

@@ -24,7 +24,7 @@ from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.directory import check_destination
+from offload_trainer.export import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed

@@ -1,0 +1,567 @@
+"""Export of weights to a directory of safetensors that transformers, vLLM and llama.cpp's converter can load.
+
+    Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
+
+A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. A run directory stands for
+its newest checkpoint, or for the final weights of a run without checkpoints. The model card (README.md of an export)
+tells the model, the data, settings, and the recorded numbers.
+
+One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
+hub. The directory is written under a temporary name and renamed when it is complete.
+
+A run that makes no checkpoints leaves such a directory at its end:
+
+    RUN/export/        fp32, in transformers' layout
+    RUN/export.json    the step, the run and its identity; written before export/ gets its name
+
+A later start neither overwrites them nor trains a finished run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from offload_trainer.checkpoint import (
+    MADE,
+    RESIDENT,
+    RunConfiguration,
+    RunRecord,
+    complete_checkpoints,
+    find_checkpoint,
+    read_manifest,
+    read_state,
+    reading,
+)
+from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
+from offload_trainer.model.loader import BUFFERS
+from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
+from offload_trainer.plan.shape import Weight
+from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back, shown
+from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
+from offload_trainer.storage.owned_dirs import MARK, replacing
+from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive, protected
+from offload_trainer.storage.tensorfile import (
+    DTYPES,
+    SAFETENSORS_DTYPES,
+    TensorEntry,
+    TensorFileReader,
+    TensorFileWriter,
+    describe_invalid_values,
+)
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
+from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import shown as printable
+
+NamedTensor = tuple[str, torch.Tensor]
+EXPORT = "the export to"  # purpose written in the scratch directory's mark
+FINAL_RECORD = "export.json"
+_NAMED = 10  # number of weights named in a message
+_SAMPLE = 32  # number of groups of tensors that --check compares
+
+
+@dataclass(frozen=True)
+class Source:
+    """A readable set of weights: whole masters, frozen weights and buffers by the model's own names."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # `weights` iterates in this order
+    weights: Callable[[], Iterator[NamedTensor]]
+    read: Callable[[str], torch.Tensor]  # read one of them again
+    model: Path  # directory with config.json and the tokenizer
+    description: str  # what messages call the source
+    card: Callable[[str], str]  # the model card for a dtype
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
+
+    def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
+        """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
+        path, held = self.model / BUFFERS, dict(given or {})
+        if given is None and is_there(path):
+            with TensorFileReader(path) as file:
+                held = {name: file.read(name) for name in file.entries}
+        shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}
+        return replace(
+            self,
+            buffers=held,
+            shapes=shapes,
+            weights=lambda: chain(self.weights(), held.items()),
+            read=lambda name: held[name] if name in held else self.read(name),
+        )
+
+
+def finite_weights(source: Source) -> Iterator[NamedTensor]:
+    """Yield the weights and buffers of `source`; at the end raise UserError if one contained a NaN or an infinity."""
+    wrong = []
+    for name, tensor in source.weights():
+        if name not in source.buffers and (what := describe_invalid_values(tensor)):
+            wrong.append(f"{name} ({what})")
+        yield name, tensor
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise UserError(
+            f"{source.description}: {len(wrong)} weights cannot be used: {', '.join(wrong[:_NAMED])}{more}. Nothing "
+            "was exported; export a checkpoint from before the training diverged"
+        )
+
+
+@lenient_record
+class FinalExport:
+    """The content of export.json: the step after which the weights in RUN/export were written, and their run."""
+
+    step: Steps
+    identity: dict[str, Any]
+    run: RunConfiguration
+    replaces: Count | None = None  # inode of the directory that existed when this was written
+
+
+def final_export(run: Path) -> FinalExport | None:
+    """Return the record of the final weights in a run directory, or None if there are none.
+
+    Also returns None if the run was killed while writing them, so that RUN/export is still an earlier run's.
+    """
+    if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
+        return None
+    record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
+    return None if record.replaces == (run / "export").stat().st_ino else record
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Source]:
+    """Open the weights of a run, a checkpoint or a dead run's page files, which their run does not remove meanwhile."""
+    described = is_there(path / DESCRIPTION)
+    if described or (is_there(path / MARK) and is_there(path / "state")):
+        if is_alive(path):
+            raise UserError(
+                f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
+                "SIGUSR1, and export that"
+            )
+        if described:
+            with protected(path):
+                yield _page_files(path).with_buffers()
+            return
+        raise UserError(
+            f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
+            "it started, or it is not a run on one node that keeps two copies of its whole state on drives "
+            "(--optimizer nvme --ram-fraction 0 tiered.state_copies=2, no frozen weights); export its newest checkpoint"
+        )
+    left = final_export(path)
+    newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
+    if left and all(read_state(checkpoint).step < left.step for checkpoint in newest):
+        with opened_model(path / "export") as source:
+            yield replace(
+                source,
+                model=path / "model",
+                description=f"{path / 'export'}, after step {left.step}",
+                card=lambda dtype: model_card(
+                    path, dtype=dtype, source=f"the run after step {left.step}", run=left.run, step=left.step
+                ),
+            )
+        return
+    try:
+        checkpoint = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}{_describe_page_files(path)}") from error
+    with reading(checkpoint), ExitStack() as stack:
+        read_manifest(checkpoint, moments=False)
+        if (checkpoint / RESIDENT).exists():
+            raise UserError(
+                f"{checkpoint} holds what a session trained beside the model's weights, adapters for one: export it "
+                "from there, with session.resume and session.export, which merges them"
+            )
+        files = [
+            stack.enter_context(TensorFileReader(held))
+            for name in ("master", "fixed")
+            if (held := checkpoint / f"{name}.safetensors").exists()
+        ]
+        places = {name: file for file in files for name in file.entries}
+        source = Source(
+            shapes={name: file.entries[name].shape for name, file in places.items()},
+            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
+            read=lambda name: places[name].read(name),
+            model=checkpoint / "model",
+            description=str(checkpoint),
+            card=partial(_checkpoint_card, checkpoint),
+        )
+        yield source.with_buffers()
+
+
+def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
+    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
+    run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
+    step = read_state(checkpoint).step
+    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
+
+
+def _describe_page_files(run: Path) -> str:
+    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence, or ""."""
+    with suppress(OSError, ValueError, UserError):
+        for folder in folders_in(run / PAGES):
+            if is_there(folder / DESCRIPTION) and not is_alive(folder):
+                return f". Page files that it left are in {folder}: export that directory"
+    return ""
+
+
+@contextmanager
+def opened_model(directory: Path) -> Iterator[Source]:
+    """Open a directory that transformers can load, such as an export, as any pretrained model is read."""
+    model = model_in(directory)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with opened_weights(directory, model) as found:
+        source = Source(
+            shapes={name: shapes[name] for name in found.order()},
+            weights=lambda: found.each(found.parameters),
+            read=found.read,
+            model=directory,
+            description=str(directory),
+            card=lambda dtype: "",
+        )
+        yield source.with_buffers(dict(found.each(found.buffers)))
+
+
+def _page_files(directory: Path) -> Source:
+    stored = read_store(directory)
+    if not os.path.isfile(stored.model / "config.json"):
+        raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
+    text = f"{directory}, after update {stored.step}"
+    return Source(
+        shapes=stored.shapes,
+        weights=stored.weights,
+        read=stored.read,
+        model=stored.model,
+        description=text,
+        card=lambda dtype: model_card(
+            stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
+        ),
+    )
+
+
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- offload-trainer
+---
+"""
+_OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
+
+
+def model_card(
+    run_directory: Path,
+    *,
+    dtype: str,
+    source: str,
+    run: RunConfiguration,
+    step: int | None = None,
+    updates: int | None = None,
+) -> str:
+    """Return the card's text. `run` is a checkpoint's record of its run; metrics come from `run_directory`.
+
+    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
+    out.
+    """
+    model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
+    base, paths = model.get("base", "model"), data.get("path")
+    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the masters of {source}")]
+    if run.config:
+        changed = f" ({model['overrides']})" if model.get("overrides") else ""
+        start = f"random weights{changed}" if run.random else "its weights"
+        facts += [
+            ("Model", f"{model.get('name')}, from {start}"),
+            ("Base", None if base == "model" else f"frozen matrices of blocks, rounded to {base}"),
+            ("Trained in", f"{model.get('dtype')}, masters in {optim.get('master_dtype', 'fp32')}"),
+            ("Text", ", ".join(Path(str(path)).name for path in paths) if isinstance(paths, list | tuple) else None),
+            ("Optimizer", ", ".join(f"{key}={optim.get(key)}" for key in _OPTIM)),
+            ("Seed", train.get("seed")),
+        ]
+    rows = read_metrics(run_directory / "metrics.jsonl")
+    if updates is not None:
+        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
+    rows = [row for row in rows if step is None or row.step <= step]
+    if rows:
+        last = rows[-1]
+        facts += [
+            ("Steps", f"{last.step}" + (f" of {train['steps']}" if "steps" in train else "")),
+            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
+            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
+            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
+        ]
+    elif step is not None:
+        facts.append(("Steps", step))
+    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
+    if seen and seen[-1].validation_loss is not None:
+        bits = seen[-1].bits_per_byte
+        told = f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else "")
+        facts.append((f"Validation loss after step {seen[-1].step}", told))
+    if packages := run.environment.packages:
+        facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
+    lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
+    title = Path(str(model.get("name", "Trained weights"))).name
+    return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+
+
+def _plain(text: object) -> str:
+    """Return text for a Markdown table: markup and HTML escaped, on one line."""
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(printable(text).split()))
+
+
+# -- directories ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export."""
+
+    source: str
+    bytes: int
+    compared: int  # tensors read back and found equal to the source
+
+
+def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool) -> Exported:
+    """Write what `opened` opens to `destination`, as `write_model` does."""
+    with opened(source) as found:
+        return write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
+
+
+def write_model(
+    source: Source,
+    destination: Path,
+    *,
+    dtype: str,
+    shard_bytes: int = 5 * 10**9,
+    replace: bool = False,
+    check: bool = False,
+    by_name: bool = False,
+) -> Exported:
+    """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
+
+    `check`: read all headers and a sample of tensors back. `by_name` keeps the names of the weights and the
+    configuration as they are and writes no card, for a model that transformers does not build.
+
+    Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
+    fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
+    error no partial export is left.
+    """
+    destination = destination.resolve()
+    place = {name: number for number, name in enumerate(source.shapes)}
+    # A saved tensor can be written once the last of its source tensors has been read.
+    made = as_they_are(source.shapes) if by_name else saved_groups(list(source.shapes), source.model)
+    groups = sorted(made, key=lambda group: max(place[name] for name in group.sources))
+    entries = [
+        TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
+        for group in groups
+        for kept in group.sources[:1]
+        for name, shape in group.shapes(source.shapes).items()
+    ]
+    total = sum(entry.bytes for entry in entries)
+    check_destination(destination, total + bytes_below(source.model), replace=replace)
+    try:
+        with replacing(destination, what=EXPORT) as temporary:
+            copy_tree(source.model, temporary)
+            (temporary / BUFFERS).unlink(missing_ok=True)
+            if not by_name:
+                _describe(temporary, source, dtype=dtype)
+            weights = _converted(finite_weights(source), groups)
+            _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
+            sync_directory(temporary)
+            compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
+    except OSError as error:
+        raise TrainerError(
+            f"{destination}: {reason(error)}; nothing is left there. The export takes {format_bytes(total)}"
+        ) from error
+    return Exported(source.description, total, compared)
+
+
+def _describe(directory: Path, source: Source, *, dtype: str) -> None:
+    """Write the card, and the dtype into the model's configuration."""
+    config = read_model_config(directory)
+    named = str(DTYPES[dtype]).removeprefix("torch.")
+    config["dtype"] = config["torch_dtype"] = named
+    for part in config.values():  # an image-text model's parts name their own
+        if isinstance(part, dict):
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), named)
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(directory / "README.md", source.card(dtype))
+
+
+def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
+    """Yield the converted tensors of each group; tensors that arrive before their group's turn are buffered."""
+    held: dict[str, torch.Tensor] = {}
+    stream = iter(weights)
+    for group in groups:
+        while not all(name in held for name in group.sources):
+            name, tensor = next(stream)
+            held[name] = tensor
+        yield from group.convert(held.pop).items()
+    assert next(stream, None) is None, "more weights came than groups take"
+
+
+def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
+    """Raise UserError if the destination is in use or `total` bytes are not free."""
+    if is_there(destination) and not replace and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination}: already holds something; name another")
+    if os.path.ismount(destination):
+        raise UserError(f"{destination}: a mount point cannot be replaced by the export: name a directory in it")
+    try:
+        make_directories(destination.parent)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be made: {error.strerror}") from error
+    if (free := shutil.disk_usage(destination.parent).free) < total:
+        raise UserError(f"{destination}: {format_bytes(total)} are needed there, and {format_bytes(free)} are free")
+
+
+def _write_shards(
+    weights: Iterator[NamedTensor], directory: Path, *, entries: Sequence[TensorEntry], shard_bytes: int
+) -> None:
+    shards, held = list[list[TensorEntry]]([[]]), 0
+    for entry in entries:
+        if shards[-1] and held + entry.bytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += entry.bytes
+    overflowing, places = list[str](), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        writer = TensorFileWriter(directory / file, shard)
+        for entry in shard:
+            name, tensor = next(weights)
+            cast = tensor.to(entry.dtype)
+            narrowed = entry.dtype is torch.float16 and tensor.dtype is not torch.float16  # some buffers are fp16
+            if narrowed and not torch.isfinite(cast).all():
+                overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
+            writer.write(name, cast)
+            places[name] = file
+        writer.close()
+    assert next(weights, None) is None, "more weights came than entries"
+    if overflowing:
+        raise UserError(
+            f"{len(overflowing)} weights hold values beyond fp16's 65504: {', '.join(overflowing)}; "
+            "export with --dtype bf16"
+        )
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}
+        write_text(directory / INDEX, json.dumps(index, indent=1))
+
+
+def check_export(directory: Path, source: Source, *, groups: Sequence[Group], entries: Sequence[TensorEntry]) -> int:
+    """Compare an export with its source through safetensors' own reader; return the number of tensors compared.
+
+    It compares every name, dtype and shape, and the values of a sample: the first, the last and others evenly between.
+    Raises TrainerError that names the differences.
+    """
+    held, paths = dict[str, Any](), dict[str, Path]()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            held |= {name: (values.get_dtype(), tuple(values.get_shape())) for name, values in slices.items()}
+            paths |= dict.fromkeys(slices, path)
+    expected = {entry.name: (SAFETENSORS_DTYPES[entry.dtype], entry.shape) for entry in entries}
+    wrong = [
+        f"{name} is {held.get(name, 'missing')}, and should be {expected.get(name, 'absent')}"
+        for name in {**expected, **held}
+        if held.get(name) != expected.get(name)
+    ]
+    if (directory / INDEX).exists():
+        shards = read_back(directory / INDEX, ShardIndex, fix="Export once more").weight_map
+        wrong += [
+            f"the index puts {name} in {shards.get(name)}" for name in paths if shards.get(name) != paths[name].name
+        ]
+    sample = {id(group): group for group in [*groups[:: max(1, len(groups) // _SAMPLE)], groups[-1]]}
+    compared = 0
+    for group in () if wrong else sample.values():
+        for name, tensor in group.convert(source.read).items():
+            with safe_open(paths[name], framework="pt") as file:
+                there = file.get_tensor(name)
+                if not torch.equal(there, tensor.to(there.dtype)):
+                    wrong.append(f"{name} holds other values")
+            compared += 1
+    if wrong:
+        raise TrainerError(f"{directory} does not hold what was exported: {'; '.join(wrong)}")
+    return compared
+
+
+# -- final weights of a run ------------------------------------------------------------------------------------------
+
+_SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration on which the weights depend
+# keys of these sections on which the weights do not depend
+_ASIDE = {
+    "data.template_date",  # what a template printed is in the text
+    *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    "train.epochs",  # the run records the resulting steps
+    "train.stop_within",
+}
+
+
+def write_final(
+    weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
+) -> Path:
+    """Write a live engine's master weights, which come in the order of `layout` with the frozen ones last.
+
+    Return the directory. Raises TrainerError if there is no room or the disk refuses.
+    """
+    order = sorted(layout, key=lambda weight: not weight.trainable)
+    description, run = f"the run after step {step}", as_kind(dict(record.run), RunConfiguration)
+    live = Source(
+        shapes={weight.name: weight.shape for weight in order},
+        weights=lambda: weights,
+        read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
+        model=output / "model",
+        description=description,
+        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=run, step=step),
+    )
+    place = output / "export"
+    replaces = place.stat().st_ino if place.exists() else None
+    kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
+    try:
+        write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
+        write_model(live.with_buffers(), place, dtype="fp32", replace=True)
+    except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
+        raise TrainerError(str(error)) from error
+    return place
+
+
+def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bool, exports: bool) -> str | None:
+    """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
+
+    `begins_at` is the step that this start would resume from. `restarts` is set for `save.resume=never`. `exports` is
+    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
+    """
+    found, place = final_export(output), output / "export"
+    if found is None:
+        if exports and place.exists():
+            raise UserError(
+                f"{place} is where this run would leave its weights: move it away, or name another --output"
+            )
+        return None
+    if found.step <= begins_at:
+        return None
+    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
+    changed = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
+    changed = [key for key in changed if key not in _ASIDE]
+    changed += _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
+    whole = found.step == record.run["config"]["train"]["steps"]
+    if whole and not changed and not restarts:
+        return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
+    why = f"differs in {', '.join(changed[:5])}" if changed else f"ended after step {found.step}"
+    raise UserError(
+        f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
+        f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
+    )
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

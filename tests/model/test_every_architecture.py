@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model import meta_trace
+from offload_trainer.model import activations
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.shape import no_weight_decay_names
@@ -50,7 +50,7 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
 ) -> None:
     if name == "Rwkv":
         # It processes tokens one by one, so its activations are estimated.
-        monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 300)
+        monkeypatch.setattr(activations, "_MOST_OPERATIONS", 300)
     result = examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
     notes = " ".join(result.notes)

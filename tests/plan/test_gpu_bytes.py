@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import ModelSection, TrainConfig
-from offload_trainer.model import activations, meta_trace
+from offload_trainer.model import activations
 from offload_trainer.model.attention import share_rows
 from offload_trainer.model.init_weights import without_values
 from offload_trainer.model.loader import ModelSource, resolve_model
@@ -265,7 +265,7 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
 
 
 def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 1000)
+    monkeypatch.setattr(activations, "_MOST_OPERATIONS", 1000)
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
 
 

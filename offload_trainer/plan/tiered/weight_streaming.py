@@ -1,7 +1,7 @@
 """Streaming of weights to the device: their order of use, the device buffers, and copies or all-gathers.
 
     orders    the units that a forward and a backward use, in order: recorded by a run on meta tensors
-              (`model/meta_trace.py`), or the order of registration
+              (`model/activations.py`), or the order of registration
     Rings     device buffers, one ring for blocks and one for other modules. The least recently used unit is evicted,
               and the next units are prefetched while the current one computes
     direct    each of a node's n GPUs copies the T bytes of a unit from RAM: T / A seconds

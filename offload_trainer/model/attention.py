@@ -26,13 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_flash_attention,
-    cudnn_sdp_enabled,
-    flash_sdp_enabled,
-)
+from torch.backends import cuda
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -56,12 +50,12 @@ def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         return False
     # torch's answer takes as long as a kernel's launch, and is the same for every block.
     tensors = tuple((one.shape, one.stride(), one.dtype, one.requires_grad) for one in (query, key, value))
-    asked = tensors, dropout, flash_sdp_enabled(), cudnn_sdp_enabled()
+    asked = tensors, dropout, cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()
     if asked not in _WHOLE:
         if len(_WHOLE) >= _MOST:
             _WHOLE.clear()
-        params = SDPAParams(query, key, value, None, dropout, True, True)
-        _WHOLE[asked] = not (can_use_flash_attention(params) or can_use_cudnn_attention(params))
+        params = cuda.SDPAParams(query, key, value, None, dropout, True, True)
+        _WHOLE[asked] = not (cuda.can_use_flash_attention(params) or cuda.can_use_cudnn_attention(params))
     return _WHOLE[asked]
 
 

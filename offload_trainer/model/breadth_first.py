@@ -130,19 +130,15 @@ class BreadthFirst:
         return losses
 
     def _loss_backward(self, turn: Callable[[int], None], number: int, factor: float) -> torch.Tensor:
-        turn(number)
-        loss = self._loss_of(number)
-        (loss * factor).backward()
-        self._active[number].hand_back(self._blocks or 0)
-        return loss.detach()
-
-    def _loss_of(self, number: int) -> torch.Tensor:
-        """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
+        turn(number)
         self._end(one)
         _, targets, _, count, _ = one.batch
         with one.random():
-            return self._loss.of(one.output(), targets, count)
+            loss = self._loss.of(one.output(), targets, count)
+        (loss * factor).backward()
+        one.hand_back(self._blocks or 0)
+        return loss.detach()
 
     def _end(self, one: _MicroBatch) -> None:
         if not one.ended and one.advance():

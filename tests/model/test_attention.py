@@ -68,8 +68,8 @@ def test_torch_decides_which_heads_the_card_supports(
         return given
 
     monkeypatch.setattr(attention, "SDPAParams", params)
-    monkeypatch.setattr(attention, "can_use_flash_attention", lambda _: flash)
-    monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda _: cudnn)
+    monkeypatch.setattr(attention.cuda, "can_use_flash_attention", lambda _: flash)
+    monkeypatch.setattr(attention.cuda, "can_use_cudnn_attention", lambda _: cudnn)
     monkeypatch.setattr(attention, "_WHOLE", {})
     about = {
         "shape": (1, 4, 8, 16),
@@ -89,9 +89,9 @@ def test_torch_decides_which_heads_the_card_supports(
 def test_torch_accepts_the_arguments() -> None:
     """The arguments match the installed torch version, which answers no without a GPU."""
     query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
-    asked = attention.SDPAParams(query, key, key, None, 0.0, True, True)
-    assert not attention.can_use_cudnn_attention(asked)
-    assert isinstance(attention.can_use_flash_attention(asked), bool)
+    asked = attention.cuda.SDPAParams(query, key, key, None, 0.0, True, True)
+    assert not attention.cuda.can_use_cudnn_attention(asked)
+    assert isinstance(attention.cuda.can_use_flash_attention(asked), bool)
     assert not attention.needs_whole_heads(query, key, key, dropout=0.0)
 
 

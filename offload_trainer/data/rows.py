@@ -21,12 +21,13 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile
@@ -34,6 +35,7 @@ from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 _ROUNDS = 8
+_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 def order(index: int, count: int, *, seed: int, epoch: int) -> int:
@@ -302,6 +304,29 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
     return np.where(learned.any(axis=1), 0, marks.shape[1] - last)
 
 
+def first_row(tokens: Tokens | StreamedTokens, tokenizer: PreTrainedTokenizerBase, *, seq_len: int) -> list[str]:
+    """Return the first row as text, one line per span with or without loss.
+
+    In a packed row each conversation starts with a line with its number. The last line counts the padding.
+    """
+    row = tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
+    ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
+    text_end = seq_len - int(padding_of(row[None])[0])
+    begins = [place for place in range(text_end) if row[place] & BEGINS] or [0]
+    printed = []
+    for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
+        printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
+        for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
+            text = tokenizer.decode([ids[place] for place in places])
+            shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
+            printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
+    hidden = len(printed) - _STRETCHES
+    lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
+    if text_end < seq_len:
+        lines.append(f"{'padding':<8} {seq_len - text_end} x {tokenizer.decode(ids[-1:])!r}")
+    return ["the first row:", *(f"  {line}" for line in lines)]
+
+
 @dataclass(frozen=True, eq=False)
 class RowReader:
     """Reads batches from the rows `rows` of a token file or a stream. The caller holds the position.
@@ -333,14 +358,10 @@ class RowReader:
             yield self.rows_at(indices, data_position=position, seed=forward_seed(self.seed, first=first))
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
-        """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
-
-        `data_position` counts the rows of this pass.
-        """
+        """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller."""
         rows = self.rows[:limit]
         for start in range(0, len(rows), micro_batch):
-            some = rows[start : start + micro_batch]
-            yield self.rows_at(some, data_position=start + len(some))
+            yield self.rows_at(rows[start : start + micro_batch])
 
     def rows_at(self, indices: Sequence[int], *, data_position: int = 0, seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""

@@ -25,7 +25,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,10 @@ from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec
-from offload_trainer.data.rows import Split, Tokens, joined, mixed, padding_of, split_rows
+from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenfile import (
-    BEGINS,
-    IDS,
-    NOT_LEARNED,
-    TokenFile,
-    cached,
-    stated_tokenizer,
-    write_tokens,
-)
+from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_tokenizer, write_tokens
 from offload_trainer.data.tokenizer import (
     document_marks,
     load_tokenizer,
@@ -66,7 +57,6 @@ FORMAT = 4
 _SECONDS_BETWEEN_REPORTS = 5.0
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
-_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
@@ -372,30 +362,6 @@ def _describe(data: RunData) -> Iterator[str]:
     yield f"data: {len(tokens)} tokens{padded}, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
-
-
-def first_row(data: RunData) -> list[str]:
-    """Return the first row as text, one line per span with or without loss.
-
-    In a packed row each conversation starts with a line with its number. The last line counts the padding.
-    """
-    seq_len, tokenizer = data.spec.seq_len, data.spec.tokenizer
-    row = data.tokens.read(0, seq_len + 1)[:-1].astype(np.int64)  # ids of text have no marks
-    ids, learned = (row & IDS).tolist(), (row & NOT_LEARNED == 0).tolist()
-    text_end = seq_len - int(padding_of(row[None])[0])
-    begins = [place for place in range(text_end) if row[place] & BEGINS] or [0]
-    printed = []
-    for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
-        printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
-        for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
-            text = tokenizer.decode([ids[place] for place in places])
-            shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
-            printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
-    hidden = len(printed) - _STRETCHES
-    lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
-    if text_end < seq_len:
-        lines.append(f"{'padding':<8} {seq_len - text_end} x {tokenizer.decode(ids[-1:])!r}")
-    return ["the first row:", *(f"  {line}" for line in lines)]
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:

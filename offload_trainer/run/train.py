@@ -24,7 +24,8 @@ import torch
 from offload_trainer import ranks, trainer
 from offload_trainer.checkpoint import TrainState, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
-from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
+from offload_trainer.data.rows import first_row
+from offload_trainer.data.run_data import RunData, epoch_line, prepare_data
 from offload_trainer.errors import (
     RERUN_HINT,
     GpuFull,
@@ -237,7 +238,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     planned = plan_run(config)
     plan, say = planned.plan, Log(loud=True).say
     data = _data_of(planned, say=say)
-    for line in first_row(data):
+    for line in first_row(data.tokens, data.spec.tokenizer, seq_len=data.spec.seq_len):
         say(line)
     say(epoch_line(data, rows_per_step=plan.work.tokens // plan.work.seq_len, steps=planned.config.train.steps))
     return list(dict.fromkeys((*data.tokens.paths, *data.held_out.paths)))

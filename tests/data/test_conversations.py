@@ -18,8 +18,7 @@ from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.packing import Counts, RowEncoder
-from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
-from offload_trainer.data.run_data import first_row
+from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of, split_rows
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -317,7 +316,7 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert data.spec.tokenizer.chat_template == template("glm4moe")
     assert said.count("conversations are rendered with trl's training variant of the chat template") == 1
-    shown = [line.strip() for line in first_row(data)]
+    shown = [line.strip() for line in first_row(data.tokens, data.spec.tokenizer, seq_len=96)]
     assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown
 
 

@@ -135,7 +135,7 @@ def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     assert first.inputs.tolist() == [ids[:6], ids[6:12]]
     assert first.targets.tolist() == [ids[1:7], ids[7:13]]
     assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
-    assert next(reader.train_batches(first.data_position, micro_batch=2)).positions is not None
+    assert next(reader.train_batches(0, micro_batch=2)).positions is not None
     plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
     assert plain.positions is None
 

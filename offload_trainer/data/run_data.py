@@ -4,9 +4,7 @@
     find_sources ── DocumentEncoder or RowEncoder ── write_tokens ──> cache/NAME-KEY.bin
 
 Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a stream is tokenised while the run reads
-it (stream.py). Documents are plain text; conversations
-are divided into rows as they are tokenised. The key is a hash of everything that the ids depend on, including the
-text's bytes, so a changed text, field or tokenizer leads to another file.
+it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes.
 
 Hashes of text files are remembered in cache/NAME-PATHS.sums.json, PATHS being a hash of the files' paths. A file is
 read again unless its size, modification times, inode and device equal the remembered ones and it had not changed for

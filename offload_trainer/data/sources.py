@@ -1,9 +1,7 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-Of a directory with the splits of a data set, as a download from the hub leaves it, the files of the train split are
-read. The data set's card says which these are (`configs` in README.md), else the names of files and folders do.
-
-hub:OWNER/NAME, with /CONFIGURATION and :SPLIT, is a data set of the hub, whose downloaded Arrow files are read.
+docs/data.md has the rule for directories with the splits of a data set. hub:OWNER/NAME, with /CONFIGURATION and :SPLIT,
+is a data set of the hub, whose downloaded Arrow files are read.
 """
 
 from __future__ import annotations

@@ -3,15 +3,12 @@
     stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
     stream:PATH ── files of records ────┘
 
-Ids are in the data set's own order, and behind the last record the data set begins again. The records of a path are
-those of the same path prepared, and the ids are those of the token file that would be written. rows.py makes rows of
-them, chooses each rank's, and shuffles: with data.shuffle=N the last block of N rows that was read stays in memory, so
-that they can be asked for in any order.
+Ids are in the data set's own order, and behind the last record the data set begins again. The ids of a path are those
+of the token file that would be written. rows.py makes rows of them: with data.shuffle=N the last block of N rows that
+was read stays in memory, so that they can be asked for in any order.
 
 To reach an id without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl,
-`Point`): ids before the point, the state of the data set there, and a checksum of the ids behind it. Without the list
-a resumed run tokenizes from the beginning. Packed conversations have seek points only where no row is open, which is
-where the data set begins again.
+`Point`). Packed conversations have them only where no row is open, which is where the data set begins again.
 """
 
 from __future__ import annotations

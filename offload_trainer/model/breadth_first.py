@@ -3,17 +3,10 @@
     forward    block 0: micro-batch 3 2 1 0   block 1: 3 2 1 0   ...          each keeps its input (checkpointing)
     backward   loss: 0 1 2 3   ...   block 1: 0 1 2 3   block 0: 0 1 2 3      each recomputes its block
 
-Weights are then needed once a pass, not once a micro-batch. The forward takes the micro-batches in reverse, so that the
-backward needs the inputs in the reverse order of the forward.
-
 transformers' own forward runs for each micro-batch, in a separate thread that pauses inside each checkpointed block.
-Masks, positions and everything else between the blocks are therefore transformers' code. Only one thread runs at a
-time, and the blocks themselves are computed by the calling thread, because torch would start a team of threads for each
-thread that computes. torch's generators are swapped at each change, so each micro-batch draws what it would draw alone.
-
-The autograd graph is cut after each block. A backward through one block of one micro-batch ends at the cut, which
-keeps the gradient until it is the previous block's turn. The operations and their order within a micro-batch, and the
-order of micro-batches for each weight, are those of one micro-batch after the other, so every bit is the same.
+Only one thread runs at a time, and the blocks are computed by the calling thread, because torch would start a team of
+threads for each thread that computes. The autograd graph is cut after each block; the cut keeps the gradient until it
+is the previous block's turn. docs/design_streaming.md says why every bit is that of one micro-batch after the other.
 
 With `Cuts` each rank of a pipeline computes its blocks only. In place of another block's output it has NaN, or what
 that block's rank sends if one of its own follows. If the forward takes the micro-batches in order, the first loss may

@@ -1,10 +1,9 @@
 """Compute the causal language modelling loss without ever holding all logits: the head runs on chunks of tokens.
 
-Logits over a vocabulary of 50,000 take 200 kB per token in fp32, more than anything else in a small batch. The body
-runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns the chunk's
-hidden states. Everything an architecture does after its head (soft-capping, scaling) is therefore transformers' own
-code. With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head
-needs more than the last hidden states, the model runs unchanged with all of its logits.
+The body runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns
+the chunk's hidden states, so what an architecture does after its head (soft-capping, scaling) is transformers' code.
+With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
+than the last hidden states, the model runs unchanged with all of its logits.
 """
 
 from __future__ import annotations

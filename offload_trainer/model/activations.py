@@ -105,21 +105,15 @@ class _Count:
 
     def with_few_blocks(self) -> ModelMemory:
         """Count with three or two blocks of each kind if the model runs with so few, otherwise with all."""
-        failed: Exception = ValueError("no blocks")
         numbers = [[n for n, other in enumerate(self._kinds) if other == kind] for kind in set(self._kinds)]
         tried = (tuple(sorted(n for same in numbers for n in same[-most:])) for most in (3, 2, len(self._kinds)))
         for ran in filter(None, dict.fromkeys(tried)):
-            for length in _LENGTHS:
-                self._operations.attempt()
-                try:
-                    with _only(self._model, self._blocks, ran):
+            with suppress(Exception):  # transformers' code, in models that find blocks by their index
+                for length in _LENGTHS:
+                    self._operations.attempt()
+                    with suppress(TooLong), _only(self._model, self._blocks, ran):
                         return self._counted(ran, length)
-                except TooLong as error:
-                    failed = error
-                except Exception as error:  # transformers' code, in models that find blocks by their index
-                    failed = error
-                    break
-        raise failed
+        raise ValueError("it runs neither with few blocks nor with all of them")
 
     def _counted(self, ran: Sequence[int], length: int) -> ModelMemory:
         """Return the memory of passes through the blocks with these numbers, with a GPU's loss and with a CPU's."""

@@ -30,13 +30,7 @@ from offload_trainer.manifest import CONFIG
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
-from offload_trainer.model.init_weights import (
-    NamedTensor,
-    initial_weights,
-    meta_model,
-    parameters_without_memory,
-    tied_names,
-)
+from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory, tied_names
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
@@ -159,7 +153,7 @@ class ModelSource:
         with context, no_init_weights():
             return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code, **words)
 
-    def weights(self) -> Iterator[NamedTensor]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, CPU tensor) for every parameter, tied ones once; random weights are fp32."""
         if self.random:
             yield from initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)

@@ -39,13 +39,7 @@ from offload_trainer.model.activations import count_activations
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.loader import ModelSource, checkpoint_blocks
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
-from offload_trainer.model.probes.tiny_model import (
-    Kind,
-    TrialFailed,
-    modules_in_blocks,
-    random_ids,
-    try_on_tiny_model,
-)
+from offload_trainer.model.probes.tiny_model import Kind, TrialFailed, modules_in_blocks, random_ids, try_on_tiny_model
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import Tiled
 from offload_trainer.offloading.autograd import in_backward, keep_weights

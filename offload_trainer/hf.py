@@ -310,16 +310,13 @@ def what_lacks(folder: Path, *, state: bool) -> str | None:
 
 
 _AUTOCAST = "the weights have the dtype that load() gave them, and autocast would copy and round them again"
-_IN_PLACE, _TWICE = "it converts offloaded weights in place", "it would place the weights a second time"
+_IN_PLACE = "it converts offloaded weights in place: leave it out"
 _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and why
     "bf16": f"{_AUTOCAST}: bf16=False, and load(..., dtype='bf16')",
     "fp16": f"{_AUTOCAST}: fp16=False",
-    "bf16_full_eval": f"{_IN_PLACE}: leave it out",
-    "fp16_full_eval": f"{_IN_PLACE}: leave it out",
-    "cast_lm_head_to_fp32": f"{_IN_PLACE}: leave it out",
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval", "cast_lm_head_to_fp32"), _IN_PLACE),
     "torch_compile": "compiled code keeps weights that have moved, so a session runs eagerly: leave it out",
-    "deepspeed": f"{_TWICE}: leave it out",
-    "fsdp": f"{_TWICE}: leave it out",
+    **dict.fromkeys(("deepspeed", "fsdp"), "it would place the weights a second time: leave it out"),
     "auto_find_batch_size": (
         "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
         "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit"

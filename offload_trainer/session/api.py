@@ -108,10 +108,8 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "weight_transfer": "the plan chooses it",
     "micro_batch_order": "your code runs the micro-batches",
     "fetch_granularity": "your code may read all weights of a block at any point",
-    "lr": "give it to session.adamw",
+    **dict.fromkeys(("lr", "eps", "weight_decay"), "give it to session.adamw"),
     "betas": "give them to session.adamw",
-    "eps": "give it to session.adamw",
-    "weight_decay": "give it to session.adamw",
     "max_grad_norm": "call session.clip_grad_norm_",
 }
 _OF_LOAD = dict.fromkeys(

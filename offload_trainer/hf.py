@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ class Offloaded(_Trainer):
         if args is not None and args.mixed_precision == "bf16" and self._session.dtype is torch.bfloat16:
             args.bf16, args.mixed_precision = False, "no"
             warnings.warn(f"bf16=True changes nothing: {_AUTOCAST}; they are in bf16 already", stacklevel=2)
-        mistakes = argument_mistakes(args, self._session) if args is not None else []
+        mistakes = list(argument_mistakes(args, self._session)) if args is not None else []
         if words.get("optimizer_cls_and_kwargs") or any(words.get("optimizers", ())):
             mistakes.append("optimizers=: leave it out; the arguments' rate, betas and decay go to the session's AdamW")
         _refuse(mistakes)
@@ -118,7 +118,7 @@ class Offloaded(_Trainer):
             super().__init__(model, *positional, **words)
         else:
             super().__init__(model=model, **words)  # some Trainers take the model by its name only
-        _refuse(argument_mistakes(self.args, self._session) + model_mistakes(self.model, self._session))
+        _refuse([*argument_mistakes(self.args, self._session), *model_mistakes(self.model, self._session)])
         if self._session.trained:
             self._make_own_optimizer()
 
@@ -336,78 +336,73 @@ _REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and w
 }
 
 
-def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
-    """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
-    mistakes = [f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None))]
+def argument_mistakes(args: TrainingArguments, session: Session) -> Iterator[str]:
+    """Yield one message for each training argument that cannot work with offloaded weights, with the remedy."""
+    yield from (f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None)))
     of_trl = _is_one_of(args, _GENERATING)
     if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
-        mistakes.append(
+        yield (
             f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
             "which is then the reference"
         )
     if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
-        mistakes.append(
+        yield (
             f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
             "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
         )
     if args.push_to_hub and session.trained and not args.save_only_model:
         strategy = HubStrategy(args.hub_strategy)
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            mistakes.append(
+            yield (
                 f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
                 "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints "
                 "without them"
             )
     if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
-        mistakes.append(f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no")
+        yield f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no"
     if session.trained and args.optim not in _ADAMW:
-        mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
+        yield f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}"
     if args.n_gpu > 1:
-        mistakes.append(f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one")
+        yield f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one"
     if args.world_size != session.world:
-        mistakes.append(
+        yield (
             f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun or "
             "accelerate launch"
         )
     if args.device.type != session.device.type:
-        mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
+        yield f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out"
     if args.save_only_model and args.load_best_model_at_end:
-        mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
+        yield "save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state"
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
-        mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
+        yield "the reference would be a second model in memory: precompute_ref_log_probs=True"
     several = 2 if _is_one_of(args, _PAIRS) else 1
     rows, planned = args.per_device_train_batch_size * several, session.plan.work.micro_batch
     if rows > planned:
-        mistakes.append(
-            f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
-        )
+        yield f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
     words: dict[str, Any] = {}
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # of versions of transformers
         words |= getattr(args, name, None) or {}
     right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
-    return mistakes + [
-        f"gradient_checkpointing_kwargs: {name}={value!r} is not what load() planned with: leave it out"
-        for name, value in words.items()
-        if name not in right or value != right[name]
-    ]
+    for name, value in words.items():
+        if name not in right or value != right[name]:
+            yield f"gradient_checkpointing_kwargs: {name}={value!r} is not what load() planned with: leave it out"
 
 
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
     return any(one.__name__ in names for one in type(args).__mro__)
 
 
-def model_mistakes(model: nn.Module, session: Session) -> list[str]:
-    """Return a message if nothing would be trained, or if the planned optimizer state would be unused.
+def model_mistakes(model: nn.Module, session: Session) -> Iterator[str]:
+    """Yield a message if nothing would be trained, or if the planned optimizer state would be unused.
 
     Adapters that copy or write base weights are not checked here: they fail when they are created.
     """
     adapters = bool(getattr(model, "peft_config", None))
     offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter) and p.requires_grad]
     if adapters and session.trained and not offloaded:
-        return ["the base of these adapters was loaded to be trained, with state: load(..., freeze=['.'])"]
+        yield "the base of these adapters was loaded to be trained, with state: load(..., freeze=['.'])"
     if not adapters and not session.trained:
-        return ["every weight is fixed, and there are no adapters: leave freeze out, or take peft.get_peft_model"]
-    return []
+        yield "every weight is fixed, and there are no adapters: leave freeze out, or take peft.get_peft_model"
 
 
 def _refuse(mistakes: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,7 +116,7 @@ def model_shape(
         whole_logits=whole,
         packed=packed,
         images=images,
-        notes=_notes(model, section, whole_logits=whole),
+        notes=tuple(_notes(model, section, whole_logits=whole)),
     )
     if order and images:
         order = with_images(order, images, weights)
@@ -166,19 +166,18 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
     return ran == layers and len(counted.on_gpu.blocks) == len(layers)
 
 
-def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
-    notes, name, text = [], type(model).__name__, model.config.get_text_config()
+def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> Iterator[str]:
+    name, text = type(model).__name__, model.config.get_text_config()
     attends = bool(getattr(_of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":
-        notes.append(f"attention: eager, since {name} has no SDPA in transformers; attention matrices are stored")
+        yield f"attention: eager, since {name} has no SDPA in transformers; attention matrices are stored"
     if section.activation_checkpointing == "auto" and not model.supports_gradient_checkpointing:
-        notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
+        yield f"gradient checkpointing: off whatever its size, since {name} has none in transformers"
     if whole_logits:
-        notes.append(
+        yield (
             f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
             "states; model.loss_chunk has no effect"
         )
-    return tuple(notes)
 
 
 def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:

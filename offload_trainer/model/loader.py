@@ -30,7 +30,7 @@ from offload_trainer.manifest import CONFIG
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
-from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory, tied_names
+from offload_trainer.model.init_weights import initial_weights, meta_model, parameters_without_memory
 from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS, local_directory
 from offload_trainer.model.pretrained import OpenedWeights, opened_weights, persistent_buffers
@@ -83,7 +83,6 @@ class ModelSource:
     seed: int
     directory: Path | None  # contains the tokenizer, and the weights unless they are random
     random: bool
-    tied: frozenset[str]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -251,7 +250,6 @@ def resolve_model(
         seed=seed,
         directory=directory,
         random=random,
-        tied=tied_names(model),
     )
 
 

@@ -84,8 +84,9 @@ def import_checkpoint(source: Path, run: Path, config: TrainConfig, *, say: Call
         model = model.model_copy(update={"name": str(source)})
     of = resolve_model(model, seed=0)
     with opened(source, of, directories=directories) as state:
-        buffers = [name for name, _ in of.meta().named_buffers()]
-        names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
+        module = of.meta()
+        parts = module.named_parameters(remove_duplicate=False), module.named_buffers()
+        names = state.names_for(of.shape.weights, others=[name for part in parts for name, _ in part])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
         check_destination(run.absolute(), need)
         steps = state.steps or config.train.steps

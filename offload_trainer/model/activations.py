@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
@@ -92,9 +92,14 @@ class _Count:
     """Traced passes of a model's body and head, with a GPU's kernels or a CPU's; the loss is counted for both."""
 
     def __init__(self, loss: CausalLoss, blocks: Sequence[str], *, packed: bool, tiles: Sequence[nn.Module]) -> None:
+        """Set up the passes; afterwards the parameters' storages must stay the same."""
         self.kernels, self._loss, self._model = Kernels(gpu=True), loss, loss.model
-        self._packed, self._tiles, self._operations = packed, tiles, Operations()
-        self._units = UnitsOfWeights(loss.model, blocks)
+        self._packed, self._tiles, self._left = packed, tiles, _MOST_OPERATIONS
+        self._named, inside = blocks, {self._model.get_submodule(name) for name in blocks}
+        unit = {parameter: unit_of(name, blocks)[0] for name, parameter in self._model.named_parameters()}
+        used = {m: [unit[weight] for weight in m.parameters(recurse=m in inside)] for m in self._model.modules()}
+        self._units_of = {module: units for module, units in used.items() if units}  # of the weights that it fetches
+        self._unit_in = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
         # In an architecture that does not name its blocks they are the modules that transformers checkpoints.
         self._blocks = blocks or [
             n for n, m in self._model.named_modules() if isinstance(m, GradientCheckpointingLayer)
@@ -110,7 +115,9 @@ class _Count:
         for ran in filter(None, dict.fromkeys(tried)):
             with suppress(Exception):  # transformers' code, in models that find blocks by their index
                 for length in _LENGTHS:
-                    self._operations.attempt()
+                    # An attempt may use 2/3 of the operations that are left, and its first pass 1/3 of that.
+                    share = self._left * 2 // 3
+                    self._end, self._until = self._left - share, self._left - share // 3
                     with suppress(TooLong), _only(self._model, self._blocks, ran):
                         return self._counted(ran, length)
         raise ValueError("it runs neither with few blocks nor with all of them")
@@ -122,7 +129,7 @@ class _Count:
             bodies.append(self._body([self._modules[number] for number in ran], rows, tokens))
             heads.append(self._head(rows * tokens, gpu=True))
             heads_of_cpu.append(self._head(rows * tokens, gpu=False))
-            self._operations.resume()
+            self._until = self._end
         head, head_of_cpu = (_Pass(traces, length=length).whole() for traces in (heads, heads_of_cpu))
         hidden = Growth(token=self._hidden * self._model.dtype.itemsize)
         blocks, chain = _kinds_of_calls(self._kinds, [ran[place] for place in bodies[0].called], ran)
@@ -130,7 +137,29 @@ class _Count:
         all_trained = all(parameter.requires_grad for parameter in self._model.parameters())
         if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
             raise ValueError("what blocks keep does not grow as the lengths that were run say")
-        return ModelMemory(found, replace(found, head=head_of_cpu), self._units.order(bodies[-1], heads[-1], ran=ran))
+        return ModelMemory(found, replace(found, head=head_of_cpu), self._order(bodies[-1], heads[-1], ran))
+
+    def _order(self, body: AllocationTrace, head: AllocationTrace, ran: Sequence[int]) -> Order | None:
+        """Return the order in which the passes use units, or None if no blocks are known.
+
+        In the forward a module uses its own weights when it begins, a block all weights inside it. In the backward an
+        operation uses a weight that was saved for it. Modules that text does not pass through (a vision tower) do not
+        occur. Every block that did not run is used like the next one that did.
+        """
+        if not self._named:
+            return None
+        others = {
+            block: self._named[min(n for n in ran if n > number)]
+            for number, block in enumerate(self._named)
+            if number not in ran
+        }
+        backward = _filled([*head.backward, *body.backward][::-1], others)
+        return Order(_filled([*body.forward, *head.forward], others), backward[::-1])
+
+    def _take(self) -> None:
+        self._left -= 1
+        if self._left < self._until:
+            raise TooLong
 
     def _body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
@@ -166,7 +195,7 @@ class _Count:
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
         parameters = list(self._model.parameters())
         there = iter([*parameters, *self._model.buffers(), *given])
-        held = AllocationTrace(there, self._operations, packed=self._packed, units=self._units.of_storage)
+        held = AllocationTrace(there, self._take, packed=self._packed, units=self._unit_in)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -189,7 +218,7 @@ class _Count:
 
         def begin(module: nn.Module, _: Any) -> None:
             if not in_backward():  # a piece runs again there
-                held.forward += self._units.of_module[module]
+                held.forward += self._units_of[module]
 
         def hand_over(parameter: nn.Parameter) -> None:
             parameter.grad = None
@@ -200,7 +229,7 @@ class _Count:
                 hooks.callback(gc.enable)
             handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
             handles += [block.register_forward_hook(after) for block in blocks]
-            handles += [module.register_forward_pre_hook(begin) for module in self._units.of_module]
+            handles += [module.register_forward_pre_hook(begin) for module in self._units_of]
             handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
             for handle in handles:
                 hooks.callback(handle.remove)
@@ -444,41 +473,23 @@ class TooLong(Exception):
     """The architecture runs too many operations to be counted at a start: token by token, or many kinds of blocks."""
 
 
-class Operations:
-    """A budget of operations. An attempt may use 2/3 of the remaining budget, and its first pass 1/3 of that."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_OPERATIONS
-        self.attempt()
-
-    def attempt(self) -> None:
-        share = self._left * 2 // 3
-        self._end, self._until = self._left - share, self._left - share // 3
-
-    def resume(self) -> None:
-        """Release the rest of the attempt's budget after its first pass."""
-        self._until = self._end
-
-    def take(self) -> None:
-        self._left -= 1
-        if self._left < self._until:
-            raise TooLong
-
-
 class AllocationTrace(TorchDispatchMode):
     """Record every allocation (+ bytes) and release (- bytes) in order, with marks in between."""
 
     def __init__(
-        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, units: Mapping[int, str]
+        self, given: Iterator[torch.Tensor], take: Callable[[], None], *, packed: bool, units: Mapping[int, str]
     ) -> None:
-        """Start with the tensors `given`. `packed`: rows hold several documents. `units`: the unit of each storage."""
+        """Start with the tensors `given`; call `take` before each operation.
+
+        `packed`: rows hold several documents. `units`: the unit of each storage.
+        """
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it
         self.called: list[int] = []  # indices of the blocks that ran, in order
         self.forward: list[str] = []  # units of the weights that modules use when they begin, in order
         self.backward: list[str] = []  # units of the weights that operations of the backward get, in order
-        self._operations = operations
+        self._take = take
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
         self._any, self._packed, self._units = False, packed, units
 
@@ -499,7 +510,7 @@ class AllocationTrace(TorchDispatchMode):
             return not self._any and not self._packed
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
-        self._operations.take()
+        self._take()
         if in_backward():
             given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
             storages = (tensor.untyped_storage()._cdata for tensor in given)
@@ -527,40 +538,6 @@ class AllocationTrace(TorchDispatchMode):
     def _released(self, key: int, size: int) -> None:
         del self._known[key]
         self.events.append(-size)
-
-
-class UnitsOfWeights:
-    """The units whose weights a pass uses, to find their order in a pass of the model's body and then one of its head.
-
-        forward    a module uses its own weights when it begins, a block all weights inside it, as the engine fetches
-        backward   an autograd operation uses a weight that was saved for it; embeddings are not saved, nor are frozen
-                   weights with nothing trained before them
-
-    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Find the units; afterwards the parameters' storages must stay the same."""
-        self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
-        unit = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
-        used = {m: [unit[parameter] for parameter in m.parameters(recurse=m in inside)] for m in model.modules()}
-        self.of_module = {module: units for module, units in used.items() if units}
-        self.of_storage = {parameter.untyped_storage()._cdata: name for parameter, name in unit.items()}
-
-    def order(self, body: AllocationTrace, head: AllocationTrace, *, ran: Sequence[int]) -> Order | None:
-        """Return the recorded order, or None if no blocks are known.
-
-        `ran` lists the blocks that ran; every other block is used like the next one that did.
-        """
-        if not self._blocks:
-            return None
-        others = {
-            block: self._blocks[min(n for n in ran if n > number)]
-            for number, block in enumerate(self._blocks)
-            if number not in ran
-        }
-        backward = _filled([*head.backward, *body.backward][::-1], others)
-        return Order(_filled([*body.forward, *head.forward], others), backward[::-1])
 
 
 def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:

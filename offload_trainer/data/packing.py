@@ -19,6 +19,7 @@ A file of rows is an ordinary file of ids.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -189,20 +190,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 # -- conversations in rows ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Counts:
-    """Statistics on the conversations of a file."""
-
-    conversations: int = 0
-    tokens: int = 0
-    longest: int = 0
-    learned: int = 0  # learned tokens in rows
-    cut: int = 0  # number of conversations cut to the row length
-    cut_off: int = 0  # their tokens that are in no row
-    left_out: int = 0  # conversations whose answers are all cut off
-    unanswered: int = 0  # conversations that have no answer to learn
-
-
 class RowEncoder:
     """Encodes conversations as uint32 rows, marked as described above, for a token file and for a stream.
 
@@ -238,24 +225,27 @@ class RowEncoder:
         self.identity = f", as {form}, train_on={section.train_on}, packing={section.packing}, template {template}"
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._pad = (tokenizer.eos_token_id or 0) | NOT_LEARNED
-        self.counts, self._complete = Counts(), 0  # statistics, and the number of rows that have been returned
+        # Conversations in rows, their tokens and the longest; tokens `learned`; those `cut` and their tokens `cut_off`;
+        # those `left_out`, since all their answers would be cut off; those `unanswered`, with nothing to learn.
+        self.counts = Counter[str]()
+        self._complete = 0  # number of rows that have been returned
         self.open_rows: list[np.ndarray] = []  # marked ids of each packed row that more conversations may join
 
     @property
     def summary(self) -> str:
         """Statistics of the conversations so far, of which one at least must have a row."""
         counts, length, rows = self.counts, self.row_length, self._complete + len(self.open_rows)
-        kept = counts.tokens - counts.cut_off
+        kept = counts["tokens"] - counts["cut_off"]
         parts = [
-            f"{counts.conversations} conversations, {format_count(counts.tokens)} tokens, {counts.learned / kept:.0%} "
-            f"of them trained on; the longest has {counts.longest}"
+            f"{counts['conversations']} conversations, {format_count(counts['tokens'])} tokens, "
+            f"{counts['learned'] / kept:.0%} of them trained on; the longest has {counts['longest']}"
         ]
-        if counts.cut:
-            share = f"{counts.cut_off / counts.tokens:.1%} of the tokens"
-            parts.append(f"{counts.cut} longer than a row of {length} are cut ({share})")
-        if number := counts.left_out:
+        if counts["cut"]:
+            share = f"{counts['cut_off'] / counts['tokens']:.1%} of the tokens"
+            parts.append(f"{counts['cut']} longer than a row of {length} are cut ({share})")
+        if number := counts["left_out"]:
             parts.append(f"{number} are left out, because their first {length} tokens have nothing to train on")
-        if number := counts.unanswered:
+        if number := counts["unanswered"]:
             parts.append(f"{number} are left out, because they have no answer to train on")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join([*parts, *self._answers.unsaid.told()])
@@ -281,9 +271,9 @@ class RowEncoder:
     def why_none(self) -> str:
         """Return why no conversation has produced a row, and what to do."""
         return (
-            f"no conversation has tokens to train on within its first {self.row_length}: {self.counts.left_out} are "
-            f"longer, and {self.counts.unanswered} have no answer to train on (a message from the assistant, without "
-            "'weight': 0 or 'train': false); give answers, a larger --seq-len, or data.train_on=all"
+            f"no conversation has tokens to train on within its first {self.row_length}: {self.counts['left_out']} are "
+            f"longer, and {self.counts['unanswered']} have no answer to train on (a message from the assistant, "
+            "without 'weight': 0 or 'train': false); give answers, a larger --seq-len, or data.train_on=all"
         )
 
     def add(self, encoded: Encoded) -> np.ndarray | None:
@@ -295,15 +285,11 @@ class RowEncoder:
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # the first token has no context to be predicted from
         if not learned.any():
-            self.counts.left_out += any(encoded.counted)
-            self.counts.unanswered += not any(encoded.counted)
+            self.counts["left_out" if any(encoded.counted) else "unanswered"] += 1
             return None
-        self.counts.conversations += 1
-        self.counts.tokens += count
-        self.counts.longest = max(self.counts.longest, count)
-        self.counts.learned += int(learned.sum())
-        self.counts.cut += count > used
-        self.counts.cut_off += count - used
+        self.counts.update(conversations=1, tokens=count, learned=int(learned.sum()), cut_off=count - used)
+        self.counts["cut"] += count > used
+        self.counts["longest"] = max(self.counts["longest"], count)
         ids = np.array(encoded.ids[:used], dtype=np.uint32)
         ids[~learned] |= np.uint32(NOT_LEARNED)
         if not self.packed:

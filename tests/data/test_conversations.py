@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row
 from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
-from offload_trainer.data.packing import Counts, RowEncoder
+from offload_trainer.data.packing import RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of, split_rows
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED, TokenFile, write_tokens
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -452,7 +453,7 @@ def test_each_conversation_has_its_row() -> None:
     assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, PAD, PAD], [30, 31, 32, 33, 34, 35]]
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
-    assert encoder.counts == Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
+    assert encoder.counts == Counter(conversations=2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
 
 
 def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:

@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -69,35 +69,6 @@ class _Turn(NamedTuple):
     ends: tuple[str, ...]  # tokens at which generation stops
 
 
-@dataclass
-class OmittedText:
-    """Text of the lines that is in no row, and the numbers of learned answers that are empty or without an end."""
-
-    fields: Counter[str] = field(default_factory=Counter)  # number of conversations, by field
-    first: dict[str, str] = field(default_factory=dict)  # file and line of the first of them, by field
-    empty: int = 0  # number of empty learned answers
-    endless: int = 0  # number of learned answers whose marks exclude the token that ends generation
-
-    def add(self, fields: set[str], *, where: str) -> None:
-        self.fields.update(sorted(fields))
-        for name in fields:
-            self.first.setdefault(name, where)
-
-    def told(self) -> list[str]:
-        """Return one sentence for each finding, for a summary."""
-        named = self.fields.most_common(_NAMED)
-        found = [f"{name[:60]!r} in {count} (first: {self.first[name][-_WHERE:]})" for name, count in named]
-        more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
-        sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
-        sentences += [f"{self.empty} of the answers to train on are empty"] if self.empty else []
-        if self.endless:
-            sentences.append(
-                f"{self.endless} of the answers to train on have no token that ends them, so the model does not learn "
-                "to stop: {% endgeneration %} belongs behind that token"
-            )
-        return sentences
-
-
 def training_variant(template: str) -> str:
     """Return the variant with generation marks that the installed trl ships for a published template, or `template`.
 
@@ -125,7 +96,9 @@ class AnswerEncoder:
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
                 "tokenizer.json), which conversations need: convert it, or give them as rendered text in a text field"
             )
-        self.unsaid = OmittedText()
+        self._omitted = Counter[str]()  # number of conversations with text that is in no row, by field
+        self._first: dict[str, str] = {}  # file and line of the first of them, by field
+        self._empty = self._endless = 0  # learned answers: empty ones; those whose marks exclude the end of generation
         self._tokenizer, self._everything, self._document_marks = tokenizer, everything, document_marks(tokenizer)
         try:
             given = [tokenizer.get_chat_template(tools=tools) for tools in (None, [_TOOL])]
@@ -141,6 +114,20 @@ class AnswerEncoder:
         """The ids of the tokens that end answers, at which generation has to stop."""
         ends = dict.fromkeys(token for turn in self._turns for token in turn.ends)
         return [int(self._tokenizer.convert_tokens_to_ids(token)) for token in ends]
+
+    def told(self) -> list[str]:
+        """Return one sentence for each finding on the conversations so far, for a summary."""
+        named = self._omitted.most_common(_NAMED)
+        found = [f"{name[:60]!r} in {count} (first: {self._first[name][-_WHERE:]})" for name, count in named]
+        more = [f"{len(self._omitted) - len(named)} more fields"] * (len(self._omitted) > len(named))
+        sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
+        sentences += [f"{self._empty} of the answers to train on are empty"] if self._empty else []
+        if self._endless:
+            sentences.append(
+                f"{self._endless} of the answers to train on have no token that ends them, so the model does not learn "
+                "to stop: {% endgeneration %} belongs behind that token"
+            )
+        return sentences
 
     def encode(self, examples: Sequence[Example]) -> Iterator[Encoded]:
         """Yield the ids and the loss mask of each example. A pair of plain strings begins and ends as a document does.
@@ -176,15 +163,13 @@ class AnswerEncoder:
             prompt, completion = example.pair
             start = 0 if self._everything else len(prompt)
             text = prompt + completion
-            self.unsaid.add({name for name, field in example.texts if not _contains(text, field)}, where=example.where)
-            self.unsaid.empty += not completion.strip()
+            self._omit(example, text, set())
+            self._empty += not completion.strip()
             return text, [(start, len(text))]
         messages = tuple(_with_functions(message, self._printable) for message in example.messages)
         example = replace(example, messages=messages)
         text, marked = self._render(example, example.messages)
-        omitted = {name for name, field in example.texts if not _contains(text, field)}
-        omitted |= self._omitted_functions(example)
-        self.unsaid.add(omitted, where=example.where)
+        omitted = self._omit(example, text, self._omitted_functions(example))
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         # A line may exclude an answer from learning.
         answers = [
@@ -196,7 +181,7 @@ class AnswerEncoder:
         ]
         for message in map(example.messages.__getitem__, answers):
             is_called = bool(message.get("tool_calls")) and "tool_calls" not in omitted
-            self.unsaid.empty += not _content(message).strip() and not is_called
+            self._empty += not _content(message).strip() and not is_called
         if self._everything:
             return text, [(0, len(text))]
         turn = self._turns[example.tools is not None]
@@ -218,6 +203,14 @@ class AnswerEncoder:
             for span, owner, after in zip_longest(marked, owners, following)
             if owner is None or owner in answers
         ]
+
+    def _omit(self, example: Example, text: str, functions: set[str]) -> set[str]:
+        """Count the fields of an example that are not all in its text, and `functions`; return their names."""
+        omitted = functions | {name for name, field in example.texts if not _contains(text, field)}
+        self._omitted.update(sorted(omitted))
+        for name in omitted:
+            self._first.setdefault(name, example.where)
+        return omitted
 
     def _owners(self, example: Example, marked: Sequence[Span]) -> list[int | None]:
         """Return the number of the message that each marked span is of, or nothing if that cannot be told.
@@ -252,7 +245,7 @@ class AnswerEncoder:
         written = text[start:end].rstrip()
         if ends and not written.endswith(turn.ends):
             other = next(filter(written.endswith, self._special), None)
-            self.unsaid.endless += other is None or bool(final and turn.around)
+            self._endless += other is None or bool(final and turn.around)
             end = start + len(written) - len(other) if other and turn.around else end
         return start, end
 

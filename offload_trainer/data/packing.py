@@ -248,7 +248,7 @@ class RowEncoder:
         if number := counts["unanswered"]:
             parts.append(f"{number} are left out, because they have no answer to train on")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
-        return "; ".join([*parts, *self._answers.unsaid.told()])
+        return "; ".join([*parts, *self._answers.told()])
 
     def read(self, source: Path) -> Iterator[Example]:
         """Yield the conversations of a file. Raises UserError, with file and line, for other records."""

@@ -203,7 +203,7 @@ def test_the_ends_of_marked_answers(name: str) -> None:
     (found,) = encoder.encode([example_of({"messages": TALK}, form="chat", where="here, line 1")])
     assert learned(found, tokenizer=tokenizer) == expected
     assert ("<end>" in tokenizer.convert_ids_to_tokens(encoder.end_ids)) == ends
-    assert [line[: len(told)] for line in encoder.unsaid.told()] == [told] * bool(told)
+    assert [line[: len(told)] for line in encoder.told()] == [told] * bool(told)
 
 
 def test_the_template_of_tools_ends_answers_in_its_own_token() -> None:
@@ -214,7 +214,7 @@ def test_the_template_of_tools_ends_answers_in_its_own_token() -> None:
     (found,) = encoder.encode([example_of(record, form="chat", where="here, line 1")])
     assert learned(found, tokenizer=tokenizer) == [answer.replace("<end>", "<stop>") for answer in ANSWERS]
     assert tokenizer.convert_ids_to_tokens(encoder.end_ids) == ["<eos>", "<end>", "<stop>"]
-    assert encoder.unsaid.told() == []
+    assert encoder.told() == []
 
 
 def test_an_answer_not_to_learn_beside_a_call_without_text() -> None:

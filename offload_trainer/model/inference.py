@@ -1,14 +1,13 @@
 """Text generation with saved weights on the CPU.
 
 empty_model ── all weights set ─┐
-            └─ read_as_called ──┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
+            └─ read_as_called ──┴─ generate ──> ids, one by one, with transformers' KV cache
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,38 @@ from offload_trainer.model.init_weights import parameters_without_memory, withou
 _LIKELIEST = 50  # top_k for sampling
 
 
-@dataclass(frozen=True)
-class InferenceModel:
-    """A model and its tokenizer, for generating the continuation of a text."""
+def generate(
+    model: Any, tokenizer: Any, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False
+) -> list[int]:
+    """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
 
-    model: Any
-    tokenizer: Any
+    The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens as they
+    are generated. Ids that the tokenizer does not have are not taken. Raises TrainerError if the model's logits are not
+    finite.
+    """
 
-    def generate(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
-        """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
-
-        The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens as
-        they are generated. Raises TrainerError if the model's logits are not finite.
-        """
-        config = copy.deepcopy(self.model.generation_config)
-        drawn = {"temperature": temperature, "top_k": _LIKELIEST, "top_p": 1.0} if temperature else {}
-        config.update(max_new_tokens=tokens, max_length=None, do_sample=bool(drawn), **drawn)
-        if config.pad_token_id is None:
-            config.pad_token_id = self.tokenizer.eos_token_id
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        given = torch.tensor([ids])
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            found = self.model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([self._known]),
-                streamer=streamer,
-            )
-        return found[0, len(ids) :].tolist()
-
-    def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""
+    def known(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not torch.isfinite(scores).any() or torch.isnan(scores).any():
             raise TrainerError("the model's logits are not numbers: its weights cannot be used, or were not all read")
-        scores[:, len(self.tokenizer) :] = -torch.inf
+        scores[:, len(tokenizer) :] = -torch.inf
         return scores
+
+    config = copy.deepcopy(model.generation_config)
+    drawn = {"temperature": temperature, "top_k": _LIKELIEST, "top_p": 1.0} if temperature else {}
+    config.update(max_new_tokens=tokens, max_length=None, do_sample=bool(drawn), **drawn)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.eos_token_id
+    given = torch.tensor([ids])
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        found = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([known]),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None,
+        )
+    return found[0, len(ids) :].tolist()
 
 
 def empty_model(directory: Path) -> Any:

@@ -25,7 +25,8 @@ from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import Stopped, TrainerError, UserError
 from offload_trainer.export import export, opened
-from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
+from offload_trainer.model.inference import empty_model, generate, read_as_called
+from offload_trainer.run.commands import generate as commands
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 from offload_trainer.storage.locks import open_lock, try_lock
@@ -83,7 +84,7 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     places = [(path, streams) for path in (run, exported, last) for streams in (False, True)]
     for path, streams in places:
         with read_from_disk(streams), inference_model(path, say=messages.append) as found:
-            assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
+            assert generate(*found, ids, tokens=TOKENS, temperature=0, seed=0) == expected
     assert sum("read from the disk for each token" in line for line in messages) == 3
     texts = set[str]()
     for path, streams in places:
@@ -100,7 +101,7 @@ def test_a_continuation_ends_with_a_token_that_the_model_names(exported: Path, t
     whole = likeliest(exported, [5, 6, 7])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, whole[1]]}))
     with inference_model(tmp_path, say=print) as found:
-        ended = found.generate([5, 6, 7], tokens=TOKENS, temperature=0, seed=0)
+        ended = generate(*found, [5, 6, 7], tokens=TOKENS, temperature=0, seed=0)
     assert ended == whole[: whole.index(whole[1]) + 1]
     assert len(ended) < len(whole)
 
@@ -110,7 +111,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
 ) -> None:
     """A sample continues transformers' ids of its prompt without an end; a template prints its own beginning."""
     asked: list[list[int]] = []
-    monkeypatch.setattr(InferenceModel, "generate", lambda _, ids, **__: asked.append(ids) or [70])
+    monkeypatch.setattr(commands, "generate", lambda model, tokenizer, ids, **_: asked.append(ids) or [70])
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     tokenizer.chat_template = "<|endoftext|>" + tokenizer.chat_template
@@ -126,7 +127,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
 
 
 def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InferenceModel, "generate", lambda *_, **__: [0])
+    monkeypatch.setattr(commands, "generate", lambda *_, **__: [0])
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     for path, hint in ((exported, "; it has a chat template: `offload-train chat` applies it"), (tmp_path, "")):
@@ -160,8 +161,8 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = whole(given).logits
         for streams in (False, True):
-            with read_from_disk(streams), inference_model(tmp_path, say=lambda line: None) as found:
-                assert torch.equal(found.model(given).logits, expected)
+            with read_from_disk(streams), inference_model(tmp_path, say=lambda line: None) as (read, _):
+                assert torch.equal(read(given).logits, expected)
 
 
 @pytest.mark.slow
@@ -181,7 +182,7 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
             return sum(p.untyped_storage().nbytes() for p in model.parameters() if p.untyped_storage().nbytes() > 4)
 
         read_as_called(model, source.shapes, read)
-        InferenceModel(model, load_tokenizer(str(source.model))).generate([5, 6, 7], tokens=3, temperature=0, seed=0)
+        generate(model, load_tokenizer(str(source.model)), [5, 6, 7], tokens=3, temperature=0, seed=0)
         assert set(asked) == set(source.shapes)
         assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
         assert held() == 0
@@ -192,7 +193,7 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
 def test_unread_weights_generate_no_text(run: Path) -> None:
     model = empty_model(run / "model")
     with pytest.raises(TrainerError, match="the model's logits are not numbers"):
-        InferenceModel(model, load_tokenizer(str(run / "model"))).generate([5], tokens=1, temperature=0, seed=0)
+        generate(model, load_tokenizer(str(run / "model")), [5], tokens=1, temperature=0, seed=0)
 
 
 @pytest.mark.slow

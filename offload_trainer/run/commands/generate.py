@@ -14,19 +14,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export import opened, opened_model
 from offload_trainer.machine.probe import available_ram_bytes
-from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
+from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.units import format_bytes
 
 
 @contextmanager
-def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[InferenceModel]:
-    """Open the model of a run (its newest checkpoint), a checkpoint, or an exported directory, for inference.
+def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple[Any, Any]]:
+    """Open the model and tokenizer of a run (its newest checkpoint), a checkpoint or an exported directory.
 
     Weights that need more than half of the free RAM stay on the disk. Raises UserError if `path` is none of these.
     """
@@ -48,7 +49,7 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[Infer
                 "read from the disk for each token"
             )
             read_as_called(model, shapes, source.read)
-        yield InferenceModel(model, load_tokenizer(str(source.model)))
+        yield model, load_tokenizer(str(source.model))
 
 
 def sample(
@@ -64,12 +65,11 @@ def sample(
 
     The prompt begins as documents do in training. `temperature`: 0 for greedy decoding.
     """
-    with inference_model(path, say=say) as found:
-        tokenizer = found.tokenizer
+    with inference_model(path, say=say) as (model, tokenizer):
         (begin, _), ids = document_marks(tokenizer), tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(begin)] == begin else begin + ids
         ids = ids or [tokenizer.eos_token_id or 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-        continuation = found.generate(ids, tokens=tokens, temperature=temperature, seed=seed)
+        continuation = generate(model, tokenizer, ids, tokens=tokens, temperature=temperature, seed=seed)
         if not tokenizer.decode(continuation, skip_special_tokens=True):
             hint = "; it has a chat template: `offload-train chat` applies it" if tokenizer.chat_template else ""
             say(f"the model ended the text at once, with {tokenizer.decode(continuation)!r} alone{hint}")
@@ -89,8 +89,8 @@ def chat(
 
     All earlier lines and answers are its context. Raises UserError if the tokenizer has no chat template.
     """
-    with inference_model(path, say=say) as found:
-        if not found.tokenizer.chat_template:
+    with inference_model(path, say=say) as (model, tokenizer):
+        if not tokenizer.chat_template:
             raise UserError(
                 f"{path}: its tokenizer has no chat template, so it was not trained on conversations: use "
                 "`offload-train sample`"
@@ -101,10 +101,11 @@ def chat(
             if not line.strip():
                 continue
             messages.append({"role": "user", "content": line.strip()})
-            asked = found.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            answer = found.generate(
-                asked["input_ids"], tokens=tokens, temperature=temperature, seed=seed + number, show=True
+            asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            ids = asked["input_ids"]
+            answer = generate(
+                model, tokenizer, ids, tokens=tokens, temperature=temperature, seed=seed + number, show=True
             )
-            answers.append(str(found.tokenizer.decode(answer, skip_special_tokens=True)).strip())
+            answers.append(str(tokenizer.decode(answer, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers

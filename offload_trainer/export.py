@@ -221,7 +221,7 @@ def opened_model(directory: Path) -> Iterator[Source]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with opened_weights(directory, model) as found:
         source = Source(
-            shapes={name: shapes[name] for name in found.order()},
+            shapes={name: shapes[name] for _, names in found.groups for name in names.values() if name in shapes},
             weights=lambda: found.each(found.parameters),
             read=found.read,
             model=directory,

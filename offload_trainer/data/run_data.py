@@ -230,12 +230,6 @@ class RunData:
         """The token that ends a document, if packed documents must not attend to each other."""
         return self.spec.tokenizer.eos_token_id if self.spec.section.packing == "on" else None
 
-    @property
-    def shuffle(self) -> bool:
-        """True if training rows are read in a random order."""
-        section = self.spec.section
-        return bool(section.shuffled_block if section.streamed else section.shuffle)
-
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}

@@ -82,10 +82,6 @@ class OpenedWeights:
                 raise UserError(f"{self.directory}: {name}: {wrong}: no training can begin from that; mend the weights")
             yield name, tensor
 
-    def order(self) -> list[str]:
-        """Return the names in the order of `weights`."""
-        return [name for _, names in self.groups for name in names.values() if name in self.parameters]
-
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
         """Yield the tensors in `wanted` in the order of the files' keys; a group that is converted is read once."""
         for group, names in self.groups:

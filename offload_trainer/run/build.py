@@ -210,7 +210,9 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
     shape, every = setup.source.shape, setup.config.save.every
     rows = partial(RowReader, seq_len=plan.work.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
-    if data.spec.section.streamed:
+    section = data.spec.section
+    shuffles = bool(section.shuffled_block if section.streamed else section.shuffle)
+    if section.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.machine.rates.matmul.get(setup.config.model.dtype)
     need, (_, write) = checkpoint_bytes(setup.plan.work), setup.machine.rates_of(setup.machine.output)
@@ -223,7 +225,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         optim=setup.config.optim,
         dynamic_loss_scale=setup.config.model.dtype == "fp16",
         engine=engine,
-        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
+        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=shuffles),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         text_bytes=partial(text_bytes, data.spec.tokenizer),
         clock=clock,

@@ -68,17 +68,9 @@ def with_tiles(source: ModelSource) -> ModelSource:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     found = replace(shape, tiles=tuple(names), tiles_again=tuple(again))
-    if shape.on_gpu and (
-        counted := count_activations(
-            model,
-            block_names(model),
-            dtype=DTYPES[source.section.dtype],
-            whole_logits=shape.whole_logits,
-            packed=shape.packed,
-            tiles=names,
-            chunk=source.section.loss_chunk,
-        )
-    ):
+    section, blocks = source.section, block_names(model)
+    count = partial(count_activations, model, blocks, dtype=DTYPES[section.dtype], chunk=section.loss_chunk)
+    if shape.on_gpu and (counted := count(whole_logits=shape.whole_logits, packed=shape.packed, tiles=names)):
         found = replace(found, tiled_on_gpu=counted.on_gpu, tiled_on_cpu=counted.on_cpu)
     return replace(source, shape=found)
 

@@ -67,7 +67,7 @@ def test_torch_decides_which_heads_the_card_supports(
         asked.append(given)
         return given
 
-    monkeypatch.setattr(attention, "SDPAParams", params)
+    monkeypatch.setattr(attention.cuda, "SDPAParams", params)
     monkeypatch.setattr(attention.cuda, "can_use_flash_attention", lambda _: flash)
     monkeypatch.setattr(attention.cuda, "can_use_cudnn_attention", lambda _: cudnn)
     monkeypatch.setattr(attention, "_WHOLE", {})

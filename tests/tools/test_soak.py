@@ -22,7 +22,6 @@ SOAK = Path(__file__).resolve().parents[2] / "soak"
 sys.path.insert(0, str(SOAK))
 
 import damage  # noqa: E402
-import two_nodes  # noqa: E402
 from damage import KINDS, Files, Violation, made, search  # noqa: E402
 from kill_and_resume import Trial  # noqa: E402
 from runs import Difference, compare, verify_checkpoint  # noqa: E402
@@ -30,7 +29,7 @@ from runs import Difference, compare, verify_checkpoint  # noqa: E402
 from offload_trainer.errors import UserError  # noqa: E402
 from offload_trainer.offloading.pages.store import PageCopies  # noqa: E402
 
-# -- kill and resume, and two nodes, which compare runs in the same way ------------------------------------------------
+# -- kill and resume ---------------------------------------------------------------------------------------------------
 
 
 def run_of_two_steps(path: Path) -> Path:
@@ -70,7 +69,6 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 def test_a_run_with_other_bits_is_found(where: str, tmp_path: Path) -> None:
     alone, run = run_of_two_steps(tmp_path / "alone"), run_of_two_steps(tmp_path / "run")
     compare(run, alone)
-    assert two_nodes.compare is compare
     FAULTS[where](run)
     with pytest.raises(Difference, match=where):
         compare(run, alone)

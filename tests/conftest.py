@@ -157,22 +157,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
-@pytest.fixture(scope="session")
-def wheel(shared: Path) -> Path:
-    """Return the package's wheel; it is built once for all pytest workers."""
-    from build_release import build_release
-    from commands import in_turn
-
-    folder = shared / "wheel"
-    with in_turn(folder):
-        if not folder.exists():
-            part = folder.with_name("wheel-being-built")
-            build_release(part, kernels=False)
-            part.rename(folder)
-    (made,) = folder.glob("*.whl")
-    return made
-
-
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,

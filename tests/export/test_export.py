@@ -24,10 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export import directory
-from offload_trainer.export.directory import done_before, export, write_final
+from offload_trainer.export.directory import export, write_final
 from offload_trainer.export.sources import final_export
 from offload_trainer.model.loader import resolve_model, write_config
-from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import is_alive, leased, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")
@@ -317,22 +316,6 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     write_final(iter(()), [], tmp_path, record=record, step=20)
     found = final_export(tmp_path)
     assert found.step == 20
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def record(*words: str) -> Any:
-        return SimpleNamespace(identity={}, run={"config": load_config(list(words)).model_dump(mode="json")})
-
-    monkeypatch.setattr(directory, "write_model", lambda source, destination, **_: destination.mkdir())
-    write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
-    same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
-    told = done_before(tmp_path, same, begins_at=0, restarts=False, exports=True)
-    assert told.startswith("done before: 10 steps")
-    with pytest.raises(UserError, match=r"which differs in optim\.lr and left no checkpoint"):
-        done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, restarts=False, exports=True)
 
 
 def test_the_weights_of_a_run_without_checkpoints_are_its_masters(tmp_path: Path) -> None:

@@ -189,7 +189,6 @@ def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
 
 
 def test_an_id_beyond_the_vocabulary_is_reported_with_its_row(tmp_path: Path) -> None:
-    """An id beyond the vocabulary is reported with its row, also in nanoGPT's files, which have no checksums."""
     path = tmp_path / "bare.bin"
     ids = np.arange(100, dtype="<u2") % 50
     ids[33] = 60

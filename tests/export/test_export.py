@@ -232,7 +232,6 @@ def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_path: Path) -> None:
-    """Models with custom code are exported unchanged, and their code is not run."""
     for config in trained.rglob("config.json"):
         held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
         config.write_text(json.dumps(held))

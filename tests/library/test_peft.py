@@ -197,7 +197,6 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
 def test_other_adapters_and_another_base_are_refused(
     changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """A save of other adapters or another base is refused, and nothing changes."""
     changes = changes if changes is None else dict(changes)
     if changes and changes.pop("model", None):
         folder = tmp_path / "other"
@@ -372,7 +371,6 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path)
 def test_adapters_that_change_or_copy_the_base_are_refused(
     changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Adapters that change or copy the base are refused when the Trainer is built."""
     with loaded(folder, drive, freeze=FROZEN) as base, pytest.raises(UserError, match=message):
         Ours(adapted(base, **changes), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 

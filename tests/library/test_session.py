@@ -19,6 +19,7 @@ import torch
 from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork
 from late_transfers import late_transfers
+from placements import until
 from safetensors.torch import load_file
 from seen_calls import calls_of, kill_in, run_before
 from session_loop import (
@@ -291,10 +292,7 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
         seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()
         for name, weight in stream():
             seen.append(StorageWeakRef(weight.untyped_storage()))
-            end = time.monotonic() + 10
-            while not all(one.expired() for one in seen[:-1]):  # a thread that has read one may hold it for a moment
-                assert time.monotonic() < end, name
-                time.sleep(0.001)
+            until(lambda: all(one.expired() for one in seen[:-1]))  # a thread may hold one for a moment
             assert not seen[-1].expired()
             taken[name] = weight.half()
         return taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -14,7 +13,7 @@ import pytest
 import torch
 from engine_bench import batches, engine, model_directory, train
 from late_transfers import FailingWrites, late, late_engine
-from placements import ALL_ON_DRIVES
+from placements import ALL_ON_DRIVES, until
 from seen_calls import calls_of
 
 from offload_trainer.errors import TrainerError
@@ -115,9 +114,7 @@ def on_a_thread(work: Any) -> threading.Thread:
 
 def stands_at(sent: int, device: NotingDevice, thread: threading.Thread) -> bool:
     """Return True if the copies reach `sent` bytes, and then stay there while `thread` is still waiting."""
-    end = time.monotonic() + 300
-    while sum(device.sizes) < sent and time.monotonic() < end:
-        time.sleep(0.0005)
+    until(lambda: sum(device.sizes) >= sent)
     thread.join(0.3)
     return thread.is_alive() and sum(device.sizes) == sent
 

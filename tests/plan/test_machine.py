@@ -589,7 +589,6 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
 
 
 def forward_seconds(plan: Plan) -> float | None:
-    """Return the seconds in which a plan computes the forward."""
     return next(one.seconds for one in plan.forecast.bounds if (one.phase, one.kind) == ("forward", "compute"))
 
 

@@ -49,7 +49,6 @@ MODELS: dict[str, tuple[str, bool, list[str]]] = {
 
 
 def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes: Any) -> Trainer:
-    """Train a small model with a Trainer."""
     model = AutoModelForCausalLM.from_pretrained(
         random_weights(model_directory(folder / "model", name, tied=tied)), dtype=torch.float32
     )

@@ -271,7 +271,6 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
 
 @ROOT
 def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> None:
-    """The plan counts only checkpoints that this user can remove."""
     messages: list[str] = []
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9, say=messages.append)

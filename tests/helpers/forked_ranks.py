@@ -26,9 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
+import pytest
 import torch
 from commands import Run, start
 from engine_bench import Step, batches, digest, engine, masters, train
@@ -120,15 +120,6 @@ def count_calls(owner: Any, name: str, counted: Callable[..., Mapping[str, int]]
     run_before(setattr, owner, name, count)
 
 
-put = TieredSnapshot._put
-
-
-def slow(*given: Any) -> None:
-    """Write a page more slowly than a step of the small models here takes."""
-    put(*given)
-    time.sleep(0.01)
-
-
 @dataclass(frozen=True)
 class Result:
     """What a rank has seen of a case. Results with the same bits are equal, whatever was counted."""
@@ -179,7 +170,9 @@ class Case:
             done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]
             self.out.mkdir(parents=True, exist_ok=True)
             snapshot, group = made.snapshot(), ranks.group_of(in_step=False) if self.meanwhile else ranks.everybody()
-            with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):
+            with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
+                if more:  # a page takes longer than a step of the small models here
+                    run_before(patch.setattr, TieredSnapshot, "_put", lambda *_: time.sleep(0.01))
                 writing = thread.submit(snapshot.write, self.out, group)
                 if more:
                     train(made, more[rank::world], accumulate=self.micro // world)

@@ -74,7 +74,8 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernels": (TorchKernel(), TorchKernel())}
+    order = [place.weight.name for _, place in places(units)]
+    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": order, "kernels": (TorchKernel(), TorchKernel())}
     made = Gradients(units, store, node=Node(), **words | changes)
     try:
         yield made
@@ -86,10 +87,6 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
 
 def places(units: tuple[Unit, ...]) -> list[tuple[Unit, Place]]:
     return [(unit, place) for unit in units for place in unit.places]
-
-
-def names(units: tuple[Unit, ...]) -> list[str]:
-    return [place.weight.name for _, place in places(units)]
 
 
 def hand_over(to: Gradients, units: tuple[Unit, ...], *, last: bool, seed: int) -> dict[str, torch.Tensor]:

@@ -269,7 +269,10 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, mo
 
         def at_rest() -> bool:
             wanted = {number for number, page in enumerate(pages) if page.unit in moving._order}
-            return 0 in moving._order and wanted == set(updater._speculative.written) and _quiet(moving)
+            if 0 not in moving._order or wanted != set(updater._speculative.written):
+                return False
+            with moving._lock:  # each slot is free or holds a page that was read ahead
+                return len(moving._free) + len(moving._prefetched) == len(moving._slots)
 
         def norm_at_rest() -> float:
             until(at_rest)
@@ -281,12 +284,6 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, mo
         found += train(ours, batches(3)[2:])
         assert found == plain(build.model, 3, NOT_CLIPPED)[0]
         assert_same(masters(ours), plain(build.model, 3, NOT_CLIPPED)[1])
-
-
-def _quiet(moving: PagePipeline) -> bool:
-    """Return whether each slot is free or holds a page that was read ahead."""
-    with moving._lock:
-        return len(moving._free) + len(moving._prefetched) == len(moving._slots)
 
 
 def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,12 +307,8 @@ def test_a_rank_that_fails_or_is_killed_ends_the_others(monkeypatch: pytest.Monk
 
 def failing(rank: int, **how: Any) -> Links:
     if rank == 1:
-        bench.all_ranks.join = no_second  # in a process of its own
+        bench.all_ranks.join = MagicMock(side_effect=OSError("no second rank"))  # in a process of its own
     return bench.run_rank(rank, **how)
-
-
-def no_second() -> None:
-    raise OSError("no second rank")
 
 
 def killed(rank: int, **how: Any) -> Links:

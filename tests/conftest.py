@@ -150,14 +150,16 @@ def as_before() -> Iterator[None]:
     threads and default dtype, and the environment.
     """
     import torch
-    from commands import products_of_torch
 
+    from offload_trainer.engine import cpu_matmul
     from offload_trainer.optim import kernels
 
     kernels._checked_native.cache_clear()
     before, threads = dict(os.environ), torch.get_num_threads()
     yield
-    products_of_torch()
+    if cpu_matmul._library is not None:
+        cpu_matmul._library._destroy()
+        cpu_matmul._library = None
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     for name in {*os.environ} - {*before}:

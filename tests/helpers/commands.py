@@ -21,8 +21,6 @@ import torch
 from fork_server import COMMAND, Fork, Forks
 from safetensors.torch import load_file
 
-from offload_trainer.engine import cpu_matmul
-
 HELPERS = Path(__file__).resolve().parent
 FAULTY = HELPERS / "run_with_fault.py"
 
@@ -130,12 +128,6 @@ def in_turn(path: Path) -> Iterator[None]:
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def products_of_torch() -> None:
-    if cpu_matmul._library is not None:
-        cpu_matmul._library._destroy()
-        cpu_matmul._library = None
 
 
 def everything(folder: Path) -> dict[Path, bytes]:

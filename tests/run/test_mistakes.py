@@ -30,6 +30,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a model that is not causal": ("--model bert --scratch", "bert"),
     "another shape without scratch": ("--model whole model.overrides.n_layer=3", "add --scratch"),
     "everything frozen": ("--model gpt2-mini model.freeze=[.]", "leaves nothing to train"),
+    "a plan with all frozen": ("plan --machine h200 --model gpt2-mini model.freeze=[.]", "leaves nothing to train"),
     "no such data": ("--data nowhere.txt", "nowhere.txt"),
     "data that is empty": ("--data empty.txt", "empty.txt"),
     "a folder without text": ("--data empty", "empty"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, row_encoder, run_data, turns
+from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, run_data, token_spec, turns
 
 from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
@@ -554,7 +554,7 @@ def rows_of(encoder: RowEncoder, given: list[Encoded]) -> list[list[int]]:
 
 
 def test_each_conversation_has_its_row() -> None:
-    encoder = row_encoder(6)
+    encoder = token_spec(seq_len=6).encoder("chat")
     rows = rows_of(encoder, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
     assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, PAD, PAD], [30, 31, 32, 33, 34, 35]]
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
@@ -566,8 +566,9 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     """A conversation may end with the pad token, trained on or not; a full row has no padding."""
     ends = Encoded([20, 21, PAD], [False, True, False])
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, PAD], [False, True])]
-    assert padding_of(np.array(rows_of(row_encoder(6), given), dtype=np.uint32)).tolist() == [3, 0, 4]
-    encoder = row_encoder(6, packed=True)
+    encoder = token_spec(seq_len=6).encoder("chat")
+    assert padding_of(np.array(rows_of(encoder, given), dtype=np.uint32)).tolist() == [3, 0, 4]
+    encoder = token_spec(seq_len=6, packing="on").encoder("chat")
     packed = [*rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]), encoder.rest()[0].tolist()]
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
@@ -575,7 +576,7 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
 def test_packed_rows_hold_each_conversation_whole() -> None:
     """At most 64 rows are open at a time, and a conversation that fills a row is alone in it."""
     draw = random.Random(1)
-    encoder = row_encoder(32, packed=True)
+    encoder = token_spec(seq_len=32, packing="on").encoder("chat")
     given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(1, 401)]
     rows, most = [], 0
     for one in given:
@@ -603,7 +604,7 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
 
 def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_path: Path) -> None:
     """The first token of one, although it is trained on, is no target of the one before."""
-    encoder = row_encoder(12, packed=True)
+    encoder = token_spec(seq_len=12, packing="on").encoder("chat")
     assert rows_of(encoder, [conversation(5, first=20, answer=5), conversation(4, first=30, answer=4)]) == []
     file, rows = tmp_path / "t.bin", [*encoder.rest(), [NOT_LEARNED]]
     write_tokens(file, rows, vocabulary=300, row_length=12, packed=True)

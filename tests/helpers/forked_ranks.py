@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -81,14 +80,6 @@ def assert_no_open_port() -> None:
     """Assert that this process listens at no TCP port that another machine could reach."""
     found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert all(address.ip in ("127.0.0.1", "::1") for address in found), found
-
-
-def held_port() -> tuple[socket.socket, str]:
-    """Return a free port for rank 0, and a bound socket that reserves it until it is closed."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", 0))
-    return bound, str(bound.getsockname()[1])
 
 
 def call_ranks(

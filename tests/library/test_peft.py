@@ -17,19 +17,7 @@ from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows, told
 from peft import PeftModel
 from safetensors.torch import load_file
-from session_loop import (
-    ALL_BUT_NORMS,
-    HOMES,
-    adapted,
-    adapters_of,
-    by_torch,
-    clipped,
-    one_cycle,
-    opened,
-    plain,
-    trained,
-    with_norms,
-)
+from session_loop import HOMES, adapted, by_torch, clipped, one_cycle, opened, plain, trained
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -46,8 +34,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
 }
 FROZEN = ["."]
+ALL_BUT_NORMS = [r"^(?!.*norm)"]
 DROPPED: dict[str, Any] = {"lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 ADAPTERS = "adapter_model.safetensors"
+
+
+def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def with_norms(model: PeftModel) -> PeftModel:
+    """Make the base model's norms trainable too."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+    return model
 
 
 @pytest.fixture(scope="module")

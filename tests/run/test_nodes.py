@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
-from forked_ranks import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
@@ -56,6 +56,14 @@ def spaces() -> Iterator[list[str]]:
 
 def ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True)
+
+
+def held_port() -> tuple[socket.socket, str]:
+    """Return a free port for rank 0, and a bound socket that reserves it until it is closed."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound, str(bound.getsockname()[1])
 
 
 def run_nodes(

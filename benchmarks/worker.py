@@ -160,7 +160,6 @@ def carry_out(
     import peers
 
     from offload_trainer.machine.bench import LayerSizes, _matmul
-    from offload_trainer.model import shape
     from offload_trainer.model.loader import ModelSource
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
@@ -212,9 +211,9 @@ def carry_out(
             replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
         if kept:  # the next run has the same model, and counting takes longer than its steps
             sys.path.append(str(ROOT / "tests/helpers"))
-            from counted_once import counted_once
+            from counted_once import cached_counts
 
-            replaced.enter_context(patch.object(shape, "count_activations", counted_once))
+            replaced.enter_context(cached_counts())
         # `instead` replaces the loop that would write an export and checkpoints: the plan counts no room for them.
         replaced.enter_context(patch.object(planner, "saved_items", lambda *_, **__: []))
         if peer is not None:  # plain torch and other libraries need no kernel of ours

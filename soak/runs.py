@@ -1,8 +1,8 @@
 """Start commands, and compare what they leave with what an undisturbed run left.
 
-`kill_and_resume.py` and `two_nodes.py` use it. A command runs in a fork of a process that has imported torch, which
-saves its startup time (tests/helpers/fork_server.py); ranks are started by the command's own launcher, as for a user.
-Results are read here without the package, as an independent check.
+`kill_and_resume.py` uses it. A command runs in a fork of a process that has imported torch, which saves its startup
+time (tests/helpers/fork_server.py); ranks are started by the command's own launcher, as for a user. Results are read
+without the package, as an independent check.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
 
-from commands import FAULTY, start
+from commands import FAULTY, results, start
 
 PATIENCE = 900  # seconds for a command
-# fields of a step that must be equal, however it was computed
-SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
-VALIDATED = ("step", "validation_loss")
 
 
 class Difference(Exception):
@@ -112,12 +106,6 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def rows(path: Path, keys: Sequence[str] = SAME) -> list[dict[str, Any]]:
-    """Return these fields of each complete line; an incomplete last line is ignored."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [{key: row[key] for key in keys} for row in (json.loads(line) for line in lines if line.endswith(b"\n"))]
-
-
 def checkpoints_in(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step: directories of that name with a manifest."""
     found = (path.parent for path in run.glob("checkpoints/step-*/MANIFEST.json"))
@@ -137,40 +125,15 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def compare(run: Path, alone: Path) -> None:
-    """Raise Difference unless two finished runs are equal bit for bit.
-
-    Compared are each step's losses, norms and rates, the validations, and the tensors of the last checkpoint and of
-    all exports of the undisturbed run `alone`.
-    """
-    for name, keys in (("metrics.jsonl", SAME), ("evaluations.jsonl", VALIDATED)):
-        ours, theirs = rows(run / name, keys), rows(alone / name, keys)
-        if ours != theirs or not theirs:
-            raise Difference(f"{run / name}: {ours}\nundisturbed: {theirs}")
-    last = [*checkpoints_in(alone).values()][-1:]
-    folders = [path.relative_to(alone) for path in (*last, alone / "export", alone / "exported") if path.is_dir()]
-    if not folders:
+    """Raise Difference unless two finished runs are equal bit for bit in all that `results` returns of them."""
+    try:
+        ours, theirs = results(run), results(alone)
+    except OSError as error:
+        raise Difference(f"{run} cannot be compared with {alone}: {error}") from error
+    if not theirs["tensors"]:
         raise Difference(f"{alone} has neither a checkpoint nor an export to compare with")
-    for folder in folders:
-        _compare_folder(run / folder, alone / folder)
-
-
-def _compare_folder(folder: Path, alone: Path) -> None:
-    """Compare the tensors by name, since engines may list them in different order, and what counts steps."""
-    names = [sorted(path.name for path in place.glob("*.safetensors")) for place in (folder, alone)]
-    if names[0] != names[1] or not names[0]:
-        raise Difference(f"{folder} holds {names[0]}, and {alone} {names[1]}")
-    for name in names[0]:
-        ours, theirs = ({key: _bits(held) for key, held in load_file(at / name).items()} for at in (folder, alone))
-        if differs := sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)):
-            few = ", ".join(differs[:5])
-            raise Difference(f"{folder / name} differs from {alone} in {len(differs)} of {len(theirs)}: {few}")
-    for name, keys in (("engine.json", None), ("state.json", ("step", "tokens", "data_position"))):
-        if (alone / name).exists():
-            told = [json.loads((place / name).read_text()) for place in (folder, alone)]
-            ours, theirs = ({key: held[key] for key in keys or held} for held in told)
-            if ours != theirs:
-                raise Difference(f"{folder / name}: {ours}\nundisturbed: {theirs}")
-
-
-def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    for what, right in theirs.items():
+        held, wanted = (dict(each) if isinstance(each, dict) else dict(enumerate(each)) for each in (ours[what], right))
+        if differs := [key for key in wanted | held if held.get(key) != wanted.get(key)]:
+            first = f"{differs[0]}: {held.get(differs[0])}, undisturbed {wanted.get(differs[0])}"
+            raise Difference(f"{run}: {what} differs from {alone} in {len(differs)} of {len(wanted)}: {first}")

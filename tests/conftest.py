@@ -67,14 +67,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the slowest tests first, and spread the longest over the workers.
+    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
 
-    One that starts last leaves all but one worker idle at the end. In a quick run, leave out tests with a marker of
-    `_NOT_QUICK`, and all but one case of each test that trains; --seed chooses it. Files of `_WHOLE` keep every case.
+    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one case of each test that trains; --seed
+    chooses it. Files of `_WHOLE` keep every case.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=_seconds, reverse=True)
     if not _is_quick(config):
-        _spread_longest(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
         return
     by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
     left_out = {item for item in items if any(map(item.get_closest_marker, _NOT_QUICK))}
@@ -88,22 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def _spread_longest(items: list[pytest.Item], workers: int) -> None:
-    """Begin each worker's part with its share of the tests whose marker has their seconds: `slow(60)`.
-
-    pytest-xdist divides the list into as many parts as there are workers. A worker that is done takes tests from the
-    end of another one's part.
-    """
-    seconds = {item: marker.args[0] for item in items if (marker := item.get_closest_marker("slow")) and marker.args}
-    longest = sorted(seconds, key=lambda item: -seconds[item])
-    others = [item for item in items if item not in seconds]
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        ordered += longest[worker::workers]
-        count = len(items) * (worker + 1) // workers - len(ordered)
-        ordered += others[:count]
-        del others[:count]
-    items[:] = ordered
+def _seconds(item: pytest.Item) -> float:
+    """Return the seconds in a test's marker: 1 for a slow one that names none, 0 for a quick one."""
+    marker = item.get_closest_marker("slow")
+    return float((*marker.args, 1)[0]) if marker else 0.0
 
 
 @pytest.fixture(scope="session")
@@ -157,36 +144,22 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
-@pytest.fixture(scope="session")
-def wheel(shared: Path) -> Path:
-    """Return the package's wheel; it is built once for all pytest workers."""
-    from build_release import build_release
-    from commands import in_turn
-
-    folder = shared / "wheel"
-    with in_turn(folder):
-        if not folder.exists():
-            part = folder.with_name("wheel-being-built")
-            build_release(part, kernels=False)
-            part.rename(folder)
-    (made,) = folder.glob("*.whl")
-    return made
-
-
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Undo what a test, or a command that ran in this process, sets for it: the kernel, torch's 16-bit products,
     threads and default dtype, and the environment.
     """
     import torch
-    from commands import products_of_torch
 
+    from offload_trainer.engine import cpu_matmul
     from offload_trainer.optim import kernels
 
     kernels._checked_native.cache_clear()
     before, threads = dict(os.environ), torch.get_num_threads()
     yield
-    products_of_torch()
+    if cpu_matmul._library is not None:
+        cpu_matmul._library._destroy()
+        cpu_matmul._library = None
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     for name in {*os.environ} - {*before}:

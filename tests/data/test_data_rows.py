@@ -134,15 +134,6 @@ def test_split_has_no_overlap_and_leaves_no_row_out() -> None:
             assert len(split.validation) == (max(1, int(len(rows) * validation)) if validation else 0)
 
 
-def test_no_token_that_validation_predicts_is_one_that_training_predicts(tokens: TokenFile) -> None:
-    """Training and validation share one token only: the last target of training is the first input of validation."""
-    split = split_rows(len(tokens), seq_len=SEQ_LEN, validation=0.3)
-    trained, held_out = (reader(tokens, rows).rows_at(rows) for rows in split)
-    trained_targets = set(trained.targets.flatten().tolist())
-    assert not trained_targets & set(held_out.targets.flatten().tolist())
-    assert trained_targets & set(held_out.inputs.flatten().tolist()) == {int(held_out.inputs[0, 0])}
-
-
 def test_split_refuses_a_text_that_is_too_short() -> None:
     assert split_rows(6, seq_len=5, validation=0.0).train == range(1)
     with pytest.raises(UserError, match=r"5 tokens.*row of 5 needs 6"):
@@ -198,7 +189,6 @@ def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
 
 
 def test_an_id_beyond_the_vocabulary_is_reported_with_its_row(tmp_path: Path) -> None:
-    """An id beyond the vocabulary is reported with its row, also in nanoGPT's files, which have no checksums."""
     path = tmp_path / "bare.bin"
     ids = np.arange(100, dtype="<u2") % 50
     ids[33] = 60

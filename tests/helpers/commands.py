@@ -21,8 +21,6 @@ import torch
 from fork_server import COMMAND, Fork, Forks
 from safetensors.torch import load_file
 
-from offload_trainer.engine import cpu_matmul
-
 HELPERS = Path(__file__).resolve().parent
 FAULTY = HELPERS / "run_with_fault.py"
 
@@ -132,26 +130,23 @@ def in_turn(path: Path) -> Iterator[None]:
         yield
 
 
-def products_of_torch() -> None:
-    if cpu_matmul._library is not None:
-        cpu_matmul._library._destroy()
-        cpu_matmul._library = None
-
-
 def everything(folder: Path) -> dict[Path, bytes]:
     """Return all that is in a directory: the content of each file, and of each directory nothing."""
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def results(output: Path) -> dict[str, Any]:
-    """Return what runs are compared by: the numbers of `metrics` and `evaluations`, and dtype, shape and checksum of
-    all `tensors` in the newest checkpoint and in the export, by file and name.
+    """Return what runs are compared by: the numbers of `metrics` and `evaluations`, dtype, shape and checksum of all
+    `tensors` in the newest checkpoint and in exports, by file and name, and the counts in the checkpoint's `state`.
     """
-    found: dict[str, Any] = {"tensors": {}}
+    found: dict[str, Any] = {"tensors": {}, "state": {}}
     for name, keys in _NUMBERS.items():
         lines = map(json.loads, (output / f"{name}.jsonl").read_text().splitlines())
         found[name] = [[line[key] for key in keys] for line in lines]
-    places = [*sorted((output / "checkpoints").glob("step-*"))[-1:], output / "export"]
+    newest = sorted((output / "checkpoints").glob("step-*"))[-1:]
+    for path in filter(Path.exists, (place / name for place in newest for name in ("engine.json", "state.json"))):
+        found["state"][path.name] = json.loads(path.read_text())
+    places = [*newest, output / "export", output / "exported"]
     for path in (path for place in places for path in place.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
             bits = crc32(tensor.reshape(-1).view(torch.uint8).numpy())

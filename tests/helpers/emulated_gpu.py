@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from offload_trainer.offloading.device import CudaDevice
@@ -163,11 +163,10 @@ class EmulatedGpu:
                 waits = work.kind == "wait" and work.run.stream is self.compute
                 self.current.behind_compute = stream if waits else None
             for one in self.streams:
-                while one.queue and self._random.random() < self._haste and self._may_move(one):
+                while one.queue and self._random.random() < self._haste:
+                    if one.queue[0].kind == "wait" and not one.queue[0].run.done:
+                        break
                     self._next(one)
-
-    def _may_move(self, stream: Stream) -> bool:
-        return stream.queue[0].kind != "wait" or stream.queue[0].run.done
 
     def _next(self, stream: Stream) -> None:
         work = stream.queue.popleft()
@@ -188,7 +187,8 @@ class EmulatedGpu:
             work.run.done = True
         else:
             self.log.append(f"{stream.name} {work.kind}")
-            with _unseen(), self.setting("stream", self.compute):  # its own copies run now
+            # The modes below do not see it, and its own copies run now.
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), self.setting("stream", self.compute):
                 work.run(*work.tensors)
 
     def run_until(self, event: Event) -> None:
@@ -245,13 +245,6 @@ class Event:
         return 0.0
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Hide torch's operations inside the block from the modes below."""
-    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
 class _Factories(TorchFunctionMode):
     """Create tensors with `device=cuda` in host memory, and tag them."""
 
@@ -265,7 +258,9 @@ class _Factories(TorchFunctionMode):
         if on_gpu := place is not None and torch.device(place).type == "cuda":
             kwargs = kwargs | {"device": CPU}
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and (place is not None or not _has_tensor(args, kwargs)):
+        if isinstance(result, torch.Tensor) and (
+            place is not None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        ):
             if on_gpu:
                 self._gpu.allocate(result)
             else:
@@ -329,9 +324,7 @@ class _Methods:
         if other is not None:
             args = (other.device, other.dtype, *args[1:])
         place = args[0] if args and isinstance(args[0], torch.device | str) else words.get("device")
-        if place is None:
-            return self._to(tensor, *args, **words)
-        if torch.device(place).type not in ("cuda", "cpu"):
+        if place is None or torch.device(place).type not in ("cuda", "cpu"):
             return self._to(tensor, *args, **words)
         args = tuple(CPU if one is place else one for one in args)
         words |= {"device": CPU} if words.get("device") is not None else {}
@@ -396,10 +389,6 @@ class _Operations(TorchDispatchMode):
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                     f"({func}: {shapes})"
                 )
-
-
-def _has_tensor(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
+import pytest
 import torch
 from commands import Run, start
 from engine_bench import Step, batches, digest, engine, masters, train
@@ -83,14 +82,6 @@ def assert_no_open_port() -> None:
     assert all(address.ip in ("127.0.0.1", "::1") for address in found), found
 
 
-def held_port() -> tuple[socket.socket, str]:
-    """Return a free port for rank 0, and a bound socket that reserves it until it is closed."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", 0))
-    return bound, str(bound.getsockname()[1])
-
-
 def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
@@ -118,15 +109,6 @@ def count_calls(owner: Any, name: str, counted: Callable[..., Mapping[str, int]]
             counts.update(counted(*args, **words))
 
     run_before(setattr, owner, name, count)
-
-
-put = TieredSnapshot._put
-
-
-def slow(*given: Any) -> None:
-    """Write a page more slowly than a step of the small models here takes."""
-    put(*given)
-    time.sleep(0.01)
 
 
 @dataclass(frozen=True)
@@ -179,7 +161,9 @@ class Case:
             done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]
             self.out.mkdir(parents=True, exist_ok=True)
             snapshot, group = made.snapshot(), ranks.group_of(in_step=False) if self.meanwhile else ranks.everybody()
-            with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):
+            with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
+                if more:  # a page takes longer than a step of the small models here
+                    run_before(patch.setattr, TieredSnapshot, "_put", lambda *_: time.sleep(0.01))
                 writing = thread.submit(snapshot.write, self.out, group)
                 if more:
                     train(made, more[rank::world], accumulate=self.micro // world)

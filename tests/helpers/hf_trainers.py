@@ -1,4 +1,4 @@
-"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows, and run one that is killed.
+"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows.
 
 As a script it runs a training with weights and state on the drive, and prints its plan and peak of host memory as JSON:
 
@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 from forked_child import watched_memory
 from safetensors.torch import load_file
-from seen_calls import kill_in
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import offload_trainer.plan.tiered.layout as layout
@@ -129,14 +128,6 @@ def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> It
 
 def ours(model: PreTrainedModel, output: Path, **changes: Any) -> Trainer:
     return Ours(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
-
-
-def train_and_die(folder: Path, output: Path, drive: Path, name: str, nth: int) -> None:
-    """Run `ours` until SIGKILL, at the `nth` call of its method `name`."""
-    with loaded(folder, drive) as model:
-        trainer = ours(model, output)
-        kill_in(trainer, name, nth=nth)
-        trainer.train()
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

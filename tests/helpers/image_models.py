@@ -1,8 +1,8 @@
-"""Make small image-text models with random weights, and batches and rows with images for them."""
+"""Make small image-text models with random weights, and batches with images for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +118,3 @@ def pixels_of(family: str, random: torch.Generator) -> Batch:
 def opened(folder: Path) -> PreTrainedModel:
     """Return the fp32 model that transformers finds in a directory."""
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-
-
-def image_rows(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Return the rows of batches whose tensors have one entry a row, as a data set has them."""
-    return [
-        {key: values[number] for key, values in batch.items()}
-        for batch in batches
-        for number in range(len(batch["input_ids"]))
-    ]
-
-
-def stacked(rows: Sequence[dict[str, torch.Tensor]]) -> Batch:
-    """Collate rows into a batch."""
-    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}

@@ -1,7 +1,6 @@
 """Engines whose copies, reads and writes complete late and out of order, so that a missing wait reads stale bytes.
 
-Copies to and from the device are those of the real CUDA device on simulated streams (`emulated_gpu.py`). `HeldWrites`
-delays chosen writes and records requests for the same bytes before those writes have finished.
+Copies to and from the device are those of the real CUDA device on simulated streams (`emulated_gpu.py`).
 """
 
 from __future__ import annotations
@@ -91,58 +90,6 @@ class LateTransfers(Transfers):
 
     def _start(self, _: Any, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor) -> Future:
         return late(lambda: move(buffer.view(-1).view(torch.uint8).numpy().data, offset))
-
-
-class HeldWrites(Transfers):
-    """Transfers that delay the next `hold[name]` writes to files of that name by `patience` seconds, or until `go` is
-    set.
-
-    `crossed` lists requests for the same bytes of a file or of memory in the meantime, which are errors in the caller.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hold: dict[str, int] = {}
-        self.patience = 0.5
-        self.go = threading.Event()
-        self.crossed: list[str] = []
-        self.held: list[tuple[DriveFile, int, torch.Tensor]] = []
-        self._lock = threading.Lock()
-
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        with self._lock:
-            self._look("read", file, offset, buffer)
-        return super().read(file, offset, buffer)
-
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        with self._lock:
-            self._look("written", file, offset, buffer)
-            held = self.hold.get(file.path.name, 0)
-            if held:
-                self.hold[file.path.name] = held - 1
-                self.held.append((file, offset, buffer))
-        return self._held_back(file, offset, buffer) if held else super().write(file, offset, buffer)
-
-    def _held_back(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        future = Future()
-
-        def later() -> None:
-            self.go.wait(self.patience)
-            with self._lock:
-                self.held = [one for one in self.held if one[2] is not buffer]
-                arrived = Transfers.write(self, file, offset, buffer)
-            arrived.then(future.finish_part)
-
-        threading.Thread(target=later, daemon=True).start()
-        return future
-
-    def _look(self, verb: str, file: DriveFile, offset: int, buffer: torch.Tensor) -> None:
-        for its, start, memory in self.held:
-            if its is file and start < offset + buffer.nbytes and offset < start + memory.nbytes:
-                self.crossed.append(f"{file.path.name}: {verb} at {offset}")
-            first, other = memory.data_ptr(), buffer.data_ptr()
-            if first < other + buffer.nbytes and other < first + memory.nbytes:
-                self.crossed.append(f"{file.path.name}: the memory of a write is {verb}")
 
 
 class FailingWrites(Transfers):

@@ -93,11 +93,6 @@ def documents_of(*files: Path) -> list[str]:
     return ["".join(blocks) for file in files for blocks in encoder.read(file)]
 
 
-def row_encoder(length: int, *, packed: bool = False) -> Any:
-    """Return an encoder of conversations into rows, with `chat_tokenizer`."""
-    return token_spec(seq_len=length, packing="on" if packed else "off").encoder("chat")
-
-
 def chats() -> Dataset:
     return Dataset.from_list([{"messages": turns(asked, told)} for asked, told in CHATS])
 
@@ -105,17 +100,6 @@ def chats() -> Dataset:
 def preferences() -> Dataset:
     pairs = [(turns(asked), _answer(told), _answer(told[::-1])) for asked, told in CHATS]
     return Dataset.from_list([{"prompt": asked, "chosen": good, "rejected": bad} for asked, good, bad in pairs])
-
-
-def labelled() -> Dataset:
-    """Return answers with a label each, good ones and bad ones."""
-    answers = [(turns(asked), told, good) for asked, told in CHATS for good in (True, False)]
-    return Dataset.from_list(
-        [
-            {"prompt": asked, "completion": _answer(told if good else told[::-1]), "label": good}
-            for asked, told, good in answers
-        ]
-    )
 
 
 def prompts() -> Dataset:

@@ -24,7 +24,6 @@ HOMES: dict[str, dict[str, Any]] = {
     "in RAM": {"params": "cpu", "weight_buffers": 2},
     "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 2},
 }
-ALL_BUT_NORMS = [r"^(?!.*norm)"]
 ROWS = [{key: value[None] for key, value in row.items()} for row in rows(STEPS * ACCUMULATE)]
 
 
@@ -138,14 +137,6 @@ def adapted(model: Any, **changes: Any) -> PeftModel:
     return get_peft_model(model, LoraConfig(**(words | {"task_type": "CAUSAL_LM"} | changes))).train()
 
 
-def with_norms(model: PeftModel) -> PeftModel:
-    """Make the base model's norms trainable too."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.requires_grad_(True)
-    return model
-
-
 def plain(folder: Path, base: str = "model") -> Any:
     """Return the model in memory, the matrices of its blocks rounded to `base`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -171,7 +162,3 @@ def rounded(weight: torch.Tensor, base: str) -> torch.Tensor:
         state.dtype = torch.float32
         found = bits.dequantize_blockwise(codes, state)
     return found.flatten()[: weight.numel()].view(weight.shape)
-
-
-def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}

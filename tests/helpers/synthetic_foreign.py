@@ -8,13 +8,12 @@ write_fsdp(folder, state)        the same with FSDP2, through accelerate
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from engine_bench import model_directory
+from engine_bench import assert_same, model_directory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
@@ -86,10 +85,8 @@ def state_of(checkpoint: Path) -> State:
     return {kind: load_file(checkpoint / f"{kind}.safetensors") for kind in KINDS}
 
 
-def assert_same_state(found: State, expected: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def assert_same_state(found: State, expected: State) -> None:
     """Assert that both have the same names and bit-identical tensors, none of them all zeros."""
     for kind in KINDS:
-        assert found[kind].keys() == expected[kind].keys(), kind
-        for name, tensor in expected[kind].items():
-            assert torch.equal(found[kind][name], tensor), (kind, name)
+        assert_same(found[kind], expected[kind])
         assert any(tensor.any() for tensor in expected[kind].values())

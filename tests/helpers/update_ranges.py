@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange
-from offload_trainer.optim.moments import Noise, stored_field
+from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, KINDS
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 MARK = 61440.0  # larger than any weight, and exact in 16 bits
@@ -48,27 +48,3 @@ def updated(
     kernel.update_page(PageUpdate(here, there, new, parts, form(states), scale, noise, UNIT, first))
     assert torch.equal(there.view(torch.uint8), before.view(torch.uint8))
     return [tensor.cpu() for tensor in (*here.values(), out)]
-
-
-def torchs_adamw(
-    page: tuple[dict[str, torch.Tensor], torch.Tensor],
-    whole: ParamRange,
-    *,
-    states: str,
-    given: torch.dtype = torch.bfloat16,
-    scale: float = 0.37,
-) -> list[torch.Tensor]:
-    """Return what `updated` should, of a page that is one range: moments.py around torch.optim.AdamW(fused=True)."""
-    (before, grad), hyper = page, whole.hyper
-    wide = {name: stored_field(kind, before).read().clone() for name, kind in KINDS.items()}
-    weight = torch.nn.Parameter(wide["master"])
-    words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
-    optimizer = torch.optim.AdamW([weight], **words, fused=True)
-    moments = {name: values for name, values in wide.items() if name != "master"}
-    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **moments}
-    weight.grad = grad.to(given).float() * scale
-    optimizer.step()
-    expected = {name: torch.empty_like(field) for name, field in before.items()}
-    for name, values in wide.items():
-        stored_field(KINDS[name], expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
-    return [*expected.values(), expected["master"].bfloat16()]

@@ -48,7 +48,6 @@ def test_bounds_are_pyprojects() -> None:
 
 
 def test_no_module_imports_an_optional_library_when_it_is_imported() -> None:
-    """No module imports an optional library at import time, except for annotations."""
     for path in set((ROOT / "offload_trainer").rglob("*.py")) - set((ROOT / "configs").resolve().glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -230,7 +230,6 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
 
 
 def test_the_state_of_parameters_outside_the_model_is_torchs(drive: Path) -> None:
-    """The state of parameters outside the model is in the state_dict, which restores it."""
     found = []
     for stops in (False, True):
         torch.manual_seed(3)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import warnings
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +16,10 @@ import torch
 import transformers.trainer
 from engine_bench import assert_same
 from forked_child import in_a_fork
-from hf_trainers import (
-    HOMES,
-    STEPS,
-    Ours,
-    arguments,
-    loaded,
-    ours,
-    rows,
-    stock,
-    told,
-    train_and_die,
-    weights,
-)
+from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, ours, rows, stock, told, weights
 from huggingface_hub.utils import filter_repo_objects
 from reference_muon import MuonWithAdamW
+from seen_calls import kill_in
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
@@ -113,7 +101,14 @@ def test_killed_and_resumed(
     tmp_path: Path,
 ) -> None:
     """A killed run resumes from the newest complete checkpoint, also with another placement."""
-    assert in_a_fork(partial(train_and_die, folder, tmp_path / "run", drive, name, nth)) == -signal.SIGKILL
+
+    def die() -> None:
+        with loaded(folder, drive) as model:
+            trainer = ours(model, tmp_path / "run")
+            kill_in(trainer, name, nth=nth)
+            trainer.train()
+
+    assert in_a_fork(die) == -signal.SIGKILL
     assert (tmp_path / "run/checkpoint-10").is_dir()
     expected, theirs = reference
     with loaded(folder, drive, home="resident") as model:

@@ -14,9 +14,10 @@ import torch
 from commands import call
 from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, told, weights
-from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
+from image_models import PATCHES, ROWS, Batch, image_model, opened
 from sample_chats import chat_tokenizer
 from session_loop import ACCUMULATE, by_torch, one_cycle, trained
+from torch.utils.data import default_collate
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -189,7 +190,8 @@ def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_pat
 def test_a_trainer_with_a_collator_of_images(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     """Logs and weights are the stock Trainer's."""
     folder, data = models("Idefics3")
-    words = {"train_dataset": image_rows(data), "eval_dataset": image_rows(data[:1]), "data_collator": stacked}
+    rows = [{key: values[number] for key, values in batch.items()} for batch in data for number in range(ROWS)]
+    words = {"train_dataset": rows, "eval_dataset": rows[:ROWS], "data_collator": default_collate}
     steps = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}
     stock = Trainer(opened(folder), arguments(tmp_path / "stock", **steps), **words)
     stock.train()

@@ -12,7 +12,7 @@ import trl
 from engine_bench import assert_same
 from hf_trainers import HOMES, loaded, told, weights
 from peft import LoraConfig
-from sample_chats import TEMPLATE, chat_tokenizer, chats, labelled, preferences, prompts
+from sample_chats import TEMPLATE, chat_tokenizer, chats, preferences, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from offload_trainer import offload
@@ -33,7 +33,7 @@ REFERENCE = {"precompute_ref_log_probs": True}
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "SFT": (chats, {}),
     "DPO": (preferences, REFERENCE),
-    "KTO": (labelled, REFERENCE),
+    "KTO": (preferences, REFERENCE),
     "GRPO": (prompts, GENERATES | {"num_iterations": 2}),
     "RLOO": (prompts, GENERATES | {"num_iterations": 2}),
     "Reward": (preferences, {"save_steps": 2}),

@@ -12,7 +12,7 @@ from engine_bench import batches, engine, model_directory, train
 from seen_calls import calls_of
 from small_architectures import ARCHITECTURES
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from offload_trainer.model.probes.blocks import tileable
@@ -174,10 +174,9 @@ def test_modules_that_are_not_position_wise_are_found(kind: type[nn.Module], mon
 
 def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
     """Their logits are collected in addition to the output, which a trial of the module alone would not reveal."""
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
+    model = model_of("mixtral, experts")
     for asked in (False, True):
-        model = AutoModelForCausalLM.from_config(MixtralConfig(**shape, output_router_logits=asked))
+        model.config.output_router_logits = asked
         assert bool(tileable(model)[0]) != asked
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -14,7 +13,7 @@ import pytest
 import torch
 from engine_bench import batches, engine, model_directory, train
 from late_transfers import FailingWrites, late, late_engine
-from placements import ALL_ON_DRIVES
+from placements import ALL_ON_DRIVES, until
 from seen_calls import calls_of
 
 from offload_trainer.errors import TrainerError
@@ -75,7 +74,8 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernels": (TorchKernel(), TorchKernel())}
+    order = [place.weight.name for _, place in places(units)]
+    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": order, "kernels": (TorchKernel(), TorchKernel())}
     made = Gradients(units, store, node=Node(), **words | changes)
     try:
         yield made
@@ -87,10 +87,6 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
 
 def places(units: tuple[Unit, ...]) -> list[tuple[Unit, Place]]:
     return [(unit, place) for unit in units for place in unit.places]
-
-
-def names(units: tuple[Unit, ...]) -> list[str]:
-    return [place.weight.name for _, place in places(units)]
 
 
 def hand_over(to: Gradients, units: tuple[Unit, ...], *, last: bool, seed: int) -> dict[str, torch.Tensor]:
@@ -115,9 +111,7 @@ def on_a_thread(work: Any) -> threading.Thread:
 
 def stands_at(sent: int, device: NotingDevice, thread: threading.Thread) -> bool:
     """Return True if the copies reach `sent` bytes, and then stay there while `thread` is still waiting."""
-    end = time.monotonic() + 300
-    while sum(device.sizes) < sent and time.monotonic() < end:
-        time.sleep(0.0005)
+    until(lambda: sum(device.sizes) >= sent)
     thread.join(0.3)
     return thread.is_alive() and sum(device.sizes) == sent
 

@@ -33,37 +33,6 @@ def lease(drive: Path) -> Path:
 # -- commit or discard -------------------------------------------------------------------------------------------------
 
 
-def test_written_pages_become_valid_at_the_flip_or_never(build: Build) -> None:
-    with build(TWO) as ours:
-        store = ours.offloaded.store
-        last = len(store.pages) - 1
-        size = store.bytes_of(last)
-        (buffer,) = store.buffers(1)
-
-        def held() -> int:
-            store.read(last, buffer[:size]).wait()
-            return int(buffer[0])
-
-        def write(value: int) -> None:
-            buffer[:size] = value
-            store.write(last, buffer[:size]).wait()
-
-        old = held()
-        for value, flips in ((1, False), (2, True), (3, False), (4, False), (5, True), (6, True)):
-            write(value)
-            assert held() == old
-            assert store.copies.newest(last) != store.copies.valid(last)
-            assert store.copies.record()[0][last] == store.copies.newest(last)
-            if flips:
-                store.copies.flip()
-                old = value
-            else:
-                store.copies.forget()
-            assert held() == old
-            assert store.copies.newest(last) == store.copies.valid(last)
-        assert store.copies.record()[0][:last] == [0] * last
-
-
 def test_files_hold_one_whole_step_at_every_moment(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,27 +235,6 @@ def test_only_matrices_of_blocks_are_updated_as_such() -> None:
 # -- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 700)])
-@pytest.mark.parametrize("native", [True, False])
-def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
-    torch.manual_seed(0)
-    arithmetic = NativeKernel() if native else TorchMuon()
-    weight = torch.randn(shape) * 0.02
-    parameter, average = torch.nn.Parameter(weight.clone()), torch.zeros(shape)
-    reference, hyper = torch.optim.Muon([parameter], lr=0.01), Muon(0.01, 0.95, 0.1, "original", shape)
-    out = torch.empty(weight.numel(), dtype=torch.bfloat16)
-    for _ in range(4):
-        parameter.grad = torch.randn(shape)
-        grad = parameter.grad.clone()
-        reference.step()
-        direction = arithmetic.muon_direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
-        orthogonal = orthogonalised(direction.view(shape), Products()).contiguous()
-        arithmetic.muon_step(hyper, weight.view(-1), orthogonal.view(-1), out)
-        assert torch.equal(average, reference.state[parameter]["momentum_buffer"])
-        assert torch.equal(weight, parameter.detach())
-        assert torch.equal(out.view(shape), parameter.detach().bfloat16())
-
-
 def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NativeKernel()
     assert MatrixKernel(kernel, gpu=None)._arithmetic is kernel

@@ -307,12 +307,8 @@ def test_a_rank_that_fails_or_is_killed_ends_the_others(monkeypatch: pytest.Monk
 
 def failing(rank: int, **how: Any) -> Links:
     if rank == 1:
-        bench.all_ranks.join = no_second  # in a process of its own
+        bench.all_ranks.join = MagicMock(side_effect=OSError("no second rank"))  # in a process of its own
     return bench.run_rank(rank, **how)
-
-
-def no_second() -> None:
-    raise OSError("no second rank")
 
 
 def killed(rank: int, **how: Any) -> Links:
@@ -589,7 +585,6 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
 
 
 def forward_seconds(plan: Plan) -> float | None:
-    """Return the seconds in which a plan computes the forward."""
     return next(one.seconds for one in plan.forecast.bounds if (one.phase, one.kind) == ("forward", "compute"))
 
 

@@ -64,10 +64,6 @@ def by_link(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
     return {(one.place, one.phase): (one.read, one.written) for one in plan.links}
 
 
-def test_one_rank_moves_nothing_for_others() -> None:
-    assert planned(cluster(), "--params", "gpu", nodes=1, gpus=1).links == ()
-
-
 def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> None:
     found = by_link(planned(cluster(), "--params", "gpu", nodes=1, gpus=4))
     assert {place for place, _ in found} == {OUTBOX, GPUS}

@@ -37,15 +37,6 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
     assert save(tmp_path, 2) == complete_checkpoints(first.parent)[-1]
 
 
-def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
-    """Saving a step twice replaces it."""
-    for step in (1, 2, 3, 3):
-        save(tmp_path, step)
-    root = tmp_path / "checkpoints"
-    assert [path.name for path in complete_checkpoints(root)] == ["step-00000002", "step-00000003"]
-    assert not list(root.glob(".*"))
-
-
 def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
     """Checkpoints that the user renamed, linked or added files to are never pruned or counted as reclaimable."""
     messages: list[str] = []

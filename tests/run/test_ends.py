@@ -88,11 +88,13 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
 
 
 def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
-    """Repeating the command trains and overwrites nothing; a command with other settings is refused."""
+    """Repeating the command trains and overwrites nothing; one with settings that change the weights is refused."""
     output = tmp_path / "out"
     call(*NEVER, output=output)
     before = everything(output)
-    assert "done before: 5 steps; the weights are in" in call(*NEVER, output=output).text
+    same = ["optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "1"]
+    for words in ([], same):
+        assert "done before: 5 steps; the weights are in" in call(*NEVER, *words, output=output).text
     for words, told in (
         (["--steps", 7], "differs in train.steps"),
         (["--save-every", 2, "--lr", "0.1"], "differs in optim.lr"),

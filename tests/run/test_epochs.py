@@ -23,11 +23,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rows_of(run: Run) -> int:
-    """Return the number of training rows that the run reports."""
-    return int(run.text.split(" rows to train on")[0].rpartition(" ")[2])
-
-
 def position(run: Run) -> int:
     """Return the number of rows visited by the newest checkpoint."""
     newest = sorted((run.output / "checkpoints").glob("step-*"))[-1]
@@ -41,7 +36,7 @@ def test_epochs_make_the_steps_that_visit_the_rows(text: Path, tmp_path: Path) -
     """
     words = [*WORDS, "--data", text]
     run = call(*words, "--epochs", "1.5", output=tmp_path / "epochs")
-    rows, steps = rows_of(run), len(run.steps)
+    rows, steps = int(run.text.split(" rows to train on")[0].rpartition(" ")[2]), len(run.steps)
     assert rows % 6
     assert 6 * (steps - 1) < 1.5 * rows <= 6 * steps == position(run)
     assert f"epochs: 1.5 of {rows} rows, 6 rows a step: {steps} steps" in run.text

@@ -25,7 +25,6 @@ HOMES = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=forward
 
 @pytest.fixture(scope="session")
 def alone(finished: Callable[[str], Run]) -> Run:  # noqa: F811
-    """Return an undisturbed run."""
     return finished("tiered")
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from engine_bench import batches, engine, model_directory, train
+from engine_bench import assert_same, batches, engine, model_directory, train
 from forked_ranks import in_ranks
 from safetensors.torch import load_file, save_file
 from synthetic_foreign import STEPS, assert_same_state, distributed, imported, model_and_state, state_of
@@ -127,8 +127,7 @@ def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp
     fixed = load_file(expected / "fixed.safetensors")
     held = load_file(done.checkpoint / "fixed.safetensors") if freezing else {}
     assert bool(fixed) == bool(freezing)
-    assert held.keys() == fixed.keys()
-    assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
+    assert_same(held, fixed)
     assert read_state(done.checkpoint).step == BEFORE
     assert "optim.weight_decay=0.1" in done.words
     assert "optim.schedule_delay=1" in done.words

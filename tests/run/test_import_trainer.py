@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ask, call
-from engine_bench import VOCABULARY, batches, model_directory
+from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from forked_child import in_a_fork, watched_memory
 from hf_trainers import arguments
 from safetensors.torch import load_file
@@ -49,7 +49,6 @@ MODELS: dict[str, tuple[str, bool, list[str]]] = {
 
 
 def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes: Any) -> Trainer:
-    """Train a small model with a Trainer."""
     model = AutoModelForCausalLM.from_pretrained(
         random_weights(model_directory(folder / "model", name, tied=tied)), dtype=torch.float32
     )
@@ -106,9 +105,7 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Trainer, Path, list], t
     assert (told["optimizer_steps"], told["weight_steps"]) == (STEPS, {})
     fixed = {name: p.detach() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     if fixed:
-        held = load_file(done.checkpoint / "fixed.safetensors")
-        assert held.keys() == fixed.keys()
-        assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
+        assert_same(load_file(done.checkpoint / "fixed.safetensors"), fixed)
     assert bool(fixed) == bool(frozen)
     assert "optim.lr=0.01" in done.words
     assert "optim.betas=[0.8, 0.99]" in done.words

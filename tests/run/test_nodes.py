@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
-from forked_ranks import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
@@ -30,6 +31,39 @@ NODES = 2
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
+# A program of Python that runs another one in the network namespace that its first word names.
+INSIDE = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', sys.argv[1], sys.executable, *sys.argv[2:]])"
+
+
+@pytest.fixture
+def spaces() -> Iterator[list[str]]:
+    """Yield a network namespace for each node, 10.78.0.1 and 10.78.0.2, with a link between them; none without root."""
+    names = [f"offload-{os.getpid()}-{number}" for number in range(NODES)]
+    with ExitStack() as stack:
+        if os.geteuid() != 0 or not shutil.which("ip"):
+            names = []
+        for name in names:
+            ip(f"netns add {name}")
+            stack.callback(ip, f"netns del {name}")
+        for number, name in enumerate(names):
+            if number == 0:
+                ip(f"link add link0 netns {name} type veth peer name link1 netns {names[1]}")
+            ip(f"-n {name} addr add 10.78.0.{number + 1}/24 dev link{number}")
+            ip(f"-n {name} link set link{number} up")
+            ip(f"-n {name} link set lo up")
+        yield names
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)
+
+
+def held_port() -> tuple[socket.socket, str]:
+    """Return a free port for rank 0, and a bound socket that reserves it until it is closed."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound, str(bound.getsockname()[1])
 
 
 def run_nodes(
@@ -38,10 +72,11 @@ def run_nodes(
     folder: Path,
     script: Sequence[object] = (COMMAND,),
     restarted: tuple[dist.TCPStore, int] | None = None,
+    spaces: Sequence[str] = (),
 ) -> tuple[list[int], str]:
     """Run two nodes of `each` ranks, which run `script`, with a drive each; return all exit codes and the output.
 
-    `restarted`: the store of torchrun, and how often it has restarted the ranks.
+    `restarted`: the store of torchrun, and how often it has restarted the ranks. `spaces`: the nodes' networks.
     """
     folder.mkdir()
     bound, port = held_port()
@@ -56,9 +91,10 @@ def run_nodes(
         drive.mkdir(exist_ok=True)
         place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
         env = {name: str(value) for name, value in (place | launcher).items()}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"MASTER_ADDR": "10.78.0.1" if spaces else "127.0.0.1", "MASTER_PORT": port}
         told.append(folder / f"told-{rank}")
-        running.append(start(*script, *words, "--nvme", drive, stdout=told[-1], stderr=told[-1], **env))
+        argv = [*(("-c", INSIDE, spaces[rank // each]) if spaces else ()), *script, *words, "--nvme", drive]
+        running.append(start(*argv, stdout=told[-1], stderr=told[-1], own=bool(spaces), **env))
     with bound:
         codes = [rank.wait(300) for rank in running]
     return codes, "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
@@ -68,14 +104,14 @@ def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
 
 
-def assert_resumed(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
+def assert_resumed(words: Sequence[object], output: Path, *, alone: Run, **where: Any) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
-    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
+    codes, text = run_nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, **where)
     assert codes == [0, 0], text
     assert "no page files to resume from: this run has 2 nodes" in text
     assert "resumed from" in text
     assert_same_run(Run(0, text, output), alone)
-    assert not list(folder.glob("drive-*/offload-trainer/run-*"))
+    assert not list(where["folder"].glob("drive-*/offload-trainer/run-*"))
 
 
 def cut(run: Path, to: Path) -> Path:
@@ -86,8 +122,11 @@ def cut(run: Path, to: Path) -> Path:
     return to
 
 
-def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Path) -> None:
-    """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round."""
+def test_killed_and_resumed_with_the_bits_of_one_rank(spaces: list[str], tmp_path: Path, drive: Path) -> None:
+    """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round.
+
+    The last two nodes have networks of their own.
+    """
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output = tmp_path / "killed"
@@ -98,7 +137,8 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same_run(by_one, alone)
     assert_resumed(words, output, folder=tmp_path / "again", alone=alone)
-    assert_resumed(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+    back = cut(alone.output, tmp_path / "back")
+    assert_resumed(words, back, folder=tmp_path / "other", alone=alone, spaces=spaces)
 
 
 def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
@@ -136,27 +176,16 @@ time.sleep(300)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes networks, which root alone can")
-def test_a_node_that_vanishes_ends_the_others() -> None:
-    """The nodes are two network namespaces. The link between them is cut, which closes no connection."""
-    spaces = [f"offload-{os.getpid()}-{number}" for number in range(2)]
-
-    def ip(words: str) -> None:
-        subprocess.run(["ip", *words.split()], check=True)
-
+def test_a_node_that_vanishes_ends_the_others(spaces: list[str]) -> None:
+    """The link between the networks is cut, which closes no connection."""
+    if not spaces:
+        pytest.skip("makes networks, which root alone can")
+    nodes = []
     with ExitStack() as stack:
-        for space in spaces:
-            ip(f"netns add {space}")
-            stack.callback(ip, f"netns del {space}")
-        ip(f"link add link0 netns {spaces[0]} type veth peer name link1 netns {spaces[1]}")
-        nodes = []
         for number, space in enumerate(spaces):
-            ip(f"-n {space} addr add 10.78.0.{number + 1}/24 dev link{number}")
-            ip(f"-n {space} link set link{number} up")
-            ip(f"-n {space} link set lo up")
             place = {"RANK": f"{number}", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
             place |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "7000"}
-            program = ["ip", "netns", "exec", space, sys.executable, "-c", WATCHES]
+            program = [sys.executable, "-c", INSIDE, space, "-c", WATCHES]
             nodes.append(subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment(**place)))
             stack.enter_context(nodes[-1])
             stack.callback(nodes[-1].kill)

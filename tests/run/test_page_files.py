@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from commands import KILL, TINY, Run, ask, call, faulty, results
 from dead_run_files import dead_lease
+from engine_bench import assert_same
 from safetensors.torch import load_file
 from sample_plans import timed
 
@@ -409,9 +409,7 @@ def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> 
     step = read_store(lease).step
     assert 0 < step < STEPS
     ended = call(*words, "--steps", step, output=tmp_path / "short").output / "export"
-    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", ended))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", ended)))
 
 
 @pytest.mark.slow

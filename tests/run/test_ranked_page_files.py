@@ -6,7 +6,6 @@ No bit depends on the rank that is killed, or on the moment.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from commands import FAULTY, call, results, start
 from fork_server import COMMAND
 from forked_ranks import call_ranks
+from placements import until
 from test_page_files import ALL, gone_on, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 
@@ -105,9 +105,7 @@ def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> N
     rank, told = hold(folder), tmp_path / "told"
     told.touch()  # the child process opens it
     command = start(COMMAND, *words, stdout=told, stderr=told)
-    end = time.monotonic() + 600  # limit of the start; the process then waits for 60 s
-    while "waiting for" not in told.read_text() and time.monotonic() < end:
-        time.sleep(0.02)
+    until(lambda: "waiting for" in told.read_text())  # it does so for 60 s
     assert "resuming from" not in told.read_text()
     os.close(rank)
     assert command.wait(600) == 0

@@ -289,19 +289,16 @@ def test_the_log_continues_without_a_terminal(tmp_path: Path) -> None:
 def test_output_that_was_asked_for_must_arrive() -> None:
     """On a full disk, lost progress messages are ignored, and lost results are an error."""
 
-    def to_full() -> None:
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    def to_full(number: int) -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
 
-    assert in_a_fork(lambda: main(["--print-config"]), streams=to_full) == 1
-
-    def stderr_to_full() -> None:
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    assert in_a_fork(lambda: main(["--print-config"]), streams=lambda: to_full(1)) == 1
 
     def work() -> None:
         with lasting_streams():
             print("a line", file=sys.stderr)
 
-    assert in_a_fork(work, streams=stderr_to_full) == 0
+    assert in_a_fork(work, streams=lambda: to_full(2)) == 0
 
 
 def test_closed_streams_are_not_reused_by_files(tmp_path: Path) -> None:

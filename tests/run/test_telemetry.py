@@ -296,20 +296,16 @@ def test_lines_are_apart_from_the_live_one(columns, monkeypatch):
     assert max(map(len, lines)) <= columns - 4
 
 
-def uneven(step: int, **changes) -> StepRecord:
-    """Return a step of an overlapped run that sometimes waits for a drive: one of 7 s after six of 0.1 s."""
-    seconds = 7.0 if step % 7 == 0 else 0.1
-    return a_step(step, seconds=seconds, tokens_per_second=512 / seconds, **changes)
-
-
 def test_speed_is_of_the_last_steps_together():
     """Shown speed is an average over 20 steps, so it hardly varies although single steps differ by 70 times.
 
-    The remaining variation is the number of long steps among the 20.
+    The remaining variation is the number of long steps among the 20: one of 7 s, which waits for a drive, follows six.
     """
     shown = Screen(1000, initial=0, say=(said := []).append)
     for step in range(1, 1001):
-        shown.step(uneven(step, phases={"forward": 0.1, "wait": 6.9 if step % 7 == 0 else 0.0}))
+        wait = 6.9 if step % 7 == 0 else 0.0
+        times = {"seconds": 0.1 + wait, "tokens_per_second": 512 / (0.1 + wait)}
+        shown.step(a_step(step, **times, phases={"forward": 0.1, "wait": wait}))
     speeds = [float(line.split(" tokens/s")[0].split()[-1]) for line in said[1:]]
     assert len(speeds) == 19
     assert max(speeds) / min(speeds) < 1.6

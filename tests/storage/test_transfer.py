@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,16 +98,6 @@ def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.Monke
     back = host_buffer(8192)
     file.read(back.numpy().data, 0)
     assert torch.equal(back, data)
-    file.close()
-
-
-def test_two_drives_are_read_by_four_threads_each(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, read, made = threading.Barrier(8, timeout=60), os.preadv, Transfers(drives=2)
-    monkeypatch.setattr(os, "preadv", lambda *given: (together.wait(), read(*given))[1])
-    file = DriveFile(drive / "two", 8 * 4096)
-    for future in [made.read(file, 4096 * number, host_buffer(4096)) for number in range(8)]:
-        future.wait()
-    made.close()
     file.close()
 
 

@@ -1,4 +1,4 @@
-"""A test of the README's quickstart: its exact commands, in a fresh environment, from a wheel."""
+"""Tests of the wheel, and of the README's quickstart from it: its exact commands, in a fresh environment."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from build_release import build_release
 from fresh_environment import fresh_environment, shell
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,10 +22,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.slow(90)
 
 ROOT = Path(__file__).resolve().parents[2]
+# Python files of the package, and the data files that they read.
+CARRIED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload_trainer").rglob("*") if path.is_file()}
+CARRIED = {name for name in CARRIED if "__pycache__" not in name}
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 assert SECTION
 DEMO, INSTALL, *COMMANDS = re.findall(r"^ {4}(.+)$", SECTION[1], re.MULTILINE)
 TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_release(tmp_path_factory.mktemp("dist"), kernels=False)
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +114,9 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     model = AutoModelForCausalLM.from_pretrained(folder / "mine-bf16", dtype=torch.bfloat16)
     assert model.num_parameters() > 4_000_000
     assert AutoTokenizer.from_pretrained(folder / "mine-bf16")("It was").input_ids
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == CARRIED
+    assert {"offload_trainer/py.typed", "offload_trainer/recipes/tiny.yaml"} <= held

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh_environment import fresh_environment
-from test_wheel import CARRIED
+from test_newcomer import CARRIED
 
 from offload_trainer.optim import kernel_cache, kernels, prebuilt_kernels
 from offload_trainer.optim.kernel_api import PageUpdate

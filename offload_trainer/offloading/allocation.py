@@ -18,7 +18,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import PageCopies, PageStore, PageTable, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -144,7 +144,7 @@ def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgre
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:
         return UpdateProgress(pages)
-    connections, barrier = SideGroup(across=node.counterpart_groups), node.exchange()
+    connections, barrier = node.side_connections(), node.exchange()
 
     def agree(unit: int) -> None:
         barrier(unit)

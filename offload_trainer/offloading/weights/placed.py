@@ -17,7 +17,7 @@ import torch
 
 from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Connections, Node
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
 from offload_trainer.plan.tiers import DEVICE, on_drive
@@ -97,10 +97,10 @@ class PlacedWeights:
         if len(node.nodes) > 1:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
-    def broadcast_unit(self, unit: Unit, *, connections: SideGroup | None = None) -> None:
+    def broadcast_unit(self, unit: Unit, *, connections: Connections | None = None) -> None:
         """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes.
 
-        `connections` holds the connections of a calling side thread.
+        `connections` are those of a calling side thread.
         """
         node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks

@@ -126,7 +126,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypat
         made = calls_of(monkeypatch.setattr, PagePipeline, "offer", lambda _, step, unit, mark, error: (unit, mark))
         run_before(monkeypatch.setattr, Gradients, "read", look)
         run_before(monkeypatch.setattr, PlacedWeights, "commit", look)
-        train(ours, batches(3))
+        train(ours, batches(3), before=lambda _: ours.synchronize())
     assert found
     assert all(found)
 

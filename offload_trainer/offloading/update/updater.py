@@ -169,8 +169,7 @@ class Updater:
         assert sizes.overlap or not sizes.ahead
         self._overlap_backward = sizes.ahead
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
-        self._next_speculative: SpeculativeStep | None = None
-        self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
+        self._speculative: SpeculativeStep | None = None  # the speculative updates of the step that is announced
         self._failed: BaseException | None = None  # the error of the last update on the thread
         self._thread = Workers(1, "update") if sizes.overlap else None
         if self._thread is not None:
@@ -285,6 +284,8 @@ class Updater:
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
+        with suppress(Exception):
+            self._update_progress.finish()  # it would take the interrupt of an announced step for a page
         self._end_speculation()
         if self._thread is not None:
             self._thread.close()
@@ -294,42 +295,27 @@ class Updater:
     # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
     def expect(self, params: StepParams) -> None:
-        """Announce the expected parameters of the next step.
+        """Announce the expected parameters of the next step; `start` or `skip` must follow.
 
-        The state that its backward completes first is prefetched from now on, or after the current update.
+        The state that its backward completes first is prefetched from now on, or after the current update. Pages on
+        drives and pages with shadow memory are updated as soon as the last backward has completed their gradients.
         """
         assert self._thread is not None
-        self._next_speculative = SpeculativeStep(params)
-        self._thread.put(partial(self._accept, self._next_speculative))
-
-    def _accept(self, speculative: SpeculativeStep) -> None:
-        try:
-            if self._failed is not None:  # its step may not be recorded, and the record's pages must stay
-                raise self._failed
-            self.pipeline.expect(speculative)
-        except BaseException as error:
-            speculative.error = error
+        self._speculative = SpeculativeStep(params)
+        self._thread.put(partial(self._update_offered, self._speculative))
 
     @property
     def speculates(self) -> bool:
         """Return whether a step is announced whose pages are updated only after the current update has ended."""
-        return self._next_speculative is not None or self._speculative is not None
+        return self._speculative is not None
 
     def begin_last_backward(self) -> None:
-        """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
-
-        Without expected parameters this prefetches the first pages. With them, pages on drives and pages with shadow
-        memory are updated as soon as their gradients are complete.
-        """
-        coming, self._next_speculative = self._next_speculative, None
-        if coming is None:
+        """Take complete units of an announced step from its last backward on; for others prefetch the first pages."""
+        if self._speculative is not None:
+            self._gradients.complete = partial(self.pipeline.offer, self._speculative)
+        else:
             self._gradients.complete = None  # nothing would take the units, step after step
             self.pipeline.prefetch()
-            return
-        assert self._thread is not None
-        self._speculative = coming
-        self._gradients.complete = partial(self.pipeline.offer, self._speculative)
-        self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:
         """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
@@ -349,7 +335,10 @@ class Updater:
     @torch.no_grad()
     def _update_offered(self, speculative: SpeculativeStep) -> None:
         try:
-            while speculative.error is None and (page := self.pipeline.next()) is not None:
+            if self._failed is not None:  # its step may not be recorded, and the record's pages must stay
+                raise self._failed
+            self.pipeline.expect(speculative)
+            while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 memory = replace(page.memory, shadow=self.shadows.get(number))

@@ -18,12 +18,12 @@ from placements import BEHIND, FULL, HOMES, Build, plant, skip_last_block, until
 from placements import FIRST as HOLD
 from seen_calls import calls_of, run_before
 
+from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
-from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import Future, together
@@ -293,9 +293,9 @@ def _quiet(moving: PagePipeline) -> bool:
 def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose steps are clipped stops announcing them; it must not collect their units for ever."""
     with build("nothing in RAM", CLIPPED, FULL) as ours:
-        monkeypatch.setattr(MispredictionWatch, "rarely", True)
+        monkeypatch.setattr(TieredEngine, "_as_expected", True)
         train(ours, batches(1))
-        monkeypatch.setattr(MispredictionWatch, "rarely", False)
+        monkeypatch.setattr(TieredEngine, "_as_expected", False)
         train(ours, batches(1))
         ours.synchronize()
         moving = ours.offloaded.updater.pipeline

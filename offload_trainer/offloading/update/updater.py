@@ -21,7 +21,6 @@ backward, before the step's parameters are known (`SpeculativeStep`):
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,8 +45,6 @@ from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
-
-_RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
 
 
 @dataclass(frozen=True)
@@ -109,25 +106,6 @@ class SpeculativeStep:
         """Return the updated pages that are valid for the step's actual parameters."""
         same = {unit: self.expected.same_for(params, unit) for unit in {pages[n].unit for n in self.written}}
         return {number for number in self.written if same[pages[number].unit]}
-
-
-class MispredictionWatch:
-    """A record of recent mispredictions; speculation is allowed with at most 2 in the last 8 steps.
-
-    A misprediction wastes the speculative updates and moves their drive bytes again.
-    """
-
-    def __init__(self) -> None:
-        self._other: deque[bool] = deque(maxlen=_RECENT)
-
-    @property
-    def rarely(self) -> bool:
-        """Return whether mispredictions are rare enough to speculate."""
-        return sum(self._other) <= _AT_MOST
-
-    def decided(self, *, as_expected: bool) -> None:
-        """Record whether a step's parameters were as expected (neither clipped nor skipped)."""
-        self._other.append(not as_expected)
 
 
 class Updater:

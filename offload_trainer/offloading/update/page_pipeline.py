@@ -49,7 +49,7 @@ class StagedPage:
     """A page in a slot, or entirely in RAM."""
 
     memory: PageMemory
-    slot: int | None = None  # None: all parts are in RAM
+    slot: int = -1  # -1: all parts are in RAM
     loaded: list[Future] = field(default_factory=list)
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
 
@@ -184,7 +184,7 @@ class PagePipeline:
         if "state" in route.through_host:
             state = followed(computed, partial(self._store.write, route.number, memory.state))
         whole = together([weights, state])
-        if page.slot is not None:
+        if page.slot >= 0:
             self._refill(page.slot, after=whole)
         return PendingWrite(weights, whole)
 
@@ -265,7 +265,7 @@ class PagePipeline:
         overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
         self._in_slots.difference_update(page.route.number for page in overdue)
-        slots = [(_slot_of(page), together(page.loaded)) for page in overdue]
+        slots = [(page.slot, together(page.loaded)) for page in overdue]
         self._overdue += [read for _, read in slots]
         return slots
 
@@ -294,7 +294,7 @@ class PagePipeline:
     def _free_slot(self, page: StagedPage) -> None:
         with self._lock:
             self._in_slots.discard(page.route.number)
-            self._free.append(_slot_of(page))
+            self._free.append(page.slot)
 
     # -- on any thread ------------------------------------------------------------------------------------------------
 
@@ -357,8 +357,3 @@ class PagePipeline:
     def _refill(self, slot: int, *, after: Future) -> None:
         """Reuse a slot after a transfer. `next` reports errors, because they must not end the transfer's thread."""
         followed(after, partial(self._fill, slot)).then(lambda error: self._put(error) if error is not None else None)
-
-
-def _slot_of(page: StagedPage) -> int:
-    assert page.slot is not None
-    return page.slot

@@ -30,13 +30,7 @@ from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
-from offload_trainer.optim.state_files import (
-    BlockingSnapshot,
-    EngineState,
-    read_engine_state,
-    read_tensors,
-    state_files,
-)
+from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import Weight, decay_groups
@@ -326,8 +320,7 @@ class DeepSpeedEngine:
         )
         self._link_moments()
         fixed = {name: (shape, self._dtype) for name, shape in self._fixed.items()}
-        files = state_files(self._trained, self._read, fixed=fixed, read_fixed=self._read_fixed)
-        return BlockingSnapshot(state, files, writes=self._rank == 0)
+        return BlockingSnapshot(state, self._trained, self._read, fixed, self._read_fixed, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)

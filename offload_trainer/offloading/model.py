@@ -30,7 +30,6 @@ from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.loss_scale import CONSTANT
-from offload_trainer.optim.norms import global_norm
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
@@ -330,7 +329,8 @@ class OffloadedModel:
 
     def norm(self) -> float:
         """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
-        return global_norm(self.norms())
+        norms = [*self.norms().values()]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).

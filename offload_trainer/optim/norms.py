@@ -1,4 +1,4 @@
-"""Norms of gradients and of their sums, the total of all weights, and the factor that clips it.
+"""Norms of gradients and of their sums, and the factor that clips their total.
 
     one gradient                  norm_of(g), on the device that computed it: wherever it then goes, the bits are these
     a sum over micro-batches      norm_of(sum) if a CPU trains; norm_of(sum, ordered=True) if a GPU trains
@@ -11,7 +11,6 @@ in host memory a kernel returns one partial result a piece while it adds a gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,11 +104,6 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
     pieces = Pieces.of(flat.numel(), ordered=ordered)
     return pieces.norm(pieces.measure(flat.contiguous()))
-
-
-def global_norm(norms: Mapping[str, torch.Tensor]) -> float:
-    """Return the norm of all gradients from each weight's, in the model's order; infinite or NaN if any element is."""
-    return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
 
 def clip_factor(norm: float, *, limit: float) -> float:

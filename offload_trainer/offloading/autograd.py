@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,27 +108,27 @@ class WeightReferences(Protocol):
         """Return the weight of a reference, on the device."""
 
 
-def replace_checkpoints(model: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that each of `model`'s checkpointed blocks calls to checkpoint its layers."""
+def replace_checkpoints(model: nn.Module, replaced: Callable[..., Any]) -> None:
+    """Make `model`'s checkpointed blocks call `replaced`, with the function that they call now, to checkpoint layers.
+
+    Blocks that call it already are left as they are.
+    """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None:
-            setattr(module, "_gradient_checkpointing_func", replaced(checkpoint))  # noqa: B010
+        if checkpoint is not None and getattr(checkpoint, "func", None) != replaced:
+            setattr(module, "_gradient_checkpointing_func", partial(replaced, checkpoint))  # noqa: B010
 
 
 def keep_weights(model: nn.Module, references: WeightReferences) -> None:
     """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
 
-    def without_weights(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-            def inside(*given: Any, **named: Any) -> Any:
-                saved = BlockSavedTensors(references)
-                with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-                    return function(*given, **named)
+    def without_weights(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+        def inside(*given: Any, **named: Any) -> Any:
+            saved = BlockSavedTensors(references)
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                return function(*given, **named)
 
-            return checkpoint(inside, *args, **words)
-
-        return without
+        return checkpoint(inside, *args, **words)
 
     replace_checkpoints(model, without_weights)
 

@@ -142,13 +142,13 @@ class TieredState:
                 here.values.copy_(values)
                 if here.scales is not None and scales is not None:
                     here.scales.copy_(scales)
-        self.weights.put_page(page.unit, page.start, master)
+        self.weights.put(page.unit, page.start, master)
 
     def make_weights(self) -> None:
         """Round the 16-bit weights of this rank's pages from their current masters."""
         for number, fields in PageSnapshot(self.store, self._numbers).pages():
             page = self.store.pages[number]
-            self.weights.put_page(page.unit, page.start, fields["master"])
+            self.weights.put(page.unit, page.start, fields["master"])
 
 
 @dataclass(frozen=True)

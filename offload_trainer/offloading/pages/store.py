@@ -397,15 +397,17 @@ class UnitStore:
         if inside is not None:
             inside[start : start + values.numel()].copy_(values)
             return
-        buffer, held = self._around(unit, start, values.numel())
+        whole = not (start % ALIGN or values.numel() % ALIGN)
+        buffer, held = self._around(unit, start, values.numel(), read=not whole)
         held.copy_(values)
         self.write(unit, start // ALIGN * ALIGN, buffer).wait()
 
-    def _around(self, unit: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the aligned range around `count` elements from `start` on; return it, and the elements in it."""
+    def _around(self, unit: int, start: int, count: int, *, read: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for the aligned range around `count` elements from `start` on, and for the elements in it."""
         first = start // ALIGN * ALIGN
         buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
-        self.read(unit, first, buffer).wait()
+        if read:
+            self.read(unit, first, buffer).wait()
         return buffer, buffer[start - first :][:count]
 
 

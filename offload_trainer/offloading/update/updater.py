@@ -346,7 +346,7 @@ class Updater:
         for number in sorted(speculative.written):
             page, state = self._store.pages[number], self._store.in_memory(number)
             data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
-            self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
+            self._weights.put(page.unit, page.start, self._store.fields(number, data)["master"])
 
     # -- a page -------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Connections, Node
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
-from offload_trainer.plan.tiers import DEVICE, on_drive
+from offload_trainer.plan.tiers import DEVICE
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
 
@@ -143,18 +143,10 @@ class PlacedWeights:
         return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; of a frozen weight in a quantised unit, all."""
+        """Round `values` to elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
         if (resident := self.resident(unit)) is not None:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)
-
-    def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
-        """Round a page's masters (on the CPU) to its weights; in a file no bytes outside the page are written."""
-        if not on_drive(self.homes[unit]):
-            self.put(unit, start, masters)
-            return
-        buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
-        self.store.write(unit, start, buffer.copy_(masters)).wait()

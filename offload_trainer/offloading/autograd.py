@@ -2,11 +2,8 @@
 
 Edit this module when a new torch version renames one of them.
 
-torch's activation checkpointing has its own saved-tensor hooks, which would save a recomputed block's weights as plain
-views until its backward ends. Weights that are fetched and evicted are saved as references (unit, offset) instead,
-already in the forward, without passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an
-operation in any order. So the block is recomputed before the first weight is returned; otherwise the recomputation
-would fetch other weights into the same buffer.
+Checkpointed blocks save weights that are fetched and evicted as references (unit, offset) here.
+docs/design_streaming.md says why a block is recomputed before its first weight is returned.
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@
 The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape is that of Liu et al. 2025,
 Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. `TorchMuon`
 computes each fused pair in double precision and rounds it to fp32, which is the same on every device.
-
-The updater decides once where the matrices are orthogonalised: on the GPU if there is one, even for pages that the CPU
-updates. Each matrix then moves there and back with 16 bits an element, which is a hundredth of what the CPU's products
-take.
 """
 
 from __future__ import annotations

@@ -9,15 +9,10 @@
 
 Training transfers whole aligned ranges. `get` and `put` access single weights at any offset; of pages, their masters.
 
-With two copies of each page on a drive no update overwrites the last valid state:
-
-    write      goes to the copy that is not valid            `newest` points to it; `valid` stays the copy to read
-    flip       makes all written copies the valid ones       the old copies become free
-    forget     discards all written copies (rollback)        `newest` points to the valid copies again
-
-All other pages have one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32),
-computed from the buffer after the page has been written, and compared before a page that was read is used. The record
-of a step has them too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
+With two copies of each page on a drive no update overwrites the last valid state (`PageCopies`). All other pages have
+one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32), computed from the
+buffer after the page has been written, and compared before a page that was read is used. The record of a step has them
+too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
 """
 
 from __future__ import annotations

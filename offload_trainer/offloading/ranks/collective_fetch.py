@@ -9,10 +9,9 @@
     rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
     rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
 
-Ranks usually announce the same actions in the same order. They differ if a rank skips a layer, or if no token is routed
-to an expert: that rank has no gradients for the unit and reaches the unit's barrier later than the others, with fetches
-in between that the others have not announced yet. It fetches these units alone. Ranks fetch the same units together in
-the same order, on a separate thread and over separate connections.
+Announcements differ if a rank skips a layer, or if no token is routed to an expert: that rank has no gradients for the
+unit and reaches its barrier later, after fetches that the others have not announced yet. Ranks fetch the same units
+together in the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations

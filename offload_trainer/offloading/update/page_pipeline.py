@@ -3,13 +3,11 @@
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
     memory                  ──kernel──> memory                                         pages entirely in RAM: no slot
 
-A page is what the update reads and writes at a time (`offloading/__init__.py`). It is staged in a slot: a host buffer
-for the parts of one page that are not in RAM. The page there is being read, is ready, or is being written. When a write
-completes, its thread starts the next read into the slot immediately. `next` returns staged pages as they arrive, and
-pages entirely in RAM while none has arrived. Pages arrive after all gradients are complete, in the order of the next
-forward. Before that, some pages may be offered unit by unit as their gradients complete (`update/updater.py`),
-again in the order of the next forward. Otherwise idle slots prefetch the state of pages whose gradients are not
-complete yet.
+A page is staged in a slot: a host buffer for the parts of one page that are not in RAM. The page there is being read,
+is ready, or is being written. When a write completes, its thread starts the next read into the slot immediately. `next`
+returns staged pages as they arrive, and pages entirely in RAM while none has arrived. Pages arrive after all gradients
+are complete, in the order of the next forward. Before that, some pages may be offered unit by unit as their gradients
+complete, again in that order. Otherwise idle slots prefetch the state of pages whose gradients are not complete yet.
 """
 
 from __future__ import annotations

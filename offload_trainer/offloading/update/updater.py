@@ -1,21 +1,14 @@
 """Update all pages of optimizer state: drives prefetch and write back while the CPU and the device compute.
 
-    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages (`moving`)
+    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages
                                memory ──kernel──> memory                                    pages in RAM
                                device ──its kernel──> device                                pages on the device
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
 the order does not change a bit. Pages on drives, and pages in RAM with shadow memory, may be updated during the
-backward, before the step's parameters are known (`SpeculativeStep`):
-
-    a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
-    state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
-               in RAM: is updated in place, after its old bytes were copied to shadow memory
-    weights    are written in place: a unit whose gradients are complete is not used again in this step
-    decision   step as expected: the pages are valid; at the step's end one small record switches all copies
-               step clipped: the pages are updated again from their old state
-               step skipped: the pages get their old state, and the weights are rounded again from its masters
+backward, before the step's parameters are known (`SpeculativeStep`); docs/design_update.md says where old state stays
+meanwhile, and what follows if the step is clipped or skipped.
 """
 
 from __future__ import annotations

@@ -125,7 +125,6 @@ class TieredEngine:
         return sum(self._surprises) <= _AT_MOST
 
     def _piece(self, batch: Batch) -> Batch:
-        """Return this rank's piece of a batch that its group shares."""
         return batch.piece(self._node.rank % self._together, of=self._together)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -275,10 +274,7 @@ class TieredEngine:
         self.offloaded.load(directory)
 
     def commit(self, train: Mapping[str, int]) -> None:
-        """Record the training loop's state with the page files, after each step.
-
-        The record is written when the running update has ended.
-        """
+        """Record the training loop's state with the page files, after each step (`ManifestWriter.commit`)."""
         ours = self.offloaded
         assert ours.manifest is not None
         state = ours.scalars()
@@ -300,15 +296,8 @@ def open_parts(
 ) -> EngineParts:
     """Open the device, drives and kernels of a run; `stack` closes them.
 
-    Args:
-        work: the workload. Its ranks are those of this process's group.
-        placement: tiers of weights and optimizer state.
-        sizes: buffer sizes, and each tier's share of the state.
-        directories: private directories on drives, the same ones for all ranks of a node.
-        say: receives a sentence about the chosen kernel.
-        device: the device to use; by default the GPU if there is one, else the CPU.
-
-    Raises UserError if pages are on the GPU, and it has no update kernel.
+    `directories` are private directories on drives, the same ones for all ranks of a node. `device` is by default the
+    GPU if there is one, else the CPU. Raises UserError if pages are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units

@@ -201,7 +201,6 @@ class Activations:
         return values, arrival
 
     def _read(self, kept: _SavedInput, buffer: _Buffer) -> None:
-        """Fill the buffer from the drive as soon as it is free."""
         place = self._place(kept, buffer)
         before = together([buffer.free, kept.written])
         buffer.number, buffer.readers = kept.number, []

@@ -135,11 +135,7 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
-    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
-
-    Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
-    ranks, and raises TrainerError if one of them does not come: see `Node.exchange`.
-    """
+    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it."""
     homes, node, device = parts.homes, parts.node, parts.device
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:

@@ -95,10 +95,9 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
     On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
     with an error of 1 % at 9e7 elements.
 
-    `ordered` norms have the same bits on every device. The squares of each chunk of 2^20 elements are summed by
-    halving: element i + half is added to element i, until one is left. The chunks' sums are added in the same way.
-    Each step is one fp32 operation per element, rounded once, which every device computes identically, as it does
-    `square_root`. Padding with zeros changes nothing.
+    `ordered` norms have the same bits on every device: the squares of each chunk of 2^20 elements, and then the chunks'
+    sums, are added by halving. Each step is one fp32 operation per element, rounded once, which every device computes
+    identically, as it does `square_root`. Padding with zeros changes nothing.
     """
     if not ordered and flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)

@@ -75,10 +75,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file of the state: its tensor entries, and a function that returns a whole tensor by name.
-
-    The function may be a collective that all ranks must call.
-    """
+    """One file of the state: its tensor entries, and a function that returns a whole tensor by name."""
 
     name: str
     entries: Sequence[TensorEntry]

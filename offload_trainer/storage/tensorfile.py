@@ -312,9 +312,6 @@ def describe_invalid_values(values: torch.Tensor, *, signed: bool = True) -> str
 
     `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square
     root or scales by them. The check is one pass at reading speed that allocates nothing: `aminmax` propagates NaN.
-
-    A checkpoint with a NaN would in time replace the older checkpoints without one, and a model exported with a NaN
-    outputs only NaN.
     """
     if not values.numel() or not values.is_floating_point():
         return None

@@ -105,7 +105,6 @@ class TieredState:
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
 
     def _load_pages(self, directory: Path) -> EngineState:
-        """Load this rank's pages and round the weights from them."""
         ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
         theirs, stored = state.format, dict[str, StoredKind]()
@@ -153,10 +152,7 @@ class TieredState:
 
 @dataclass(frozen=True)
 class TieredSnapshot:
-    """A snapshot of the state, to be written to files once.
-
-    Updates wait for the pages that are not written yet; forward and backward do not wait.
-    """
+    """A snapshot of the state, to be written to files once. Updates wait for the pages that are not written yet."""
 
     owner: TieredState
     state: EngineState

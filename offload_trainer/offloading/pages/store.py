@@ -165,10 +165,7 @@ class PageCopies:
 
 
 class PageStore:
-    """The optimizer state of a node.
-
-    A page is the concatenation of its fields: masters, moments, and scales of 8-bit moments.
-    """
+    """The optimizer state of a node, by page."""
 
     def __init__(
         self,

@@ -123,11 +123,7 @@ class Turns:
 
 
 class WeightFetches:
-    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks.
-
-    Reads from drives go to two shared buffers that alternate. A rank reaches the barrier for one buffer only after it
-    has copied the previous unit out of the other one, which may then be overwritten.
-    """
+    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks."""
 
     def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""

@@ -33,11 +33,9 @@ class Node:
     """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
 
     def __init__(self, *, together: bool = False, by_parts: bool = False) -> None:
-        """Connect to the other ranks if `together`; all ranks call it then.
+        """Connect to the other ranks, which were joined before, if `together`; all ranks call it then.
 
-        Args:
-            together: this process is one of several ranks that were joined before.
-            by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
+        `by_parts`: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)  # the ranks of each node

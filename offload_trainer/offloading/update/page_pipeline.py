@@ -153,7 +153,6 @@ class PagePipeline:
         self._proceed(early, free)
 
     def _proceed(self, early: Sequence[StagedPage], free: Sequence[int]) -> None:
-        """Complete prefetched pages, and fill free slots."""
         for page in early:
             self._complete(page)
         for slot in free:
@@ -191,8 +190,7 @@ class PagePipeline:
     def expect(self, step: object) -> None:
         """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
 
-        Pages that have been offered to it before are staged now. `interrupt`, and then `begin` or `withdraw`, ends
-        this.
+        Pages that have been offered to it before are staged now. `interrupt`, then `begin` or `withdraw`, ends this.
         """
         self.read_ahead()
         with self._lock:

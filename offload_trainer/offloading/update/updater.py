@@ -105,10 +105,7 @@ class Updater:
     """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
     def __init__(self, stores: Stores, parts: EngineParts) -> None:
-        """Prepare the update of this rank's pages in `stores`.
-
-        The update runs on a thread if the layout lets it overlap the next forward.
-        """
+        """Prepare the update of this rank's pages in `stores`, on a thread if it may overlap the next forward."""
         homes, sizes, device = parts.homes, parts.sizes, parts.device
         kernels: tuple[Kernel, Kernel] = parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients

@@ -98,10 +98,7 @@ class PlacedWeights:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
     def broadcast_unit(self, unit: Unit, *, connections: Connections | None = None) -> None:
-        """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes.
-
-        `connections` are those of a calling side thread.
-        """
+        """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes."""
         node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
         for rank in range(node.world) if resident is not None else across:

@@ -196,9 +196,7 @@ class WeightPrefetcher:
     def _note_recomputation(self, unit: int) -> None:
         """Protect a checkpointed part's units from eviction until another part is recomputed.
 
-        The recomputation saves plain views of its weights, which point into the ring buffers.
-
-        Raises UserError if checkpointing is reentrant.
+        The recomputation saves plain views into the ring buffers. Raises UserError if checkpointing is reentrant.
         """
         if not (in_backward() and torch.is_grad_enabled()):
             return
@@ -344,7 +342,6 @@ class WeightPrefetcher:
             arrival.wait()  # two transfers must not write to the same buffer
 
     def _withdraw(self, unit: int) -> None:
-        """Point the unit's parameters to the NaN placeholder."""
         for weight in self._inside[unit]:
             weight.point(self._placeholder.expand(weight.place.weight.shape))
 

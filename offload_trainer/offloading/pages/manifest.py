@@ -42,7 +42,7 @@ from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
-from offload_trainer.storage.tensorfile import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES, write_all
 
 DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
@@ -363,9 +363,7 @@ class Record:
         head = struct.pack("<QQ", number, len(content))
         data = head + struct.pack("<I", zlib.crc32(head + content)) + content
         assert len(data) <= self._slot, f"{len(content)} bytes in a slot of {self._slot}"
-        done, start = 0, number % 2 * self._slot
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], start + done)
+        write_all(self._descriptor, memoryview(data), number % 2 * self._slot)
         os.fdatasync(self._descriptor)
         self._number = number
 

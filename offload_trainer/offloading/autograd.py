@@ -154,8 +154,7 @@ class BlockSavedTensors:
                 self._recomputed_in = backward
                 self._others[1](self._first)  # torch recomputes the block
             return self._references.unpack(saved)
-        found: torch.Tensor = self._others[1](saved) if self._others else saved
-        return found
+        return self._others[1](saved) if self._others else saved
 
 
 def recompute_views(references: WeightReferences) -> None:

@@ -239,9 +239,12 @@ class OffloadedModel:
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole master, in fp32. Call `store.flush` after the last one."""
+        """Return a CPU copy of one whole master, in fp32. With several nodes all ranks call it. Then `store.flush`."""
         self.synchronize()  # the update may write a weight before its master
-        return self.state.master(name)
+        unit, place = self.places[name]
+        values = self.store.get(unit.index, place.start, place.weight.numel)
+        self.weights.complete(values, unit, place)
+        return values.view(place.weight.shape)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

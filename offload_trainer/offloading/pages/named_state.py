@@ -64,13 +64,6 @@ class TieredState:
         weights = (self.places[name][1].weight for name in self.trained if self.holds(field, name))
         return [TensorEntry(weight.name, DTYPES[kind.dtype], kind.shape_of(weight)) for weight in weights]
 
-    def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole master, in fp32. With several nodes all ranks call it."""
-        unit, place = self.places[name]
-        values = self.store.get(unit.index, place.start, place.weight.numel)
-        self.weights.complete(values, unit, place)
-        return values.view(place.weight.shape)
-
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
         unit, place = self.places[name]

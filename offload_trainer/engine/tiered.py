@@ -72,7 +72,6 @@ class TieredEngine:
         drives: Sequence[Path],
         load_weights: bool = True,
         say: Say = lambda line: None,
-        device: Device | None = None,
     ) -> None:
         """Build the model and allocate its state. All ranks call it.
 
@@ -81,7 +80,7 @@ class TieredEngine:
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
-            parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
+            parts = open_parts(work, placement, sizes, drives, stack=stack, say=say)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
             self._overlaps_backward, self._surprises = parts.sizes.ahead, deque[bool](maxlen=_RECENT)
             self._node, self._together = parts.node, work.sequence
@@ -292,16 +291,15 @@ def open_parts(
     *,
     stack: ExitStack,
     say: Say,
-    device: Device | None = None,
 ) -> EngineParts:
     """Open the device, drives and kernels of a run; `stack` closes them.
 
-    `directories` are private directories on drives, the same ones for all ranks of a node. `device` is by default the
-    GPU if there is one, else the CPU. Raises UserError if pages are on the GPU, and it has no update kernel.
+    `directories` are private directories on drives, the same ones for all ranks of a node. Raises UserError if pages
+    are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
-    device = device or _device(units, placement, itemsize=dtype.itemsize)
+    device = _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"

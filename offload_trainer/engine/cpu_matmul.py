@@ -29,10 +29,7 @@ _library: torch.library.Library | None = None
 
 
 def use_fp32_products(dtype: torch.dtype) -> bool:
-    """Multiply `dtype` matrices on the CPU in fp32 for the rest of the process, if the CPU has no units for them.
-
-    Return whether products are replaced.
-    """
+    """Multiply `dtype` matrices in fp32 from now on if the CPU has no units for them; return whether."""
     global _library
     if has_native_16bit(dtype):
         return False

@@ -30,16 +30,10 @@ from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.optim import loss_scale
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
-from offload_trainer.optim.state_files import (
-    BlockingSnapshot,
-    EngineState,
-    read_engine_state,
-    read_tensors,
-    state_files,
-)
+from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
 from offload_trainer.plan.deepspeed import ZeroSizes
 from offload_trainer.plan.planner import checkpointed_blocks
-from offload_trainer.plan.shape import Weight, decay_groups
+from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
@@ -236,7 +230,8 @@ class DeepSpeedEngine:
 
             group = groups_of_ranks.get_tensor_model_parallel_group()
             place = torch.distributed.get_rank(group)
-        self._parts = Parts({weight.name: weight for weight in source.shape.weights}, tensor, place, group)
+        divided = [weight for weight in source.shape.weights if tensor > 1 and weight.split in _DIVIDED]
+        self._parts = Parts({weight.name: _DIVIDED[weight.split] for weight in divided}, tensor, place, group)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
             self._write(name, "master" if name in self._trained else "fixed", value)
@@ -326,8 +321,7 @@ class DeepSpeedEngine:
         )
         self._link_moments()
         fixed = {name: (shape, self._dtype) for name, shape in self._fixed.items()}
-        files = state_files(self._trained, self._read, fixed=fixed, read_fixed=self._read_fixed)
-        return BlockingSnapshot(state, files, writes=self._rank == 0)
+        return BlockingSnapshot(state, self._trained, self._read, fixed, self._read_fixed, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
@@ -479,7 +473,7 @@ _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [o
 class Parts:
     """This rank's shard of each weight: number `place` of `count` in the process group `group`."""
 
-    weights: dict[str, Weight]
+    dims: dict[str, int]  # the dimension of each weight that is divided
     count: int
     place: int
     group: Any
@@ -489,7 +483,7 @@ class Parts:
 
         Raises TrainerError if DeepSpeed has split the weight differently from the plan: its shard has another `shape`.
         """
-        dim = self._dim(name)
+        dim = self.dims.get(name)
         part = whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
         if part.shape != shape:
             raise TrainerError(f"{name} was not split as planned: {list(shape)} for {list(part.shape)}")
@@ -497,12 +491,9 @@ class Parts:
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Join the shards of all ranks on every rank. All ranks of the group call it."""
-        dim = self._dim(name)
+        dim = self.dims.get(name)
         if dim is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
-
-    def _dim(self, name: str) -> int | None:
-        return _DIVIDED.get(self.weights[name].split) if self.count > 1 else None

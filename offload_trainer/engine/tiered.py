@@ -6,6 +6,7 @@ The offloading itself is in `offloading/`; `plan/` decides the placement and the
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -30,7 +31,6 @@ from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.ranks.cuts import Cuts
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
@@ -51,6 +51,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 Say = Callable[[str], None]
 _SWITCH_SECONDS = 0.0005
+_RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been clipped or skipped
 
 
 class TieredEngine:
@@ -71,7 +72,6 @@ class TieredEngine:
         drives: Sequence[Path],
         load_weights: bool = True,
         say: Say = lambda line: None,
-        device: Device | None = None,
     ) -> None:
         """Build the model and allocate its state. All ranks call it.
 
@@ -80,9 +80,9 @@ class TieredEngine:
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         with ExitStack() as stack:
-            parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
+            parts = open_parts(work, placement, sizes, drives, stack=stack, say=say)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
-            self._watch = MispredictionWatch() if parts.sizes.ahead else None
+            self._overlaps_backward, self._surprises = parts.sizes.ahead, deque[bool](maxlen=_RECENT)
             self._node, self._together = parts.node, work.sequence
             each = work.sequence * work.pipeline
             self.rank, self.world = self._node.rank // each, self._node.world // each
@@ -118,8 +118,12 @@ class TieredEngine:
         self._updating = False  # the state is partly that of the next step
         self._decayed, self._plain = decay_groups(source.shape.weights)
 
+    @property
+    def _as_expected(self) -> bool:
+        """Return whether few steps are clipped or skipped, which wastes early updates and moves their bytes again."""
+        return sum(self._surprises) <= _AT_MOST
+
     def _piece(self, batch: Batch) -> Batch:
-        """Return this rank's piece of a batch that its group shares."""
         return batch.piece(self._node.rank % self._together, of=self._together)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ class TieredEngine:
         scale = self.offloaded.loss_scale.value
         rule, group = self.offloaded.store.format.rule, dict(self._optim) | {"lr": lr, **MUON_SETTINGS}
         rules = hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
-        if self._watch is not None and self._watch.rarely:
+        if self._overlaps_backward and self._as_expected:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         losses = self._accumulate(batches, scale=scale, clock=clock)
         update_progress = self.offloaded.update_progress
@@ -239,8 +243,7 @@ class TieredEngine:
             self.offloaded.step(rules, scale=factor / scale.value)
         self.offloaded.clear()
         self.offloaded.loss_scale = scale.after_step(finite=finite)
-        if self._watch is not None:
-            self._watch.decided(as_expected=factor == 1.0)
+        self._surprises.append(factor != 1.0)
         return norm if finite else None
 
     @torch.no_grad()
@@ -270,10 +273,7 @@ class TieredEngine:
         self.offloaded.load(directory)
 
     def commit(self, train: Mapping[str, int]) -> None:
-        """Record the training loop's state with the page files, after each step.
-
-        The record is written when the running update has ended.
-        """
+        """Record the training loop's state with the page files, after each step (`ManifestWriter.commit`)."""
         ours = self.offloaded
         assert ours.manifest is not None
         state = ours.scalars()
@@ -291,23 +291,15 @@ def open_parts(
     *,
     stack: ExitStack,
     say: Say,
-    device: Device | None = None,
 ) -> EngineParts:
     """Open the device, drives and kernels of a run; `stack` closes them.
 
-    Args:
-        work: the workload. Its ranks are those of this process's group.
-        placement: tiers of weights and optimizer state.
-        sizes: buffer sizes, and each tier's share of the state.
-        directories: private directories on drives, the same ones for all ranks of a node.
-        say: receives a sentence about the chosen kernel.
-        device: the device to use; by default the GPU if there is one, else the CPU.
-
-    Raises UserError if pages are on the GPU, and it has no update kernel.
+    `directories` are private directories on drives, the same ones for all ranks of a node. Raises UserError if pages
+    are on the GPU, and it has no update kernel.
     """
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
-    device = device or _device(units, placement, itemsize=dtype.itemsize)
+    device = _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"

@@ -94,34 +94,29 @@ class Activations:
 
     def attach(self, model: nn.Module) -> None:
         """Make the checkpointed blocks of `model` store their inputs here; call it after checkpointing is enabled."""
-        replace_checkpoints(model, self._keeping)
+        replace_checkpoints(model, self._checkpoint)
 
-    def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's `checkpoint` function with the block inputs that it saves stored here."""
-        if getattr(checkpoint, "kept_by", None) is self:
-            return checkpoint
+    def _checkpoint(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **words: Any
+    ) -> Any:
+        """Call torch's `checkpoint` function, and store the block inputs that it saves here."""
+        if not torch.is_grad_enabled():
+            return checkpoint(function, *args, **words)
+        # Masks and positions need no gradient; all blocks share them, so they stay on the device.
+        wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
 
-        def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **words)
-            # Masks and positions need no gradient; all blocks share them, so they stay on the device.
-            wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
+        def pack(tensor: torch.Tensor) -> Any:
+            if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
+                return self.pack_input(tensor)
+            return self._references.pack(tensor)
 
-            def pack(tensor: torch.Tensor) -> Any:
-                if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
-                    return self.pack_input(tensor)
-                return self._references.pack(tensor)
-
-            if not self._in_forward:
-                raise UserError(
-                    "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
-                    "whole forwards keep: call the model"
-                )
-            with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
-                return checkpoint(function, *args, **words)
-
-        keeping.kept_by = self  # type: ignore[attr-defined]
-        return keeping
+        if not self._in_forward:
+            raise UserError(
+                "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
+                "whole forwards keep: call the model"
+            )
+        with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
+            return checkpoint(function, *args, **words)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -206,7 +201,6 @@ class Activations:
         return values, arrival
 
     def _read(self, kept: _SavedInput, buffer: _Buffer) -> None:
-        """Fill the buffer from the drive as soon as it is free."""
         place = self._place(kept, buffer)
         before = together([buffer.free, kept.written])
         buffer.number, buffer.readers = kept.number, []

@@ -16,9 +16,9 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.store import PageCopies, PageStore, PageTable, UnitStore
+from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -27,7 +27,7 @@ from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
+from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.storage.transfer import DriveFile, Transfers
 
 
@@ -88,35 +88,15 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     `order` lists the trainable weights in the order in which their norms are summed. If the CPU's kernel is compiled,
     gradients are added and page checksums computed by compiled code, too.
     """
-    device, drives, kernel, copies = parts.device, parts.drives, parts.kernels[0], parts.sizes.places
-    units, homes, node = parts.units, parts.homes, parts.node
-    table = PageTable(homes.pages, parts.format)
-    state = PageStore(
-        table,
-        files=drives.files("state", [copies * size for size in table.sizes], table.homes),
-        transfers=drives.transfers,
-        device=device,
-        node=node,
-        copies=PageCopies(table, count=copies, node=node, compute=kernel.checksum),
-    )
+    homes, node, state = parts.homes, parts.node, PageStore(parts)
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
             memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
             if memory is not None:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
-    sizes = [unit.stored_bytes(parts.dtype.itemsize) for unit in units]
-    outside = UnitStore(
-        [0 if home == DEVICE else size for size, home in zip(sizes, homes.weights, strict=True)],
-        [RAM if home == DEVICE else home for home in homes.weights],
-        dtype=parts.dtype,
-        files=drives.files("weights", sizes, homes.weights),
-        transfers=drives.transfers,
-        pinned=device.is_cuda,
-        node=node,
-    )
-    fetches = WeightFetches(outside, node=Node() if parts.pipeline else node, gpus=device.is_cuda)
-    weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
+    weights = PlacedWeights(parts)
+    fetches = WeightFetches(weights.store, node=Node() if parts.pipeline else node, gpus=parts.device.is_cuda)
     gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
 
@@ -135,16 +115,12 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
-    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
-
-    Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
-    ranks, and raises TrainerError if one of them does not come: see `Node.exchange`.
-    """
+    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it."""
     homes, node, device = parts.homes, parts.node, parts.device
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:
         return UpdateProgress(pages)
-    connections, barrier = SideGroup(across=node.counterpart_groups), node.exchange()
+    connections, barrier = node.side_connections(), node.exchange()
 
     def agree(unit: int) -> None:
         barrier(unit)

@@ -2,17 +2,15 @@
 
 Edit this module when a new torch version renames one of them.
 
-torch's activation checkpointing has its own saved-tensor hooks, which would save a recomputed block's weights as plain
-views until its backward ends. Weights that are fetched and evicted are saved as references (unit, offset) instead,
-already in the forward, without passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an
-operation in any order. So the block is recomputed before the first weight is returned; otherwise the recomputation
-would fetch other weights into the same buffer.
+Checkpointed blocks save weights that are fetched and evicted as references (unit, offset) here.
+docs/design_streaming.md says why a block is recomputed before its first weight is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,27 +105,27 @@ class WeightReferences(Protocol):
         """Return the weight of a reference, on the device."""
 
 
-def replace_checkpoints(model: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that each of `model`'s checkpointed blocks calls to checkpoint its layers."""
+def replace_checkpoints(model: nn.Module, replaced: Callable[..., Any]) -> None:
+    """Make `model`'s checkpointed blocks call `replaced`, with the function that they call now, to checkpoint layers.
+
+    Blocks that call it already are left as they are.
+    """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None:
-            setattr(module, "_gradient_checkpointing_func", replaced(checkpoint))  # noqa: B010
+        if checkpoint is not None and getattr(checkpoint, "func", None) != replaced:
+            setattr(module, "_gradient_checkpointing_func", partial(replaced, checkpoint))  # noqa: B010
 
 
 def keep_weights(model: nn.Module, references: WeightReferences) -> None:
     """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
 
-    def without_weights(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-            def inside(*given: Any, **named: Any) -> Any:
-                saved = BlockSavedTensors(references)
-                with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-                    return function(*given, **named)
+    def without_weights(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+        def inside(*given: Any, **named: Any) -> Any:
+            saved = BlockSavedTensors(references)
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                return function(*given, **named)
 
-            return checkpoint(inside, *args, **words)
-
-        return without
+        return checkpoint(inside, *args, **words)
 
     replace_checkpoints(model, without_weights)
 
@@ -156,8 +154,7 @@ class BlockSavedTensors:
                 self._recomputed_in = backward
                 self._others[1](self._first)  # torch recomputes the block
             return self._references.unpack(saved)
-        found: torch.Tensor = self._others[1](saved) if self._others else saved
-        return found
+        return self._others[1](saved) if self._others else saved
 
 
 def recompute_views(references: WeightReferences) -> None:

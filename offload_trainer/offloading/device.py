@@ -18,31 +18,34 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
+from offload_trainer.storage.transfer import Future, Workers, done, followed
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # from the first tensor of each pair to the second
 Mark = torch.cuda.Event | None  # an event after what was queued on the device by then; on a CPU None
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
 _When = Callable[[Callable[[], object]], Future]  # runs a function later; the future ends with it, or with an error
 
 
-@runtime_checkable
-class QueuedFill(Protocol):
+@dataclass(frozen=True)
+class QueuedFill:
     """A `Read` that a GPU may also queue on a separate stream: an all-gather between the devices of several ranks."""
 
-    def at_turn(self, work: Callable[[], object]) -> Future:
-        """Run `work` once, on a thread, when it is this rank's turn to `fill`; return a future that ends with it."""
+    at_turn: _When  # runs a function once, on a thread, when it is this rank's turn to `fill`
+    fill: Callable[[torch.Tensor, Copy], None]  # fills memory of the device, or queues that
 
-    def fill(self, into: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-        """Queue filling `into` (on the device); `copy` queues a copy from host memory to the device."""
+    def __call__(self, into: torch.Tensor) -> Future:
+        return self.at_turn(lambda: self.fill(into, copy_alone))
 
 
 class DeviceCopy(Protocol):
@@ -109,14 +112,6 @@ class CpuDevice:
         self._copies.close()
 
 
-class _Staging:
-    """A pinned host buffer between a drive and the device."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer = host_buffer(size, pinned=True)
-        self.last: _CudaArrival | None = None  # the buffer's last copy to the device
-
-
 class CudaDevice:
     """A CUDA device, with the methods of `CpuDevice`: one stream for copies to it, and one for copies to the host.
 
@@ -135,11 +130,14 @@ class CudaDevice:
         self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
-        self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
+        # Pinned buffers, each with its last copy to the device; the least recently used is first.
+        self._stagings = deque[tuple[torch.Tensor, _CudaArrival | None]](
+            (host_buffer(staging_bytes, pinned=True), None) for _ in range(stagings if staging_bytes else 0)
+        )
         self._lock = threading.Lock()
         # One thread waits for the events of one stream, which are reached in order.
-        self._uploaded, self._downloaded, self._kept, self._returned, self._passed, self._stager = map(
-            self._worker, ("uploaded", "downloaded", "kept", "returned", "passed", "staging")
+        self._uploaded, self._downloaded, self._kept, self._returned, self._passed = map(
+            self._worker, ("uploaded", "downloaded", "kept", "returned", "passed")
         )
 
     def _worker(self, name: str) -> Workers:
@@ -165,21 +163,14 @@ class CudaDevice:
             queue = partial(self._queue, self._to_device, lambda: source.fill(into, copy), after=after)
             return _CudaArrival(queue, self.place, when=source.at_turn)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
-            staging = self._stagings.pop(0)  # the least recently used buffer is first
-            self._stagings.append(staging)
-            part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
-            before, read = staging.last, Future()
-            arrival = staging.last = self._arrive(self._to_device, part, into, after=after, ready=read)
-
-        def fill() -> Future:
-            if before is not None:
-                before.finish()  # the read must not overwrite bytes that are still being copied
-            return source(part)
-
-        if before is None or before.over:
-            ending(read, fill)()
-        else:
-            self._stager.put(ending(read, fill))
+            staging, last = self._stagings.popleft()
+            part, read = staging[: into.nbytes].view(into.dtype), Future()
+            arrival = self._arrive(self._to_device, part, into, after=after, ready=read)
+            self._stagings.append((staging, arrival))
+        free = done()
+        if last is not None and not last.over:  # the read must not overwrite bytes that are still being copied
+            free = followed(last.queued, partial(self._uploaded.submit, last.finish))
+        followed(free, lambda: source(part)).then(read.finish_part)
         return arrival
 
     def _arrive(
@@ -239,7 +230,7 @@ class CudaDevice:
         return self._passed.submit(self.mark().synchronize)
 
     def close(self) -> None:
-        for workers in (self._stager, self._uploaded, self._downloaded, self._kept, self._returned, self._passed):
+        for workers in (self._uploaded, self._downloaded, self._kept, self._returned, self._passed):
             workers.close()
         self._stagings.clear()  # pinned memory is released with its last view
 

@@ -30,7 +30,6 @@ from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.loss_scale import CONSTANT
-from offload_trainer.optim.norms import global_norm
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
@@ -56,12 +55,9 @@ class OffloadedModel:
     ) -> None:
         """Allocate weights, gradients and state as they are placed, and register the hooks.
 
-        Args:
-            module: the model.
-            parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
-                replaced and their values are lost; `put` sets the values.
-            parts: the placement, the device, the drives and the kernels. The caller closes them after this object.
-            seed: seed of the stochastic rounding of masters and moments that are not fp32.
+        `parameters` are those of `module` by weight name, one for each use of a tied weight. Their memory is replaced
+        and their values are lost; `put` sets the values. The caller closes `parts` after this object. `seed` is that of
+        the stochastic rounding of masters and moments that are not fp32.
         """
         self.node, self.units, self.parameters = parts.node, parts.units, parameters
         self._module, self._device, self._drives, self._seed = module, parts.device, parts.drives, seed
@@ -190,10 +186,7 @@ class OffloadedModel:
     # -- reading and changing gradients between the backward and the step ---------------------------------------------
 
     def gradient(self, name: str) -> LazyWeight | None:
-        """Return a lazy tensor for a weight's gradient sum, or None without a gradient.
-
-        Each operation reads the sum, and an in-place operation writes it back.
-        """
+        """Return a lazy tensor (`LazyWeight`) for a weight's gradient sum, or None without a gradient."""
         if name not in self.gradients.arrived:
             return None
         like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
@@ -246,9 +239,12 @@ class OffloadedModel:
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole master, in fp32. Call `store.flush` after the last one."""
+        """Return a CPU copy of one whole master, in fp32. With several nodes all ranks call it. Then `store.flush`."""
         self.synchronize()  # the update may write a weight before its master
-        return self.state.master(name)
+        unit, place = self.places[name]
+        values = self.store.get(unit.index, place.start, place.weight.numel)
+        self.weights.complete(values, unit, place)
+        return values.view(place.weight.shape)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -330,13 +326,11 @@ class OffloadedModel:
 
     def norm(self) -> float:
         """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
-        return global_norm(self.norms())
+        norms = [*self.norms().values()]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
-        """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).
-
-        Weights without a gradient are absent.
-        """
+        """Return the norm of the gradient sum of each weight that has one, in the model's order (fp32, 0-dim, CPU)."""
         sums = self.gradients if order == 2.0 else self._unsharded()
         sums.finish()
         return sums.norms() if order == 2.0 else self._unsharded().norms(order)

@@ -54,8 +54,7 @@ def _log_softmax(rows: torch.Tensor) -> torch.Tensor:
 def _gradient(rows: torch.Tensor, column: torch.Tensor, of_row: torch.Tensor) -> torch.Tensor:
     computed = _log_softmax(rows)
     of_computed = torch.zeros_like(computed).scatter_(1, column, of_row)
-    found: torch.Tensor = torch.ops.aten._log_softmax_backward_data(of_computed, computed, 1, torch.float32)
-    return found
+    return torch.ops.aten._log_softmax_backward_data(of_computed, computed, 1, torch.float32)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, pieces: int = LOSS_PIECES) -> torch.Tensor:
@@ -69,5 +68,4 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, pieces: int = 
         targets: int64 [tokens]; -100 marks those that do not count.
         pieces: number of pieces of the tokens, of which one at a time is in fp32.
     """
-    loss: torch.Tensor = _SummedCrossEntropy.apply(logits, targets, pieces)
-    return loss
+    return _SummedCrossEntropy.apply(logits, targets, pieces)

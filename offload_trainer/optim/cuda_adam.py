@@ -136,13 +136,9 @@ class CudaKernel:
     adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
     def __init__(self, place: torch.device, *, rows: int = 4) -> None:
-        """Prepare for pages on `place`.
+        """Prepare for pages on the GPU `place`; the CPU for Triton's interpreter. Raises TrainerError without Triton.
 
-        Args:
-            place: the GPU; the CPU for Triton's interpreter.
-            rows: blocks of 256 elements for each of Triton's programs, a power of two.
-
-        Raises TrainerError without Triton.
+        `rows`: blocks of 256 elements for each of Triton's programs, a power of two.
         """
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))

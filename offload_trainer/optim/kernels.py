@@ -11,11 +11,12 @@ import torch
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, PageUpdate, ParamRange, TorchKernel
 from offload_trainer.optim.kernel_cache import prebuilt
-from offload_trainer.optim.moments import Noise, empty_fields, stored_field
+from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
+from offload_trainer.storage.tensorfile import DTYPES
 
 CpuKernel = TorchKernel | NativeKernel
 
@@ -174,7 +175,7 @@ def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], t
     for numbers in (grad, average):
         numbers[torch.rand(n, generator=random) < 0.01] = 0.0
         numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
-    fields = empty_fields(format, n)
+    fields = {name: torch.empty(field.entries(n), dtype=DTYPES[field.dtype]) for name, field in format.fields.items()}
     fields["master"].copy_(master)
     for moment in MOMENTS.values():
         stored_field(moment, fields).write(average if moment.signed else square.square())

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import Kind, StateFormat, scales_of
-from offload_trainer.storage.tensorfile import DTYPES
+from offload_trainer.plan.tiered.state_formats import Kind, scales_of
 
 _PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
 _INFINITY = 0x7F800000  # the bits of fp32 infinity; the magnitude of a NaN is larger
@@ -149,11 +148,6 @@ def stored_field(kind: Kind, fields: Mapping[str, torch.Tensor], here: slice | N
         values = values[here]
         scales = None if scales is None else scales[here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]
     return StoredField(kind, values, scales)
-
-
-def empty_fields(format: StateFormat, n: int) -> dict[str, torch.Tensor]:
-    """Return uninitialised fields for a page of `n` elements."""
-    return {name: torch.empty(field.entries(n), dtype=DTYPES[field.dtype]) for name, field in format.fields.items()}
 
 
 # -- tables of the 8-bit format --------------------------------------------------------------------------------------

@@ -5,19 +5,16 @@
 The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape is that of Liu et al. 2025,
 Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. `TorchMuon`
 computes each fused pair in double precision and rounds it to fp32, which is the same on every device.
-
-The updater decides once where the matrices are orthogonalised: on the GPU if there is one, even for pages that the CPU
-updates. Each matrix then moves there and back with 16 bits an element, which is a hundredth of what the CPU's products
-take.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -66,26 +63,16 @@ class Products:
         """Return the Frobenius norm, bf16 and 0-dim."""
         return self._threads.submit(matrix.norm).result() if self._threads else matrix.norm()
 
-    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return left @ right."""
-        right = right.to(self._dtype)
-        return self._by_blocks(left, right, lambda rows: torch.mm(left[rows].to(self._dtype), right))
-
-    def addmm(
-        self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float
+    def mm(
+        self, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor | None = None, **factors: Any
     ) -> torch.Tensor:
-        """Return beta * added + alpha * (left @ right)."""
+        """Return left @ right, or beta * added + alpha * (left @ right) with these `factors`."""
         right = right.to(self._dtype)
 
         def block(rows: slice) -> torch.Tensor:
-            given = (added[rows].to(self._dtype), left[rows].to(self._dtype))
-            return torch.addmm(*given, right, beta=beta, alpha=alpha)
+            some = left[rows].to(self._dtype)
+            return some @ right if added is None else torch.addmm(added[rows].to(self._dtype), some, right, **factors)
 
-        return self._by_blocks(left, right, block)
-
-    def _by_blocks(
-        self, left: torch.Tensor, right: torch.Tensor, block: Callable[[slice], torch.Tensor]
-    ) -> torch.Tensor:
         if self._threads is None:
             return block(slice(None))
         rows, out = left.shape[0], left.new_empty(left.shape[0], right.shape[1])
@@ -135,8 +122,8 @@ def orthogonalised(direction: torch.Tensor, products: Products) -> torch.Tensor:
     matrix.div_(products.norm(matrix).clamp(min=_EPS))
     for _ in range(ITERATIONS):
         gram = products.mm(matrix, matrix.T)
-        gram = products.addmm(gram, gram, gram, beta=_B, alpha=_C)
-        matrix = products.addmm(matrix, gram, matrix, beta=_A, alpha=1.0)
+        gram = products.mm(gram, gram, gram, beta=_B, alpha=_C)
+        matrix = products.mm(gram, matrix, matrix, beta=_A, alpha=1.0)
     return matrix.T if tall else matrix
 
 

@@ -1,4 +1,4 @@
-"""Norms of gradients and of their sums, the total of all weights, and the factor that clips it.
+"""Norms of gradients and of their sums, and the factor that clips their total.
 
     one gradient                  norm_of(g), on the device that computed it: wherever it then goes, the bits are these
     a sum over micro-batches      norm_of(sum) if a CPU trains; norm_of(sum, ordered=True) if a GPU trains
@@ -11,7 +11,6 @@ in host memory a kernel returns one partial result a piece while it adds a gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,20 +95,14 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
     On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
     with an error of 1 % at 9e7 elements.
 
-    `ordered` norms have the same bits on every device. The squares of each chunk of 2^20 elements are summed by
-    halving: element i + half is added to element i, until one is left. The chunks' sums are added in the same way.
-    Each step is one fp32 operation per element, rounded once, which every device computes identically, as it does
-    `square_root`. Padding with zeros changes nothing.
+    `ordered` norms have the same bits on every device: the squares of each chunk of 2^20 elements, and then the chunks'
+    sums, are added by halving. Each step is one fp32 operation per element, rounded once, which every device computes
+    identically, as it does `square_root`. Padding with zeros changes nothing.
     """
     if not ordered and flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
     pieces = Pieces.of(flat.numel(), ordered=ordered)
     return pieces.norm(pieces.measure(flat.contiguous()))
-
-
-def global_norm(norms: Mapping[str, torch.Tensor]) -> float:
-    """Return the norm of all gradients from each weight's, in the model's order; infinite or NaN if any element is."""
-    return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
 
 def clip_factor(norm: float, *, limit: float) -> float:

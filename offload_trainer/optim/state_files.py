@@ -75,30 +75,11 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file of the state: its tensor entries, and a function that returns a whole tensor by name.
-
-    The function may be a collective that all ranks must call.
-    """
+    """One file of the state: its tensor entries, and a function that returns a whole tensor by name."""
 
     name: str
     entries: Sequence[TensorEntry]
     read: Callable[[str], torch.Tensor]
-
-
-def state_files(
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[..., torch.Tensor],
-    *,
-    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    read_fixed: Callable[[str], torch.Tensor],
-) -> list[StateFile]:
-    """Return the files of an fp32 state.
-
-    `read(name, kind)` returns a master or moment, `read_fixed(name)` a frozen weight.
-    """
-    entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
-    files = [StateFile(kind, entries, partial(read, kind=kind)) for kind in KINDS]
-    return files + fixed_file(fixed, read_fixed)
 
 
 def fixed_file(
@@ -145,15 +126,20 @@ def write_engine_state(directory: Path, state: EngineState) -> None:
 
 @dataclass(frozen=True)
 class BlockingSnapshot:
-    """A snapshot that reads the engine's tensors, so it must be written before training continues."""
+    """A snapshot of an fp32 state that reads tensors as they are, so it must be written before training continues."""
 
     state: EngineState
-    files: Sequence[StateFile]
-    writes: bool  # this rank writes the files
+    shapes: Mapping[str, tuple[int, ...]]  # of the trainable weights
+    read: Callable[..., torch.Tensor]  # (name, kind) -> a master or moment
+    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # the frozen weights
+    read_fixed: Callable[[str], torch.Tensor]
+    writes: bool = True  # this rank writes the files
     concurrent: bool = False
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
-        written = write_files(directory, self.files, writes=self.writes)
+        entries = [TensorEntry(name, torch.float32, shape) for name, shape in self.shapes.items()]
+        files = [StateFile(kind, entries, partial(self.read, kind=kind)) for kind in KINDS]
+        written = write_files(directory, files + fixed_file(self.fixed, self.read_fixed), writes=self.writes)
         if self.writes:
             write_engine_state(directory, self.state)
         return written

@@ -57,9 +57,8 @@ class ScratchDirectory:
         """Create, lock and mark the directory; `say` is called with a note if it cannot be removed later.
 
         It gets its name once it is marked, so that nobody takes it for an abandoned one. Raises OSError, also if the
-        name is taken, unless by an empty directory.
-
-        `take_over` takes the directory of a process that has died, including its content, and raises as `remove_dead`.
+        name is taken, unless by an empty directory. `take_over` takes the directory of a process that has died,
+        including its content, and raises as `remove_dead`.
         """
         self.path, self._what, self._say, self.locked, self._lock = path, what, say, True, -1
         if take_over:

@@ -105,7 +105,7 @@ class PlacedWriter:
         header, _, size = _laid_out(entries)
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
             try:
-                _write_all(file.fileno(), memoryview(header), 0)
+                write_all(file.fileno(), memoryview(header), 0)
                 os.ftruncate(file.fileno(), size)
                 os.fsync(file.fileno())
             except OSError as error:
@@ -121,7 +121,7 @@ class PlacedWriter:
             return
         data, offset = stretch.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize
         try:
-            _write_all(self._file.fileno(), data, offset)
+            write_all(self._file.fileno(), data, offset)
             self._written += len(data)
             if self._written - self._passed >= _PASSING:  # in the page cache it would evict data that is needed again
                 os.fdatasync(self._file.fileno())
@@ -171,7 +171,8 @@ def _laid_out(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], in
     return len(text).to_bytes(8, "little") + text, {name: first + at for name, at in starts.items()}, first + offset
 
 
-def _write_all(file: int, data: memoryview, offset: int) -> None:
+def write_all(file: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to a file at `offset`."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done
@@ -312,9 +313,6 @@ def describe_invalid_values(values: torch.Tensor, *, signed: bool = True) -> str
 
     `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square
     root or scales by them. The check is one pass at reading speed that allocates nothing: `aminmax` propagates NaN.
-
-    A checkpoint with a NaN would in time replace the older checkpoints without one, and a model exported with a NaN
-    outputs only NaN.
     """
     if not values.numel() or not values.is_floating_point():
         return None

@@ -7,11 +7,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from counted_once import cached_counts
@@ -19,6 +20,7 @@ from plain_engine import PlainEngine
 
 from offload_trainer import ranks
 from offload_trainer.data.rows import Batch
+from offload_trainer.engine import tiered
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
@@ -87,12 +89,14 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
 
 
 @contextmanager
-def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float = 0.0, **extra: Any) -> Iterator[Any]:
+def engine(
+    model: Path, *words: str, drives: Sequence[Path] = (), shadows: float = 0.0, device: Any = None, **extra: Any
+) -> Iterator[Any]:
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
     With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
-    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. The engine
-    has its `plan`, and as `candidate` what the planner counts for it.
+    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. `device` is
+    used in place of this machine's. The engine has its `plan`, and as `candidate` what the planner counts for it.
     """
     for drive in drives:
         drive.mkdir(exist_ok=True)
@@ -118,15 +122,16 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     sizes = replace(plan.sizes, shadow_fraction=shadows)
     leases = ExitStack()
     places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
-    made = TieredEngine(
-        source,
-        plan.work,
-        config.optim,
-        placement=plan.placement,
-        sizes=sizes,
-        drives=ranks.all_gather_json(places, list[Path])[first],
-        **extra,
-    )
+    with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():
+        made = TieredEngine(
+            source,
+            plan.work,
+            config.optim,
+            placement=plan.placement,
+            sizes=sizes,
+            drives=ranks.all_gather_json(places, list[Path])[first],
+            **extra,
+        )
     # What tests compare its bytes with.
     vars(made)["plan"] = plan
     vars(made)["candidate"] = TieredCandidate(plan.work, machine, plan.placement, sizes, layouts_of(plan.work))

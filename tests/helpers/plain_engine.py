@@ -28,7 +28,6 @@ from offload_trainer.optim.state_files import (
     EngineState,
     read_engine_state,
     read_tensors,
-    state_files,
 )
 from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
@@ -156,8 +155,7 @@ class PlainEngine:
         )
         fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        files = state_files(shapes, self._read, fixed=fixed, read_fixed=lambda name: self._weights[name].detach())
-        return BlockingSnapshot(state, files, writes=True)
+        return BlockingSnapshot(state, shapes, self._read, fixed, lambda name: self._weights[name].detach())
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
         master = self._masters[name]

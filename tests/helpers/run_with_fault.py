@@ -58,9 +58,9 @@ def of_file(name: str) -> Callable[..., bool]:
     return lambda _, descriptor, *__: os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{name}")
 
 
-def of_a_step(_: int, descriptor: int, data: bytes, *__: Any) -> bool:
+def of_a_step(_: int, descriptor: int, data: memoryview, *__: Any) -> bool:
     """Return True for a record of a step, not for the first one, which is written before any step."""
-    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("/record") and b'"newest": ""' not in data
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("/record") and b'"newest": ""' not in bytes(data)
 
 
 def second_page_of_step_4(_: int, writer: Any, *__: Any) -> bool:

@@ -10,13 +10,14 @@ from engine_bench import model_directory
 from placements import Build, gpt2, record_kept
 from seen_calls import run_before
 
-from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.offloading.update.updater import Updater
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start every step speculatively, however often steps are clipped."""
-    monkeypatch.setattr(MispredictionWatch, "rarely", True)
+    monkeypatch.setattr(TieredEngine, "_as_expected", True)
 
 
 @pytest.fixture

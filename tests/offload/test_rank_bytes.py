@@ -20,7 +20,7 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.ranks import collective_fetch
+from offload_trainer.offloading import device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
@@ -86,6 +86,9 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
             return {"weights_out": values.nbytes * (len(node.nodes) - 1)}
         return {"weights_in": values.nbytes}
 
+    def copied(values: torch.Tensor, into: torch.Tensor) -> dict[str, int]:
+        return {} if on_thread("copy") else {"from_ram": values.nbytes}  # a rank that gathers nothing has that thread
+
     def gathered(values: torch.Tensor, _: int, *, group: ranks.Group) -> dict[str, int]:
         each = len(group.members)  # sums of norms are gathered too, on the training thread
         return {"from_others": values.nbytes // each * (each - 1)} if on_thread("fetches") else {}
@@ -99,7 +102,7 @@ def count_exchanges(cases: Sequence[Case]) -> list[Result]:
         (Node, "barrier", lambda _: {"barriers": 1}),
         (ranks, "exchange_numbers", lambda *_, **__: {"gathers": int(on_thread("update_progress"))}),
         (ranks, "all_gather_parts", gathered),
-        (collective_fetch, "copy_alone", lambda values, into: {"from_ram": values.nbytes}),
+        (device, "copy_alone", copied),
     ):
         count_calls(owner, name, counted)
     return train_cases(cases)

@@ -22,12 +22,13 @@ from engine_bench import ON_GPU, REFERENCE, assert_same, batches, digest, engine
 from placements import ALL_ON_DRIVES, AWAY, BEHIND, CLIP, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 from seen_calls import calls_of, run_before
 
+from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.offloading.update.updater import MispredictionWatch, Updater
+from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim import loss_scale
 from offload_trainer.storage.transfer import Future
@@ -99,7 +100,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     monkeypatch.setattr(loss_scale, "WINDOW", 3)
     if late:
         begun = iter([True, True, True, False, True, True])
-        monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(begun)))
+        monkeypatch.setattr(TieredEngine, "_as_expected", property(lambda _: next(begun)))
     found = []
     for how in (IN_LINE, schedule):
         delayed = late and how != IN_LINE and not ON_GPU  # a GPU has its own transfers

@@ -196,10 +196,10 @@ def test_a_unit_is_ready_once_all_ranks_have_updated_it() -> None:
         one.close()
 
 
-def test_ranks_agree_on_a_unit_before_its_weights_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_a_unit_before_its_weights_are_sent() -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(allocation, "SideGroup", lambda **_: None)
-    node = SimpleNamespace(world=2, rank=0, nodes=[range(2)], counterpart_groups=[], exchange=lambda: seen.append)
+    ways = {"side_connections": lambda: None, "exchange": lambda: seen.append}
+    node = SimpleNamespace(world=2, rank=0, nodes=[range(2)], **ways)
     homes = SimpleNamespace(pages=[Page(0, 0, 8, RAM)], of_rank=lambda *_: True)
     parts: Any = SimpleNamespace(homes=homes, node=node, device=CpuDevice(), units=[None])
     weights: Any = SimpleNamespace(broadcast_unit=lambda *_, **__: seen.append("weights"))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from late_transfers import FailingWrites
 from placements import ALL_ON_DRIVES, AWAY, FIRST, FULL, HOMES, IN_LINE, Build, plant, skip_last_block
 from seen_calls import calls_of, run_before
 
+from offload_trainer.engine import tiered
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.update.updater import MispredictionWatch, StepParams, Updater, ranges_of
+from offload_trainer.offloading.update.updater import StepParams, Updater, ranges_of
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -175,10 +178,10 @@ def test_the_plan_counts_what_is_allocated(share: float, build: Build) -> None:
 
 
 def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() -> None:
-    watch, found = MispredictionWatch(), []
+    engine, found = SimpleNamespace(_surprises=deque[bool](maxlen=tiered._RECENT)), []
     for as_expected in [True, False, False, True, False, *[True] * 8]:
-        watch.decided(as_expected=as_expected)
-        found.append(watch.rarely)
+        engine._surprises.append(not as_expected)
+        found.append(tiered.TieredEngine._as_expected.fget(engine))
     assert found == [True] * 4 + [False] * 5 + [True] * 4
 
 

@@ -17,12 +17,12 @@ from placements import BEHIND, FULL, HOMES, Build, plant, skip_last_block, until
 from placements import FIRST as HOLD
 from seen_calls import calls_of, run_before
 
+from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.manifest import ManifestWriter, read_store
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
-from offload_trainer.offloading.update.updater import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.spec import Route
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, together
@@ -176,7 +176,7 @@ def test_a_page_waits_for_its_own_units_event(home: str, build: Build, monkeypat
         made = calls_of(monkeypatch.setattr, PagePipeline, "offer", lambda _, step, unit, mark, error: (unit, mark))
         run_before(monkeypatch.setattr, Gradients, "read", look)
         run_before(monkeypatch.setattr, PlacedWeights, "commit", look)
-        train(ours, batches(3))
+        train(ours, batches(3), before=lambda _: ours.synchronize())
     assert found
     assert all(found)
 
@@ -340,9 +340,9 @@ def test_a_page_that_is_expected_without_a_turn_is_updated_once(build: Build, mo
 def test_steps_that_are_not_announced_offer_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose steps are clipped stops announcing them; it must not collect their units for ever."""
     with build("nothing in RAM", CLIPPED, FULL) as ours:
-        monkeypatch.setattr(MispredictionWatch, "rarely", True)
+        monkeypatch.setattr(TieredEngine, "_as_expected", True)
         train(ours, batches(1))
-        monkeypatch.setattr(MispredictionWatch, "rarely", False)
+        monkeypatch.setattr(TieredEngine, "_as_expected", False)
         train(ours, batches(1))
         ours.synchronize()
         moving = ours.offloaded.updater.pipeline

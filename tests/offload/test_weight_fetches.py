@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from forked_ranks import count_calls, counts, in_ranks, start_ranks
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading import device
+from offload_trainer.offloading.device import QueuedFill
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks import collective_fetch
-from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turns, WeightFetches
+from offload_trainer.offloading.ranks.collective_fetch import Turns, WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.storage.host_memory import host_buffer
@@ -48,7 +50,7 @@ def fetch(kind: str, folder: Path, programs: Sequence[Sequence[int]], fails: boo
     if fails and node.rank == 1:
         break_transfers()
     count_calls(Transfers, "read", lambda _, file, offset, buffer: {"reads": buffer.numel()})
-    count_calls(collective_fetch, "copy_alone", lambda values, into: {"gathers": values.numel()})
+    count_calls(device, "copy_alone", lambda values, into: {"gathers": values.numel()})
     fetches = WeightFetches(store_of(kind, folder / f"{node.rank}", node=node), node=node, gpus=False)
     ranks.wait_for_all()  # all have filled the memory
     counts.clear()
@@ -125,7 +127,7 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
         raise TrainerError("the others are gone")
 
     node: Any = Node()
-    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: None)  # nobody gets as far as using it
+    monkeypatch.setattr(ranks, "group_of", lambda *_, **__: object())  # nobody gets as far as using it
     store = store_of(kind, tmp_path / "weights", node=node)
     node.world, node.by_parts, node.exchange = 2, kind == "gathers", lambda: never
     fetches = WeightFetches(store, node=node, gpus=False)
@@ -142,12 +144,13 @@ def test_closing_does_not_wait_for_other_ranks(kind: str, tmp_path: Path, monkey
     fetches.close()
 
 
-def test_a_gather_waits_for_its_buffer() -> None:
+def test_a_gather_waits_for_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
-    turns, node = Turns(lambda mine: [mine, mine]), SimpleNamespace(rank=1, local_ranks=range(2))
+    monkeypatch.setattr(ranks, "all_gather_parts", lambda values, number, group: joined.append(number))
+    turns, second = Turns(lambda mine: [mine, mine]), SimpleNamespace(_here=2, _number=1, _between=None)
     turn, unit = turns.announce(0), torch.arange(2.0 * ALIGN)
-    wanted = PendingGather(turn, unit, node=node, join=lambda values, number: joined.append(number))  # type: ignore[arg-type]
+    wanted = QueuedFill(turn.run, partial(WeightFetches._gather, second, turn, unit))  # type: ignore[arg-type]
     turns.barrier()
     assert turn.together
     assert not joined

@@ -57,7 +57,7 @@ def test_a_slot_never_shares_a_block_with_the_other(tmp_path: Path, monkeypatch:
     places: list[tuple[int, int]] = []
     pwrite = os.pwrite
 
-    def seen(descriptor: int, data: bytes, at: int) -> int:
+    def seen(descriptor: int, data: memoryview, at: int) -> int:
         places.append((at // 4096, (at + len(data) - 1) // 4096))
         return pwrite(descriptor, data, at)
 

@@ -13,7 +13,7 @@
                      100 us. Autograd's thread waits only if too many bytes are in flight, for the oldest copy
 
 Norms are measured as the last micro-batch's gradients arrive, with the same bits for every placement and order of
-arrival; `norms` gives them in the model's order, and optim/norms.py makes the total of them.
+arrival; `norms` gives them in the model's order, in which offloading/model.py combines them.
 """
 
 from __future__ import annotations

@@ -4,24 +4,15 @@
     record       in the first directory only: the step, the valid copy and checksums of each page, and the engine's and
                  the training loop's state at that step
 
-Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). A killed
-process loses no completed write, because the kernel still has it, so its files always contain one whole step. An update
-writes the copies that are not valid, and then a record that names the new ones:
+Only a run whose whole state is on drives, in two copies of each page, has a manifest (`run/resume.py`). Its files
+always contain one whole step. A killed process loses no completed write, because the kernel still has it. Against a
+power cut, pages are synced before the record that names them is written, and the record is synced before the next
+update overwrites the old copies. `read_store` reads the masters of a dead run.
 
-    pages written ── synced ───────────────────┐
-    `commit` (step counts, training position) ─┴── record ── synced ── the next update may write
-
-The same holds after a power cut: pages are durable before the record that names them, and the record is durable before
-the old copies are overwritten. `read_store` reads the masters of a dead run.
-
-The record has two slots of which each write uses the other, so that it survives a kill or a power cut at any moment:
-
-    slot 0   number, bytes, CRC-32, content ...      the valid slot with the larger number is the current record
-    slot 1   the same                                the next write goes to the other slot
-
-The file has a fixed size and its blocks are allocated when it is created. Writing a slot and `fdatasync` therefore
-change nothing else on the disk; replacing a file by renaming would cost two filesystem journal entries each time. A
-slot torn by a kill or a power cut fails its CRC-32, and the reader falls back to the previous record in the other slot.
+The record has two slots that are written in turn, each with a number and a CRC-32. A slot torn by a kill or a power cut
+fails its CRC-32, and the other slot has the previous record. The file has a fixed size and its blocks are allocated
+when it is created. Writing a slot and `fdatasync` therefore change nothing else on the disk; replacing a file by
+renaming would cost two filesystem journal entries each time.
 """
 
 from __future__ import annotations
@@ -51,7 +42,7 @@ from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiers import size_of_home
 from offload_trainer.safe_files import Count, Line, Steps, exact_record, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import sync_directory, write_text
-from offload_trainer.storage.tensorfile import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES, write_all
 
 DESCRIPTION, RECORD = "store.json", "record"
 FIX = "Export the run's newest checkpoint"
@@ -372,9 +363,7 @@ class Record:
         head = struct.pack("<QQ", number, len(content))
         data = head + struct.pack("<I", zlib.crc32(head + content)) + content
         assert len(data) <= self._slot, f"{len(content)} bytes in a slot of {self._slot}"
-        done, start = 0, number % 2 * self._slot
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], start + done)
+        write_all(self._descriptor, memoryview(data), number % 2 * self._slot)
         os.fdatasync(self._descriptor)
         self._number = number
 

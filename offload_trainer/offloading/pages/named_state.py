@@ -64,13 +64,6 @@ class TieredState:
         weights = (self.places[name][1].weight for name in self.trained if self.holds(field, name))
         return [TensorEntry(weight.name, DTYPES[kind.dtype], kind.shape_of(weight)) for weight in weights]
 
-    def master(self, name: str) -> torch.Tensor:
-        """Return a CPU copy of one whole master, in fp32. With several nodes all ranks call it."""
-        unit, place = self.places[name]
-        values = self.store.get(unit.index, place.start, place.weight.numel)
-        self.weights.complete(values, unit, place)
-        return values.view(place.weight.shape)
-
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
         unit, place = self.places[name]
@@ -105,7 +98,6 @@ class TieredState:
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
 
     def _load_pages(self, directory: Path) -> EngineState:
-        """Load this rank's pages and round the weights from them."""
         ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
         theirs, stored = state.format, dict[str, StoredKind]()
@@ -142,21 +134,18 @@ class TieredState:
                 here.values.copy_(values)
                 if here.scales is not None and scales is not None:
                     here.scales.copy_(scales)
-        self.weights.put_page(page.unit, page.start, master)
+        self.weights.put(page.unit, page.start, master)
 
     def make_weights(self) -> None:
         """Round the 16-bit weights of this rank's pages from their current masters."""
         for number, fields in PageSnapshot(self.store, self._numbers).pages():
             page = self.store.pages[number]
-            self.weights.put_page(page.unit, page.start, fields["master"])
+            self.weights.put(page.unit, page.start, fields["master"])
 
 
 @dataclass(frozen=True)
 class TieredSnapshot:
-    """A snapshot of the state, to be written to files once.
-
-    Updates wait for the pages that are not written yet; forward and backward do not wait.
-    """
+    """A snapshot of the state, to be written to files once. Updates wait for the pages that are not written yet."""
 
     owner: TieredState
     state: EngineState

@@ -9,15 +9,10 @@
 
 Training transfers whole aligned ranges. `get` and `put` access single weights at any offset; of pages, their masters.
 
-With two copies of each page on a drive no update overwrites the last valid state:
-
-    write      goes to the copy that is not valid            `newest` points to it; `valid` stays the copy to read
-    flip       makes all written copies the valid ones       the old copies become free
-    forget     discards all written copies (rollback)        `newest` points to the valid copies again
-
-All other pages have one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32),
-computed from the buffer after the page has been written, and compared before a page that was read is used. The record
-of a step has them too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
+With two copies of each page on a drive no update overwrites the last valid state (`PageCopies`). All other pages have
+one copy, which is updated in place. Each field of each copy on a drive has a checksum (CRC-32), computed from the
+buffer after the page has been written, and compared before a page that was read is used. The record of a step has them
+too (`pages/manifest.py`), so that a later process notices a page that is damaged or of another step.
 """
 
 from __future__ import annotations
@@ -26,12 +21,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.kernel_api import Sum
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
@@ -41,6 +36,9 @@ from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, offsets, on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
+
+if TYPE_CHECKING:
+    from offload_trainer.offloading.allocation import EngineParts
 
 _SUM_BYTES = 4
 _MASTERS_OPEN = 6  # pages whose masters `get` and `put` keep open: a block's weights are on a few, in another order
@@ -170,29 +168,20 @@ class PageCopies:
 
 
 class PageStore:
-    """The optimizer state of a node.
+    """The optimizer state of a node, by page."""
 
-    A page is the concatenation of its fields: masters, moments, and scales of 8-bit moments.
-    """
+    def __init__(self, parts: EngineParts) -> None:
+        """Allocate files, and memory for the pages in RAM and on the device. All ranks of a node call it.
 
-    def __init__(
-        self,
-        table: PageTable,
-        *,
-        files: Sequence[DriveFile],
-        transfers: Transfers,
-        device: Device,
-        node: Node,
-        copies: PageCopies,
-    ) -> None:
-        """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
-
-        Pages in RAM and in `files`, which have room for all `copies`, exist once per node; the caller decides which
-        rank updates which page. Pages of other nodes (home ELSEWHERE) take no memory.
+        Pages in RAM and in files, which have room for all copies, exist once per node; the caller decides which rank
+        updates which page. Pages of other nodes (home ELSEWHERE) take no memory.
         """
-        self._table, self.pages, self.format, self.copies = table, table.pages, table.format, copies
-        self.fields = table.fields
-        self._files, self._transfers, self._device = files, transfers, device
+        self._table = table = PageTable(parts.homes.pages, parts.format)
+        self.pages, self.format, self.fields = table.pages, table.format, table.fields
+        node, device, count = parts.node, parts.device, parts.sizes.places
+        self._files = parts.drives.files("state", [count * size for size in table.sizes], table.homes)
+        self._transfers, self._device = parts.drives.transfers, device
+        self.copies = PageCopies(table, count=count, node=node, compute=parts.kernels[0].checksum)
         self._memory = node.memory(size_of_home(table.sizes, table.homes, RAM))
         self._on_device = device.buffer(size_of_home(table.sizes, table.homes, DEVICE), torch.uint8)
         if self._on_device.numel():
@@ -397,15 +386,17 @@ class UnitStore:
         if inside is not None:
             inside[start : start + values.numel()].copy_(values)
             return
-        buffer, held = self._around(unit, start, values.numel())
+        whole = not (start % ALIGN or values.numel() % ALIGN)
+        buffer, held = self._around(unit, start, values.numel(), read=not whole)
         held.copy_(values)
         self.write(unit, start // ALIGN * ALIGN, buffer).wait()
 
-    def _around(self, unit: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the aligned range around `count` elements from `start` on; return it, and the elements in it."""
+    def _around(self, unit: int, start: int, count: int, *, read: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for the aligned range around `count` elements from `start` on, and for the elements in it."""
         first = start // ALIGN * ALIGN
         buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
-        self.read(unit, first, buffer).wait()
+        if read:
+            self.read(unit, first, buffer).wait()
         return buffer, buffer[start - first :][:count]
 
 

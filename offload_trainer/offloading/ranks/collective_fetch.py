@@ -9,20 +9,21 @@
     rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
     rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
 
-Ranks usually announce the same actions in the same order. They differ if a rank skips a layer, or if no token is routed
-to an expert: that rank has no gradients for the unit and reaches the unit's barrier later than the others, with fetches
-in between that the others have not announced yet. It fetches these units alone. Ranks fetch the same units together in
-the same order, on a separate thread and over separate connections.
+Announcements differ if a rank skips a layer, or if no token is routed to an expert: that rank has no gradients for the
+unit and reaches its barrier later, after fetches that the others have not announced yet. Ranks fetch the same units
+together in the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.offloading.device import Read, copy_alone
+from offload_trainer.offloading.device import Copy, QueuedFill, Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Exchange, Node
 from offload_trainer.plan.tiered.layout import part_of
@@ -32,9 +33,6 @@ from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending, followed
 
 _BARRIER = -1
-
-Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
-Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
 
 
 class Turn:
@@ -125,17 +123,14 @@ class Turns:
 
 
 class WeightFetches:
-    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks.
-
-    Reads from drives go to two shared buffers that alternate. A rank reaches the barrier for one buffer only after it
-    has copied the previous unit out of the other one, which may then be overwritten.
-    """
+    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks."""
 
     def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
-        self._store, self._node = store, node
+        self._store = store
+        self._here, self._number = len(node.local_ranks), node.rank - node.local_ranks.start
         self._turns: Turns | None = None
-        self._join: Join | None = None
+        self._between: Any = None  # the group that gathers weights
         self._buffers: list[torch.Tensor] = []
         reads, gathers = node.world > 1 and any(map(on_drive, store.homes)), node.by_parts and any(store.elements)
         if reads or gathers:
@@ -148,8 +143,7 @@ class WeightFetches:
             self._group, self._copies, self._copied = ranks.group_of(in_step=False), Workers(1, "shared copies"), done()
             self._failed: BaseException | None = None
         if gathers:
-            between = ranks.group_of(node.nodes, gpus=gpus)
-            self._join = lambda values, number: ranks.all_gather_parts(values, number, group=between)
+            self._between = ranks.group_of(node.nodes, gpus=gpus)
 
     def source(self, unit: int) -> torch.Tensor | Read:
         """Return the source of a unit's weights: host memory, or a function that fills a buffer.
@@ -159,12 +153,22 @@ class WeightFetches:
         host = self._store.host(unit)
         if self._turns is None:
             return host if host is not None else (lambda buffer: self._store.read(unit, 0, buffer))
-        if host is None:
-            turn = self._turns.announce(unit)
-            return lambda buffer: turn.run(lambda: self._read_at_turn(unit, buffer, turn))
-        if self._join is None:
+        if host is not None and self._between is None:
             return host
-        return PendingGather(self._turns.announce(unit), host, node=self._node, join=self._join)
+        turn = self._turns.announce(unit)
+        if host is None:
+            return lambda buffer: turn.run(lambda: self._read_at_turn(unit, buffer, turn))
+        return QueuedFill(turn.run, partial(self._gather, turn, host))
+
+    def _gather(self, turn: Turn, host: torch.Tensor, into: torch.Tensor, copy: Copy) -> None:
+        """Fill `into` (on the device) with a unit in RAM, by an all-gather if all ranks fetch it together."""
+        part = even_part(host.numel(), ranks=self._here) if turn.together else 0
+        whole, mine = part * self._here, slice(part * self._number, part * (self._number + 1))
+        if whole < host.numel():
+            copy(host[whole:], into[whole:])
+        if whole:
+            copy(host[mine], into[mine])
+            ranks.all_gather_parts(into[:whole], self._number, group=self._between)
 
     def _read_at_turn(self, unit: int, buffer: torch.Tensor, turn: Turn) -> Future:
         """Read a unit, together on the fetching thread. All ranks' threads read the same units in the same order."""
@@ -173,10 +177,10 @@ class WeightFetches:
         try:
             if self._failed is not None:
                 raise self._failed
-            elements, node = self._store.elements[unit], self._node
+            elements = self._store.elements[unit]
             whole = self._buffers[0][:elements]
             self._buffers.append(self._buffers.pop(0))  # the least recently used one is first
-            first, end = part_of(elements, node.rank - node.local_ranks.start, ranks=len(node.local_ranks))
+            first, end = part_of(elements, self._number, ranks=self._here)
             if first < end:
                 self._store.read(unit, first, whole[first:end]).wait()
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
@@ -198,27 +202,3 @@ class WeightFetches:
             self._turns.close()
         if self._buffers:
             self._copies.close()
-
-
-class PendingGather:
-    """A unit that this rank needs. Call it to fill host memory, or use `at_turn` and `fill` for device memory."""
-
-    def __init__(self, turn: Turn, host: torch.Tensor, *, node: Node, join: Join) -> None:
-        """Describe the unit `host` (1-D, in RAM). Only the thread of the turns uses `join`."""
-        self._turn, self._host, self._join = turn, host, join
-        self._rank, self._ranks = node.rank - node.local_ranks.start, len(node.local_ranks)
-        self.at_turn = turn.run
-
-    def __call__(self, into: torch.Tensor) -> Future:
-        """Fill `into`, in host memory, when it is this rank's turn."""
-        return self.at_turn(lambda: self.fill(into, copy_alone))
-
-    def fill(self, into: torch.Tensor, copy: Copy) -> None:
-        """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""
-        part = even_part(self._host.numel(), ranks=self._ranks) if self._turn.together else 0
-        whole, mine = part * self._ranks, slice(part * self._rank, part * (self._rank + 1))
-        if whole < self._host.numel():
-            copy(self._host[whole:], into[whole:])
-        if whole:
-            copy(self._host[mine], into[mine])
-            self._join(into[:whole], self._rank)

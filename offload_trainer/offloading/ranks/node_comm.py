@@ -13,7 +13,7 @@ does not wait.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,17 +26,16 @@ from offload_trainer.storage.host_memory import PAGE, host_buffer, memory_file, 
 T = TypeVar("T")
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
+Connections = tuple[Any, Any]  # the groups of all ranks, and of `counterparts` if there are several nodes
 
 
 class Node:
     """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
 
     def __init__(self, *, together: bool = False, by_parts: bool = False) -> None:
-        """Connect to the other ranks if `together`; all ranks call it then.
+        """Connect to the other ranks, which were joined before, if `together`; all ranks call it then.
 
-        Args:
-            together: this process is one of several ranks that were joined before.
-            by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
+        `by_parts`: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)  # the ranks of each node
@@ -45,9 +44,8 @@ class Node:
         self.remote_ranks = [rank for rank in range(self.world) if rank not in self.local_ranks]
         self.is_first = self.rank == self.local_ranks.start  # it does the work that is done once per node
         several = len(self.nodes) > 1
-        # The ranks with this rank's position on each node, in the order of the nodes; and all groups of such ranks.
+        # The ranks with this rank's position on each node, in the order of the nodes.
         self.counterparts = [its[self.rank - self.local_ranks.start] for its in self.nodes]
-        self.counterpart_groups = list(zip(*self.nodes, strict=True)) if several else []
         self.by_parts = by_parts and len(self.local_ranks) > 1
         self._between_gpus: Any = None
         # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches. It waits until all
@@ -56,7 +54,14 @@ class Node:
         self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else ranks.everybody()
         # Without the limit of a step, because saves and exports use it too, and a rank may wait there for a slow disk.
-        self._across = ranks.group_of(self.counterpart_groups, in_step=False) if several else None
+        self._connections = ranks.everybody(), self._across(in_step=False)
+
+    def _across(self, *, in_step: bool) -> Any:
+        return ranks.group_of(list(zip(*self.nodes, strict=True)), in_step=in_step) if len(self.nodes) > 1 else None
+
+    def side_connections(self) -> Connections:
+        """Return separate connections for one side thread of each rank. Collective."""
+        return ranks.group_of(in_step=False), self._across(in_step=True)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Node:
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
+    def broadcast(self, values: torch.Tensor, *, source: int, connections: Connections | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
 
         `connections` are those of the calling thread if it is not the training thread. GPUs have one group of
@@ -130,16 +135,16 @@ class Node:
             return
         if values.is_cuda and self._between_gpus is None:
             self._between_gpus = ranks.group_of(in_step=False, gpus=True)
-        between = self._between_gpus if values.is_cuda else connections.group if connections else ranks.everybody()
+        between = self._between_gpus if values.is_cuda else (connections or self._connections)[0]
         ranks.broadcast(values, source=source, group=between)
 
-    def broadcast_across(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
+    def broadcast_across(self, values: torch.Tensor, *, source: int, connections: Connections | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to its `counterparts`.
 
         All ranks in `counterparts` call it. `connections`: see `broadcast`.
         """
         if len(self.nodes) > 1:
-            ranks.broadcast(values, source=source, group=connections.across if connections else self._across)
+            ranks.broadcast(values, source=source, group=(connections or self._connections)[1])
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
@@ -148,15 +153,3 @@ class Node:
     def all_reduce(self, values: torch.Tensor) -> None:
         """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""
         ranks.all_reduce(values, group=self._point_to_point)
-
-
-class SideGroup:
-    """Separate connections between all ranks for one side thread of each rank.
-
-    All ranks create their groups in the same order.
-    """
-
-    def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
-        """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
-        self.across = ranks.group_of(across) if across else None
-        self.group = ranks.group_of(in_step=False)

@@ -3,13 +3,11 @@
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
     memory                  ──kernel──> memory                                         pages entirely in RAM: no slot
 
-A page is what the update reads and writes at a time (`offloading/__init__.py`). It is staged in a slot: a host buffer
-for the parts of one page that are not in RAM. The page there is being read, is ready, or is being written. When a write
-completes, its thread starts the next read into the slot immediately. `next` returns staged pages as they arrive, and
-pages entirely in RAM while none has arrived. Pages arrive after all gradients are complete, in the order of the next
-forward. Before that, some pages may be offered unit by unit as their gradients complete (`update/updater.py`),
-again in the order of the next forward. Otherwise idle slots prefetch the state of pages whose gradients are not
-complete yet.
+A page is staged in a slot: a host buffer for the parts of one page that are not in RAM. The page there is being read,
+is ready, or is being written. When a write completes, its thread starts the next read into the slot immediately. `next`
+returns staged pages as they arrive, and pages entirely in RAM while none has arrived. Pages arrive after all gradients
+are complete, in the order of the next forward. Before that, some pages may be offered unit by unit as their gradients
+complete, again in that order. Otherwise idle slots prefetch the state of pages whose gradients are not complete yet.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class StagedPage:
     """A page in a slot, or entirely in RAM."""
 
     memory: PageMemory
-    slot: int | None = None  # None: all parts are in RAM
+    slot: int = -1  # -1: all parts are in RAM
     loaded: list[Future] = field(default_factory=list)
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
 
@@ -155,7 +153,6 @@ class PagePipeline:
         self._proceed(early, free)
 
     def _proceed(self, early: Sequence[StagedPage], free: Sequence[int]) -> None:
-        """Complete prefetched pages, and fill free slots."""
         for page in early:
             self._complete(page)
         for slot in free:
@@ -184,7 +181,7 @@ class PagePipeline:
         if "state" in route.through_host:
             state = followed(computed, partial(self._store.write, route.number, memory.state))
         whole = together([weights, state])
-        if page.slot is not None:
+        if page.slot >= 0:
             self._refill(page.slot, after=whole)
         return PendingWrite(weights, whole)
 
@@ -193,8 +190,7 @@ class PagePipeline:
     def expect(self, step: object) -> None:
         """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
 
-        Pages that have been offered to it before are staged now. `interrupt`, and then `begin` or `withdraw`, ends
-        this.
+        Pages that have been offered to it before are staged now. `interrupt`, then `begin` or `withdraw`, ends this.
         """
         self.read_ahead()
         with self._lock:
@@ -265,7 +261,7 @@ class PagePipeline:
         overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
         self._in_slots.difference_update(page.route.number for page in overdue)
-        slots = [(_slot_of(page), together(page.loaded)) for page in overdue]
+        slots = [(page.slot, together(page.loaded)) for page in overdue]
         self._overdue += [read for _, read in slots]
         return slots
 
@@ -294,7 +290,7 @@ class PagePipeline:
     def _free_slot(self, page: StagedPage) -> None:
         with self._lock:
             self._in_slots.discard(page.route.number)
-            self._free.append(_slot_of(page))
+            self._free.append(page.slot)
 
     # -- on any thread ------------------------------------------------------------------------------------------------
 
@@ -357,8 +353,3 @@ class PagePipeline:
     def _refill(self, slot: int, *, after: Future) -> None:
         """Reuse a slot after a transfer. `next` reports errors, because they must not end the transfer's thread."""
         followed(after, partial(self._fill, slot)).then(lambda error: self._put(error) if error is not None else None)
-
-
-def _slot_of(page: StagedPage) -> int:
-    assert page.slot is not None
-    return page.slot

@@ -1,27 +1,19 @@
 """Update all pages of optimizer state: drives prefetch and write back while the CPU and the device compute.
 
-    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages (`moving`)
+    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages
                                memory ──kernel──> memory                                    pages in RAM
                                device ──its kernel──> device                                pages on the device
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
 the order does not change a bit. Pages on drives, and pages in RAM with shadow memory, may be updated during the
-backward, before the step's parameters are known (`SpeculativeStep`):
-
-    a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
-    state      on a drive: is written to the page's second copy (`PageCopies`), and the previous step's stays valid
-               in RAM: is updated in place, after its old bytes were copied to shadow memory
-    weights    are written in place: a unit whose gradients are complete is not used again in this step
-    decision   step as expected: the pages are valid; at the step's end one small record switches all copies
-               step clipped: the pages are updated again from their old state
-               step skipped: the pages get their old state, and the weights are rounded again from its masters
+backward, before the step's parameters are known (`SpeculativeStep`); docs/design_update.md says where old state stays
+meanwhile, and what follows if the step is clipped or skipped.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,8 +38,6 @@ from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
-
-_RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
 
 
 @dataclass(frozen=True)
@@ -111,33 +101,11 @@ class SpeculativeStep:
         return {number for number in self.written if same[pages[number].unit]}
 
 
-class MispredictionWatch:
-    """A record of recent mispredictions; speculation is allowed with at most 2 in the last 8 steps.
-
-    A misprediction wastes the speculative updates and moves their drive bytes again.
-    """
-
-    def __init__(self) -> None:
-        self._other: deque[bool] = deque(maxlen=_RECENT)
-
-    @property
-    def rarely(self) -> bool:
-        """Return whether mispredictions are rare enough to speculate."""
-        return sum(self._other) <= _AT_MOST
-
-    def decided(self, *, as_expected: bool) -> None:
-        """Record whether a step's parameters were as expected (neither clipped nor skipped)."""
-        self._other.append(not as_expected)
-
-
 class Updater:
     """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
     def __init__(self, stores: Stores, parts: EngineParts) -> None:
-        """Prepare the update of this rank's pages in `stores`.
-
-        The update runs on a thread if the layout lets it overlap the next forward.
-        """
+        """Prepare the update of this rank's pages in `stores`, on a thread if it may overlap the next forward."""
         homes, sizes, device = parts.homes, parts.sizes, parts.device
         kernels: tuple[Kernel, Kernel] = parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
@@ -169,8 +137,7 @@ class Updater:
         assert sizes.overlap or not sizes.ahead
         self._overlap_backward = sizes.ahead
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
-        self._next_speculative: SpeculativeStep | None = None
-        self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
+        self._speculative: SpeculativeStep | None = None  # the speculative updates of the step that is announced
         self._failed: BaseException | None = None  # the error of the last update on the thread
         self._thread = Workers(1, "update") if sizes.overlap else None
         if self._thread is not None:
@@ -285,6 +252,8 @@ class Updater:
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
+        with suppress(Exception):
+            self._update_progress.finish()  # it would take the interrupt of an announced step for a page
         self._end_speculation()
         if self._thread is not None:
             self._thread.close()
@@ -294,42 +263,27 @@ class Updater:
     # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
     def expect(self, params: StepParams) -> None:
-        """Announce the expected parameters of the next step.
+        """Announce the expected parameters of the next step; `start` or `skip` must follow.
 
-        The state that its backward completes first is prefetched from now on, or after the current update.
+        The state that its backward completes first is prefetched from now on, or after the current update. Pages on
+        drives and pages with shadow memory are updated as soon as the last backward has completed their gradients.
         """
         assert self._thread is not None
-        self._next_speculative = SpeculativeStep(params)
-        self._thread.put(partial(self._accept, self._next_speculative))
-
-    def _accept(self, speculative: SpeculativeStep) -> None:
-        try:
-            if self._failed is not None:  # its step may not be recorded, and the record's pages must stay
-                raise self._failed
-            self.pipeline.expect(speculative)
-        except BaseException as error:
-            speculative.error = error
+        self._speculative = SpeculativeStep(params)
+        self._thread.put(partial(self._update_offered, self._speculative))
 
     @property
     def speculates(self) -> bool:
         """Return whether a step is announced whose pages are updated only after the current update has ended."""
-        return self._next_speculative is not None or self._speculative is not None
+        return self._speculative is not None
 
     def begin_last_backward(self) -> None:
-        """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
-
-        Without expected parameters this prefetches the first pages. With them, pages on drives and pages with shadow
-        memory are updated as soon as their gradients are complete.
-        """
-        coming, self._next_speculative = self._next_speculative, None
-        if coming is None:
+        """Take complete units of an announced step from its last backward on; for others prefetch the first pages."""
+        if self._speculative is not None:
+            self._gradients.complete = partial(self.pipeline.offer, self._speculative)
+        else:
             self._gradients.complete = None  # nothing would take the units, step after step
             self.pipeline.prefetch()
-            return
-        assert self._thread is not None
-        self._speculative = coming
-        self._gradients.complete = partial(self.pipeline.offer, self._speculative)
-        self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:
         """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
@@ -349,7 +303,10 @@ class Updater:
     @torch.no_grad()
     def _update_offered(self, speculative: SpeculativeStep) -> None:
         try:
-            while speculative.error is None and (page := self.pipeline.next()) is not None:
+            if self._failed is not None:  # its step may not be recorded, and the record's pages must stay
+                raise self._failed
+            self.pipeline.expect(speculative)
+            while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 memory = replace(page.memory, shadow=self.shadows.get(number))
@@ -379,7 +336,7 @@ class Updater:
         for number in sorted(speculative.written):
             page, state = self._store.pages[number], self._store.in_memory(number)
             data = self.pipeline.read_back(number) if state is None else state.copy_(self.shadows[number])
-            self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
+            self._weights.put(page.unit, page.start, self._store.fields(number, data)["master"])
 
     # -- a page -------------------------------------------------------------------------------------------------------
 

@@ -10,40 +10,49 @@ elements are at the same place in both forms, so the update does not distinguish
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_trainer.offloading.device import Device, DeviceCopy, Read
+from offload_trainer.offloading.device import DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.ranks.node_comm import Connections
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
-from offload_trainer.plan.tiers import DEVICE, on_drive
+from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
+
+if TYPE_CHECKING:
+    from offload_trainer.offloading.allocation import EngineParts
 
 
 class PlacedWeights:
     """The weights of a model: one flat tensor in `dtype` for each unit, in its stored form."""
 
-    def __init__(
-        self, units: Sequence[Unit], homes: Sequence[int], *, store: UnitStore, device: Device, node: Node
-    ) -> None:
-        """Allocate the weights on the device; `store` has the others.
+    def __init__(self, parts: EngineParts) -> None:
+        """Allocate weights on the device, once per rank, and others in `store`, once per node. All ranks call it.
 
-        Weights on the device exist once per rank, and `broadcast` synchronises them. Others exist once per node.
+        `broadcast` synchronises those on the device.
         """
-        self._node = node
-        self.homes, self.dtype, self.units = tuple(homes), store.dtype, tuple(units)
-        self._device, self.store = device, store
-        self._stored = [unit.stored_bytes(self.dtype.itemsize) // self.dtype.itemsize for unit in units]  # elements
-        self._quantised = {unit.index: QuantisedUnit(unit, self.dtype) for unit in units if unit.quantised}
-        here = [index for index, home in enumerate(homes) if home == DEVICE]
-        sizes = [self._stored[index] for index in here]
-        self._on_device = device.buffer(sum(sizes), self.dtype)
-        self._residents = dict(zip(here, self._on_device.split(sizes), strict=True))
+        self.homes, self.dtype, self.units = parts.homes.weights, parts.dtype, parts.units
+        self._node, self._device, drives = parts.node, parts.device, parts.drives
+        sizes = [unit.stored_bytes(self.dtype.itemsize) for unit in self.units]
+        self.store = UnitStore(
+            [0 if home == DEVICE else size for size, home in zip(sizes, self.homes, strict=True)],
+            [RAM if home == DEVICE else home for home in self.homes],
+            dtype=self.dtype,
+            files=drives.files("weights", sizes, self.homes),
+            transfers=drives.transfers,
+            pinned=self._device.is_cuda,
+            node=self._node,
+        )
+        self._stored = [size // self.dtype.itemsize for size in sizes]  # elements
+        self._quantised = {unit.index: QuantisedUnit(unit, self.dtype) for unit in self.units if unit.quantised}
+        here = [index for index, home in enumerate(self.homes) if home == DEVICE]
+        resident = [self._stored[index] for index in here]
+        self._on_device = self._device.buffer(sum(resident), self.dtype)
+        self._residents = dict(zip(here, self._on_device.split(resident), strict=True))
 
     def resident(self, unit: int) -> torch.Tensor | None:
         """Return the unit in its stored form if it is on the device, else None."""
@@ -97,11 +106,8 @@ class PlacedWeights:
         if len(node.nodes) > 1:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
-    def broadcast_unit(self, unit: Unit, *, connections: SideGroup | None = None) -> None:
-        """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes.
-
-        `connections` holds the connections of a calling side thread.
-        """
+    def broadcast_unit(self, unit: Unit, *, connections: Connections | None = None) -> None:
+        """Broadcast one unit's updated weights, between devices or, in RAM and on drives, between nodes."""
         node, resident, host = self._node, self.resident(unit.index), self.store.host(unit.index)
         across = node.counterparts if len(node.nodes) > 1 else ()  # RAM and drives are shared by a node's ranks
         for rank in range(node.world) if resident is not None else across:
@@ -143,18 +149,10 @@ class PlacedWeights:
         return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; of a frozen weight in a quantised unit, all."""
+        """Round `values` to elements from `start` on; of a frozen weight in a quantised unit, all."""
         if unit in self._quantised:
             start, values = self._quantised[unit].stored(start, values)
         if (resident := self.resident(unit)) is not None:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)
-
-    def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
-        """Round a page's masters (on the CPU) to its weights; in a file no bytes outside the page are written."""
-        if not on_drive(self.homes[unit]):
-            self.put(unit, start, masters)
-            return
-        buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
-        self.store.write(unit, start, buffer.copy_(masters)).wait()

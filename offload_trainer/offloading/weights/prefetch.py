@@ -5,14 +5,11 @@
     between   the first units of the next pass are prefetched while this pass ends, or once the update has written them
     outside   a weight that is read outside its module is copied into separate memory for one operation
 
-While a weight is offloaded, its parameter has the right shape over a single NaN, so that code that uses it without a
-hook produces NaN. A weight that autograd saves points into a ring buffer whose content changes. It is saved as unit
-and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
-(`plan/tiered/weight_streaming.py`). Quantised weights are fetched as they are stored, and dequantised when they are
-needed, on the thread and stream that compute. They are treated so on the device too, where nothing needs to be fetched.
-
-Other units on the device are used in place. When an update begins, parameters of units that it changes become NaN too,
-until the next read or the pre-hook of a module has waited for the unit.
+docs/design_streaming.md says what stands for a weight that is not on the device, how autograd saves one, and when
+quantised ones are dequantised. Buffers are never freed: the least recently used unit is evicted
+(`plan/tiered/weight_streaming.py`). Quantised units on the device need a buffer too; other units there are used in
+place. When an update begins, parameters of units that it changes become NaN, until the next read or the pre-hook of a
+module has waited for the unit.
 """
 
 from __future__ import annotations
@@ -196,9 +193,7 @@ class WeightPrefetcher:
     def _note_recomputation(self, unit: int) -> None:
         """Protect a checkpointed part's units from eviction until another part is recomputed.
 
-        The recomputation saves plain views of its weights, which point into the ring buffers.
-
-        Raises UserError if checkpointing is reentrant.
+        The recomputation saves plain views into the ring buffers. Raises UserError if checkpointing is reentrant.
         """
         if not (in_backward() and torch.is_grad_enabled()):
             return
@@ -344,7 +339,6 @@ class WeightPrefetcher:
             arrival.wait()  # two transfers must not write to the same buffer
 
     def _withdraw(self, unit: int) -> None:
-        """Point the unit's parameters to the NaN placeholder."""
         for weight in self._inside[unit]:
             weight.point(self._placeholder.expand(weight.place.weight.shape))
 

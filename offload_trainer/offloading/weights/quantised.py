@@ -131,5 +131,4 @@ def _bitsandbytes(format: str) -> ModuleType:
         raise TrainerError(
             f"base={format!r} needs bitsandbytes, which cannot be imported: {error}. {to_install('bitsandbytes')}"
         ) from error
-    found: ModuleType = functional
-    return found
+    return functional

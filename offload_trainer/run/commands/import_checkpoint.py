@@ -26,7 +26,7 @@ from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
-from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
+from offload_trainer.optim.state_files import BlockingSnapshot, EngineState
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
 from offload_trainer.run.foreign import ForeignState, directories_of, opened
@@ -155,13 +155,12 @@ def _write_state(
         shape, dtype = fixed[name]
         return state.read(names[name], "master").to(dtype).reshape(shape)
 
-    files = write_files(checkpoint, state_files(trained, read, fixed=fixed, read_fixed=read_fixed), writes=True)
     counts = {name: state.updates[names[name]] for name in trained}
     most = max(counts.values())
     engine = EngineState(most, weight_steps={name: count for name, count in counts.items() if count != most})
     if state.loss_scale:
         engine = replace(engine, loss_scale=state.loss_scale)
-    write_engine_state(checkpoint, engine)
+    files = BlockingSnapshot(engine, trained, read, fixed, read_fixed).write(checkpoint)
     finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
 
 

@@ -27,7 +27,7 @@ from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
-from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -358,9 +358,9 @@ def room_of(
 
     A directory that shares its filesystem with others has what the others leave.
     """
-    tiers, outputs = tiers_of(machine, here=work.here), () if work.checkpoints is None else (machine.output,)
+    outputs = () if work.checkpoints is None else (machine.output,)
     drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}  # that a run writes to
-    have = {tiers.gpu.name: tiers.gpu.capacity, tiers.ram.name: tiers.ram.capacity}
+    have = {GPU_NAME: machine.gpu_bytes * work.here, RAM_NAME: machine.ram_bytes}
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
     devices = dict.fromkeys(drive.device for drive in drives.values() if drive.device is not None)

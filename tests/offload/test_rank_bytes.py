@@ -29,7 +29,6 @@ from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traff
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
-from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
@@ -134,8 +133,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     by_parts = gathered_weights(work, units, homes[0], sizes)
     moved = [exchange_of(work, units, of_node, by_parts=by_parts, node=node) for node, of_node in enumerate(homes)]
     assert moved[0].links == plan.links
-    tiers = tiers_of(machine)
-    traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
+    traffic = [tiered_traffic(work, units, of_node, sizes, machine) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     counted = sum(found, Counter[str]())

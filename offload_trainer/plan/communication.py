@@ -55,7 +55,6 @@ from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
 from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
-from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
@@ -83,11 +82,11 @@ class CommCost:
 
 
 def exchange_of(
-    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, TransferBytes], node: int = 0
+    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0
 ) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `by_parts`: weights that each device receives by all-gather, by phase.
+    `by_parts`: weights that each device receives by all-gather, from `gathered_weights`.
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
@@ -111,7 +110,7 @@ def exchange_of(
     links = [
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
-        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in by_parts.items()),
+        *(Traffic(GPUS, phase, others, others) for phase, (_, others) in by_parts.items()),
     ]
     if remote:
         marks = micro * here * remote * weights

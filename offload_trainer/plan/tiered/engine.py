@@ -399,8 +399,8 @@ class TieredCandidate:
             waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
         bounds = [*self._updates(), *hidden]
         for phase, gathered in by_parts.items():
-            what = f"{format_bytes(gathered.from_ram)} of weights to each device from RAM, "
-            what += f"{format_bytes(gathered.from_others)} from other devices"
+            from_ram, from_others = map(format_bytes, gathered)
+            what = f"{from_ram} of weights to each device from RAM, {from_others} from other devices"
             bounds.append(Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
         bounds += [wait for wait in waits if wait.seconds is None]
         on_top = dict.fromkeys(PHASES, 0.0)

@@ -34,7 +34,6 @@ from offload_trainer.plan.tiered.spec import (
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
-    TransferBytes,
     as_gradients_come,
     breadth_first,
     fetches,
@@ -227,7 +226,7 @@ def tiered_traffic(
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
-        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
+        into, _ = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1)
         moved[homes.weights[unit], phase, "read"] += times * size
         moved[DEVICE, phase, "read"] += times * into // work.pipeline
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
@@ -305,14 +304,18 @@ def fetched(
 
 def gathered_weights(
     work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes
-) -> dict[str, TransferBytes]:
-    """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
-    found: dict[str, TransferBytes] = {}
+) -> dict[str, tuple[int, int]]:
+    """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase.
+
+    It is empty if ranks copy whole units.
+    """
+    found: dict[str, tuple[int, int]] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
             size = units[unit].stored_bytes(work.item_bytes)
-            one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
-            found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
+            moved = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
+            from_ram, from_others = found.get(phase, (0, 0))
+            found[phase] = from_ram + times * moved[0], from_others + times * moved[1]
     return found
 
 

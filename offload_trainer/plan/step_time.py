@@ -445,15 +445,6 @@ def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffer
 
 
 @dataclass(frozen=True)
-class BackwardOverlap:
-    """Seconds of a speculative update during the step's last backward."""
-
-    done: float  # seconds of the update that are done
-    hidden: float  # seconds saved compared with running both one after the other; negative if copying takes longer
-    first: float = 0.0  # seconds of the backward before the first page is updated, in which drives are not busy
-
-
-@dataclass(frozen=True)
 class Overlap:
     """What other work can hide of a step's update."""
 
@@ -500,14 +491,15 @@ class Overlap:
         free = max(0.0, backward - self._longest("backward", "drive")) / self.micro_batches
         return min(share, free / needed) if needed else 0.0
 
-    def ahead(self, early: EarlyPages) -> BackwardOverlap:
-        """Return how much of the update runs during the last backward.
+    def ahead(self, early: EarlyPages) -> tuple[float, float, float]:
+        """Return the seconds of the update that are done during the last backward, and those that this saves.
 
-        Shared resources, such as a CPU that computes the model, make the backward longer.
+        Shared resources, such as a CPU that computes the model, make the backward longer, and copying may save less
+        than 0. Return also the seconds before the first page is updated in which drives are not busy.
         """
         found, update, backward = self.found, self.found.seconds["update"], self.found.seconds["backward"]
         if not update or backward is None or not early.share:
-            return BackwardOverlap(0.0, 0.0)
+            return 0.0, 0.0, 0.0
         backward /= self.micro_batches
         first = backward * (1.0 - sum([part.forward for part in self.parts if part.block][:-1]))  # the head and a block
         asked = defaultdict[str, float](float)  # seconds of each resource that early pages use
@@ -526,18 +518,18 @@ class Overlap:
             both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
         busy = self._longest("backward", "drive") / self.micro_batches
         idle = max(0.0, 1 - busy / backward) if backward else 0.0
-        return BackwardOverlap(part * could, backward + part * could - both, first * idle)
+        return part * could, backward + part * could - both, first * idle
 
-    def left_after(self, ahead: BackwardOverlap, early: EarlyPages) -> Overlap:
+    def left_after(self, done: float, early: EarlyPages) -> Overlap:
         """Return the rest of the update after the clipping factor is known, for which other than early pages wait.
 
-        The forward waits for all units before the blocks.
+        `done`: its seconds that the backward has done. The forward waits for all units before the blocks.
         """
         found, update = self.found, self.found.seconds["update"] or 0.0
         waits = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of others all but early pages
         of_update = [bound for bound in found.bounds if bound.phase == "update"]
         inside = [waits.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0) for bound in of_update]
-        left = max([update - ahead.done, *inside])
+        left = max([update - done, *inside])
         rest = left / update if update else 1.0
 
         def scaled(bound: Bound) -> Bound:

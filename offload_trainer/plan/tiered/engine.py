@@ -493,12 +493,12 @@ class TieredCandidate:
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
         early = early_pages(self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers)
-        ahead = overlap.ahead(early)
-        left = overlap.left_after(ahead, early)
+        done, saved, first = overlap.ahead(early)
+        left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
         ready = early.read * update if read_early else 0.0
-        whole = left.hidden(read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
-        whole += update - rest - (ahead.done - ahead.hidden)
+        whole = left.hidden(read=ready / rest if rest else 0.0, after=min(first, ready))
+        whole += update - rest - (done - saved)
         # A clipped step's update starts after the backward.
         longer = max(0.0, whole - overlap.hidden()) + 2 * early.copying  # old bytes are copied back
         return replace(overlap.found, behind=True, ahead=True, hidden=whole, if_clipped=longer)

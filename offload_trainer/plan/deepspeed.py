@@ -4,28 +4,19 @@ A node has the share of its ranks of everything that ZeRO partitions. A GPU's PC
 the rest comes from other GPUs. Traffic follows counted bytes, and memory is counted from DeepSpeed's source (0.19.8:
 stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
 
-Counts are per rank: P parameters, T of them trainable, e bytes per weight, g per element of the gradient sums, W ranks
-with the same weights. A full gradient bucket has b elements, at most T. The largest weight has L elements, and the
-largest part of a weight whose optimizer state the rank has is l elements. Allocated throughout a step:
-
-    ZeRO-1, 2   e P of weights (parameters are views of flat buffers). With the state in RAM: 16 T / W of masters,
-                moments and fp32 gradients, e T / W of new weights in transfer, and 2 e L of gradients in transfer.
-                Several micro-batches need e T / W more for their sums, or 4 T / W in fp32
-    ZeRO-3      e P / W of weights, e b of bucket, g T / W of gradients, and 16 T / W in RAM. An NVMe optimizer has
-                these on the drive, with swap buffers, and 8 T / W of moments in RAM, which the first update creates
-                and the second one frees
-
-In addition, the largest of these moments counts:
+Each item says what is allocated throughout a step. In addition, the largest of these moments counts (per rank: e bytes
+per weight, W ranks with the same weights, of which T are trained; a full gradient bucket has b elements, at most T; the
+largest weight has L, and the largest part of one whose optimizer state the rank has l):
 
     model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
     full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
                         exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
                         whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
                         the last gathered weight. Activations are added if the largest gradient is not the last one
-    start               AutoTP shards weights that were built whole: e P of the whole model
+    start               AutoTP shards weights that were built whole
 
 ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
-the head of a wide model has less of it. docs/benchmarks/predictions.md has measurements.
+the head of a wide model has less of it.
 """
 
 from __future__ import annotations

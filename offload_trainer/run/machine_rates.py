@@ -90,9 +90,6 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
         say(f"note: these rates could not be saved for later plans: {reason(error)}")
 
 
-# -- at the start of a run ---------------------------------------------------------------------------------------------
-
-
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 

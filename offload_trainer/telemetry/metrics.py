@@ -69,9 +69,6 @@ class EvalRecord:
     to_json = _to_json
 
 
-# -- reading --------------------------------------------------------------------------------------------------------
-
-
 def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 

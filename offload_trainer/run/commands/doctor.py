@@ -71,9 +71,6 @@ def report(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
 def _torch() -> Check:
     import torch
 
@@ -144,9 +141,6 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check(f"kernel {name}", "ok", "built and loaded")
         except TrainerError as error:
             yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
 
 
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed, machine: MachineProfile) -> Iterator[Check]:

@@ -25,11 +25,10 @@ from offload_trainer.plan.tiered.spec import (
     SAVE_BUFFERS,
     SHARED_READS,
     TierSizes,
-    device_slot,
     exchange_bytes,
     gradient_ring,
-    host_slot,
     route_of,
+    slot_bytes,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
@@ -129,11 +128,12 @@ def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Machi
         for rank in range(sizes.here):
             mine = [(route, one) for route, one in routes if one.rank == rank]
             moved = sum(one.count for route, one in mine if route.through_host)
-            slot = host_slot([route for route, _ in mine], format=state, gradient=g, weight=e)
+            slot = slot_bytes([route for route, _ in mine], on_device=False, format=state, gradient=g, weight=e)
             buffers = min(sizes.page_buffers, moved)
-            count, size = count + buffers, size + buffers * slot.total
+            count, size = count + buffers, size + buffers * sum(slot.values())
         yield Item(RAM_NAME, "page buffers", size, f"{count}, each for one page in transfer")
-    if each := device_slot([route for route, _ in routes], gradient=g, weight=e).total:
+    slot = slot_bytes([route for route, _ in routes], on_device=True, format=state, gradient=g, weight=e)
+    if each := sum(slot.values()):
         yield Item(machine.device, "update buffers", each, "one page of gradients or updated weights in transfer")
 
 

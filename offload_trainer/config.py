@@ -1,7 +1,7 @@
 """Configuration schema: frozen pydantic models with the type, default and description of every key.
 
 Add or change a key here; `settings.py` fills the models from a YAML file and the command line, and `--help` and
-docs/config.md take their text from the descriptions. `auto` means that the plan chooses the value and reports it.
+docs/config.md show the keys' docstrings. `auto` means that the plan chooses the value and reports it.
 """
 
 from __future__ import annotations
@@ -36,128 +36,90 @@ STREAM = "stream:"  # begins an entry of data.path that names a streamed data se
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelSection(_Section):
     """The model, and how its forward and backward run."""
 
-    name: str = Field(
-        "gpt2-mini",
-        description="a preset (gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; random weights), a "
-        "directory of a transformers causal language model, or a hub id",
-    )
-    random_init: bool = Field(False, description="start from random weights; only the model's configuration is read")
-    overrides: dict[str, Scalar] = Field(
-        {},
-        description="entries of the model's configuration to change, e.g. n_layer: 24; needs random weights",
-    )
-    dtype: Literal["bf16", "fp16", "fp32"] = Field(
-        "bf16",
-        description="dtype of weights, activations and gradients; fp16 on a GPU without bf16 units. "
-        "Master weights: optim.master_dtype",
-    )
-    attention: Literal["auto", "sdpa", "eager"] = Field(
-        "auto",
-        description="transformers' attention implementation; auto: sdpa where the architecture supports it, else eager",
-    )
+    name: str = "gpt2-mini"
+    """a preset (gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; random weights), a directory of a
+    transformers causal language model, or a hub id"""
+    random_init: bool = False
+    """start from random weights; only the model's configuration is read"""
+    overrides: dict[str, Scalar] = {}
+    """entries of the model's configuration to change, e.g. n_layer: 24; needs random weights"""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """dtype of weights, activations and gradients; fp16 on a GPU without bf16 units. Master weights:
+    optim.master_dtype"""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """transformers' attention implementation; auto: sdpa where the architecture supports it, else eager"""
     activation_checkpointing: Annotated[
         Count | Literal["auto", "on", "off"], AfterValidator(lambda wish: "off" if wish == 0 else wish)
-    ] = Field(
-        "auto",
-        description="recompute activations in the backward, of all blocks (on) or the first N (not with "
-        "deepspeed); auto: on from 100 M parameters, of fewer blocks where a forecast from measured "
-        "rates is 5 % faster; smaller models: as few as fit",
-    )
+    ] = "auto"
+    """recompute activations in the backward, of all blocks (on) or the first N (not with deepspeed); auto: on from 100
+    M parameters, of fewer blocks where a forecast from measured rates is 5 % faster; smaller models: as few as fit"""
     offload_activations: Annotated[
         bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)
-    ] = Field(
-        False,
-        description="where the inputs of checkpointed blocks are stored: the GPU (false), RAM (cpu, true) or "
-        "drives (nvme; tiered only)",
-    )
-    loss_chunk: PositiveInt = Field(
-        1024,
-        description="tokens whose logits exist at the same time in the loss",
-    )
-    mlp_chunk: PositiveInt | Literal["auto", "off"] = Field(
-        "auto",
-        description="tokens that pass through a block's MLP at a time; auto: all, or the largest of 8192, 4096, "
-        "... 256 that makes the run fit. Chunks change last bits and dropout; not with deepspeed",
-    )
-    freeze: tuple[str, ...] = Field(
-        (), description="regular expressions; parameters whose name matches one are not trained"
-    )
-    base: Literal["model", "nf4", "int8"] = Field(
-        "model",
-        description="library only: how frozen matrices of blocks are stored under adapters; nf4: 0.53 bytes a "
-        "parameter, int8: 1.01 (extra: qlora)",
-    )
-    trust_remote_code: bool = Field(False, description="allow the Python code of a model directory or hub id to run")
+    ] = False
+    """where the inputs of checkpointed blocks are stored: the GPU (false), RAM (cpu, true) or drives (nvme; tiered
+    only)"""
+    loss_chunk: PositiveInt = 1024
+    """tokens whose logits exist at the same time in the loss"""
+    mlp_chunk: PositiveInt | Literal["auto", "off"] = "auto"
+    """tokens that pass through a block's MLP at a time; auto: all, or the largest of 8192, 4096, ... 256 that makes the
+    run fit. Chunks change last bits and dropout; not with deepspeed"""
+    freeze: tuple[str, ...] = ()
+    """regular expressions; parameters whose name matches one are not trained"""
+    base: Literal["model", "nf4", "int8"] = "model"
+    """library only: how frozen matrices of blocks are stored under adapters; nf4: 0.53 bytes a parameter, int8: 1.01
+    (extra: qlora)"""
+    trust_remote_code: bool = False
+    """allow the Python code of a model directory or hub id to run"""
 
 
 class DataSection(_Section):
     """The training text, and how it is tokenized and cut into rows."""
 
-    path: tuple[str, ...] = Field(
-        ("builtin",),
-        description="files of text, JSON, CSV (also .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; extra: tables), "
-        "directories of these (of several splits train) or of datasets' save_to_disk, .bin token files; builtin: the "
-        "text of the package; hub:OWNER/NAME[/CONFIGURATION][:SPLIT] (extra: hub); stream:OWNER/NAME or "
-        "stream:PATH: tokenized while the run reads it",
-    )
-    mixture: tuple[PositiveFloat, ...] = Field(
-        (),
-        description="a weight for each entry of data.path: its share of each epoch's rows; empty: every row once "
-        "an epoch",
-    )
-    validation_path: tuple[str, ...] = Field(
-        (),
-        description="validation text, in the forms of data.path; nothing of data.path is then held out. Of a "
-        "stream: the first train.eval_rows rows",
-    )
-    text_field: str = Field(
-        "text", description="field of a JSON record (at most 64 MiB) or table row that holds the text"
-    )
-    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
-        "auto",
-        description="what a JSON record or table row holds. chat: messages with role and content; sharegpt: "
-        "conversations with from and value; alpaca: instruction, input, output; pairs: prompt, "
-        "completion; text: text_field; auto: by the keys of the first line",
-    )
-    train_on: Literal["answers", "all"] = Field(
-        "answers",
-        description="which tokens of conversations and pairs count in the loss: answers with their end tokens, or all",
-    )
-    packing: Literal["off", "on"] = Field(
-        "off",
-        description="on: several conversations or documents a row, kept apart by positions and attention, where a "
-        "trial shows that the model does so; off: one conversation a row, documents concatenated",
-    )
-    chat_template: str = Field(
-        "auto",
-        description="file with a Jinja template for conversations; auto: the tokenizer's, or a plain one",
-    )
-    template_date: Annotated[str, AfterValidator(_day)] = Field(
-        "auto",
-        description="day that a chat template prints which asks for today's (strftime_now), as 2026-01-31; auto: the "
-        "day of the first start, also when the run resumes",
-    )
-    tokenizer: str = Field(
-        "auto",
-        description="builtin, a directory or a hub id; auto: the model directory's, or builtin for presets",
-    )
-    seq_len: PositiveInt | Auto = Field("auto", description="tokens in a row; auto: the model's context, at most 1024")
-    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.05,
-        description="share of the tokens, from the end, held out if validation_path is empty",
-    )
-    shuffle: bool | PositiveInt = Field(
-        True,
-        description="read rows in a random order that the seed determines and every epoch changes. A stream is read in "
-        "its own order, or with N shuffled within blocks of N rows, held in memory",
-    )
-    cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
+    path: tuple[str, ...] = ("builtin",)
+    """files of text, JSON, CSV (also .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; extra: tables), directories of
+    these (of several splits train) or of datasets' save_to_disk, .bin token files; builtin: the text of the package;
+    hub:OWNER/NAME[/CONFIGURATION][:SPLIT] (extra: hub); stream:OWNER/NAME or stream:PATH: tokenized while the run reads
+    it"""
+    mixture: tuple[PositiveFloat, ...] = ()
+    """a weight for each entry of data.path: its share of each epoch's rows; empty: every row once an epoch"""
+    validation_path: tuple[str, ...] = ()
+    """validation text, in the forms of data.path; nothing of data.path is then held out. Of a stream: the first
+    train.eval_rows rows"""
+    text_field: str = "text"
+    """field of a JSON record (at most 64 MiB) or table row that holds the text"""
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = "auto"
+    """what a JSON record or table row holds. chat: messages with role and content; sharegpt: conversations with from
+    and value; alpaca: instruction, input, output; pairs: prompt, completion; text: text_field; auto: by the keys of the
+    first line"""
+    train_on: Literal["answers", "all"] = "answers"
+    """which tokens of conversations and pairs count in the loss: answers with their end tokens, or all"""
+    packing: Literal["off", "on"] = "off"
+    """on: several conversations or documents a row, kept apart by positions and attention, where a trial shows that the
+    model does so; off: one conversation a row, documents concatenated"""
+    chat_template: str = "auto"
+    """file with a Jinja template for conversations; auto: the tokenizer's, or a plain one"""
+    template_date: Annotated[str, AfterValidator(_day)] = "auto"
+    """day that a chat template prints which asks for today's (strftime_now), as 2026-01-31; auto: the day of the first
+    start, also when the run resumes"""
+    tokenizer: str = "auto"
+    """builtin, a directory or a hub id; auto: the model directory's, or builtin for presets"""
+    seq_len: PositiveInt | Auto = "auto"
+    """tokens in a row; auto: the model's context, at most 1024"""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """share of the tokens, from the end, held out if validation_path is empty"""
+    shuffle: bool | PositiveInt = True
+    """read rows in a random order that the seed determines and every epoch changes. A stream is read in its own order,
+    or with N shuffled within blocks of N rows, held in memory"""
+    cache: str = "auto"
+    """directory for tokenised text; auto: ~/.cache/offload-trainer"""
 
     @property
     def shuffled_block(self) -> int:
@@ -173,83 +135,68 @@ class DataSection(_Section):
 class OptimSection(_Section):
     """The optimizer and the learning-rate schedule."""
 
-    name: RuleName = Field(
-        "adamw",
-        description="adamw, or muon (tiered only): matrices of blocks as torch.optim.Muon with adjust_lr_fn="
-        "match_rms_adamw, all other weights as adamw",
-    )
-    lr: PositiveFloat = Field(3e-4, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
-    eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
-    moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(
-        "fp32",
-        description="how moments are stored; bytes a parameter with the master weight: fp32 12; bf16 8, rounded "
-        "stochastically (tiered only); 8bit 6, in blocks of 256 (adamw only)",
-    )
-    master_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="how master weights are stored; bf16: rounded stochastically after each update, 2 bytes a "
-        "parameter less (tiered, adamw and --dtype bf16 only)",
-    )
-    kernel: Literal["auto", "torch", "native"] = Field(
-        "auto",
-        description="tiered only: implementation of the update; native: compiled C++; auto: native if there is a "
-        "compiler and its results equal torch's, else torch",
-    )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1,
-        description="decoupled weight decay of matrices and embeddings; vectors, and parameters that "
-        "transformers' Trainer exempts, have none",
-    )
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="limit of the global gradient norm; 0: no clipping"
-    )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine",
-        description="learning rate after the warm-up; wsd: constant, then linear over the last decay_steps",
-    )
-    warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
-    decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
-    final_lr_ratio: Fraction = Field(
-        0.1, description="rate at the end, and of wsd at the start, as a share of the peak"
-    )
-    schedule_delay: Count = Field(
-        0,
-        description="steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers",
-    )
-    accumulate_dtype: Literal["fp32", "model"] = Field(
-        "fp32", description="dtype in which gradients are summed over the micro-batches of a step"
-    )
-    on_nonfinite_grad: Literal["stop", "skip"] = Field(
-        "stop",
-        description="bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights "
-        "unchanged in that step (skip)",
-    )
+    name: RuleName = "adamw"
+    """adamw, or muon (tiered only): matrices of blocks as torch.optim.Muon with adjust_lr_fn=match_rms_adamw, all other
+    weights as adamw"""
+    lr: PositiveFloat = 3e-4
+    """peak learning rate"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """decay rates of AdamW's moments"""
+    eps: PositiveFloat = 1e-8
+    """added to the square root of the second moment"""
+    moment_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """how moments are stored; bytes a parameter with the master weight: fp32 12; bf16 8, rounded stochastically (tiered
+    only); 8bit 6, in blocks of 256 (adamw only)"""
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """how master weights are stored; bf16: rounded stochastically after each update, 2 bytes a parameter less (tiered,
+    adamw and --dtype bf16 only)"""
+    kernel: Literal["auto", "torch", "native"] = "auto"
+    """tiered only: implementation of the update; native: compiled C++; auto: native if there is a compiler and its
+    results equal torch's, else torch"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """decoupled weight decay of matrices and embeddings; vectors, and parameters that transformers' Trainer exempts,
+    have none"""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """limit of the global gradient norm; 0: no clipping"""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """learning rate after the warm-up; wsd: constant, then linear over the last decay_steps"""
+    warmup_steps: Count | Auto = "auto"
+    """steps of linear warm-up; auto: 2 % of the steps"""
+    decay_steps: Count | Auto = "auto"
+    """wsd only: steps of the final decay; auto: 20 % of the steps"""
+    final_lr_ratio: Fraction = 0.1
+    """rate at the end, and of wsd at the start, as a share of the peak"""
+    schedule_delay: Count = 0
+    """steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers"""
+    accumulate_dtype: Literal["fp32", "model"] = "fp32"
+    """dtype in which gradients are summed over the micro-batches of a step"""
+    on_nonfinite_grad: Literal["stop", "skip"] = "stop"
+    """bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights unchanged in that step
+    (skip)"""
 
 
 class TrainSection(_Section):
     """Length of the run, batch sizes, evaluation intervals and the seed."""
 
-    steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
-    epochs: PositiveFloat | Auto = Field(
-        "auto",
-        description="passes over the training rows, which determine the steps; auto: train.steps decides",
-    )
-    micro_batch_size: PositiveInt = Field(4, description="rows of one forward and backward, on each rank")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches a step, on each rank")
-    seed: Count = Field(0, description="seed of initial weights, order of rows and dropout")
-    deterministic: bool = Field(
-        False,
-        description="on a GPU: use torch's deterministic, slower algorithms, so that runs repeat bit for bit; a "
-        "CPU always does",
-    )
-    eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
-    eval_rows: PositiveInt = Field(32, description="validation rows used each time")
-    stop_within: PositiveFloat | Auto = Field(
-        "auto",
-        description="seconds from a stop signal until the scheduler kills the run; it stops at once if the step "
-        "and a save would take longer; auto: no limit",
-    )
+    steps: PositiveInt = 300
+    """optimizer steps of the whole run"""
+    epochs: PositiveFloat | Auto = "auto"
+    """passes over the training rows, which determine the steps; auto: train.steps decides"""
+    micro_batch_size: PositiveInt = 4
+    """rows of one forward and backward, on each rank"""
+    gradient_accumulation_steps: PositiveInt = 1
+    """micro-batches a step, on each rank"""
+    seed: Count = 0
+    """seed of initial weights, order of rows and dropout"""
+    deterministic: bool = False
+    """on a GPU: use torch's deterministic, slower algorithms, so that runs repeat bit for bit; a CPU always does"""
+    eval_every: Count = 100
+    """steps between validations; 0: only at the end"""
+    eval_rows: PositiveInt = 32
+    """validation rows used each time"""
+    stop_within: PositiveFloat | Auto = "auto"
+    """seconds from a stop signal until the scheduler kills the run; it stops at once if the step and a save would take
+    longer; auto: no limit"""
 
     @property
     def known_steps(self) -> int | None:
@@ -260,29 +207,27 @@ class TrainSection(_Section):
 class PlacementSection(_Section):
     """Placement of weights, gradients and optimizer state, and the engine that implements it."""
 
-    engine: Literal["auto", "tiered", "deepspeed"] = Field(
-        "auto", description="tiered: this package's own; deepspeed: stock ZeRO; auto: tiered"
-    )
-    params: Home = Field("auto", description="where the 16-bit weights are stored")
-    optimizer: Home = Field("auto", description="where the optimizer state (master weights, moments) is stored")
-    nvme: tuple[str, ...] = Field((), description="directories on drives for weights and optimizer state")
-    gradients: Home = Field(
-        "auto",
-        description="tiered only: where gradients are summed, except those whose state is on the GPU; auto: the "
-        "GPU for several micro-batches where there is room, else RAM, else a drive",
-    )
-    gpu_fraction: Fraction | Auto = Field(
-        "auto",
-        description="tiered only: share of the optimizer state on the GPU; auto: as much as fits",
-    )
-    ram_fraction: Fraction | Auto = Field(
-        "auto", description="tiered only: share of the optimizer state in RAM; auto: as much as fits"
-    )
-    gpus: PositiveInt = Field(
-        1, description="processes (ranks) to start, one for each GPU; without a GPU they run on the CPU"
-    )
-    threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
-    force: bool = Field(False, description="run even if the plan says that it does not fit")
+    engine: Literal["auto", "tiered", "deepspeed"] = "auto"
+    """tiered: this package's own; deepspeed: stock ZeRO; auto: tiered"""
+    params: Home = "auto"
+    """where the 16-bit weights are stored"""
+    optimizer: Home = "auto"
+    """where the optimizer state (master weights, moments) is stored"""
+    nvme: tuple[str, ...] = ()
+    """directories on drives for weights and optimizer state"""
+    gradients: Home = "auto"
+    """tiered only: where gradients are summed, except those whose state is on the GPU; auto: the GPU for several
+    micro-batches where there is room, else RAM, else a drive"""
+    gpu_fraction: Fraction | Auto = "auto"
+    """tiered only: share of the optimizer state on the GPU; auto: as much as fits"""
+    ram_fraction: Fraction | Auto = "auto"
+    """tiered only: share of the optimizer state in RAM; auto: as much as fits"""
+    gpus: PositiveInt = 1
+    """processes (ranks) to start, one for each GPU; without a GPU they run on the CPU"""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads of each process; auto: its share of the cores"""
+    force: bool = False
+    """run even if the plan says that it does not fit"""
 
     @property
     def engine_name(self) -> str:
@@ -298,113 +243,87 @@ class PlacementSection(_Section):
 class SaveSection(_Section):
     """Run directory, checkpoints, resuming and experiment trackers."""
 
-    output: str = Field("runs/default", description="run directory: logs, metrics, checkpoints")
-    every: Count | Auto = Field(
-        "auto", description="steps between checkpoints; 0: only on request; auto: a tenth of the steps"
-    )
-    keep: PositiveInt = Field(2, description="how many of the newest checkpoints are kept")
-    resume: str = Field(
-        "auto",
-        description="auto: from the newest checkpoint in the run directory, if any; never: from step 0; or a "
-        "checkpoint's directory",
-    )
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        (),
-        description="experiment trackers that also receive the metrics of each step (extras of the same names). "
-        "tensorboard, and wandb with WANDB_MODE=offline, write to the run directory, trackio to TRACKIO_DIR. "
-        "Empty: nothing is sent anywhere",
-    )
+    output: str = "runs/default"
+    """run directory: logs, metrics, checkpoints"""
+    every: Count | Auto = "auto"
+    """steps between checkpoints; 0: only on request; auto: a tenth of the steps"""
+    keep: PositiveInt = 2
+    """how many of the newest checkpoints are kept"""
+    resume: str = "auto"
+    """auto: from the newest checkpoint in the run directory, if any; never: from step 0; or a checkpoint's directory"""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """experiment trackers that also receive the metrics of each step (extras of the same names). tensorboard, and wandb
+    with WANDB_MODE=offline, write to the run directory, trackio to TRACKIO_DIR. Empty: nothing is sent anywhere"""
 
 
 class ParallelSection(_Section):
     """Tensor, sequence and pipeline parallelism; `plan --parallel` compares them with data parallelism."""
 
-    tensor: PositiveInt = Field(
-        1,
-        description="deepspeed only: ranks that share each product of a block, by AutoTP with ZeRO-1 and weights "
-        "on the GPU, for architectures with a tensor-parallel plan in transformers",
-    )
-    sequence: PositiveInt = Field(
-        1,
-        description="tiered only: ranks that share each row (Ulysses); refused for models whose results a trial "
-        "shows to change",
-    )
-    pipeline: PositiveInt = Field(
-        1,
-        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus",
-    )
+    tensor: PositiveInt = 1
+    """deepspeed only: ranks that share each product of a block, by AutoTP with ZeRO-1 and weights on the GPU, for
+    architectures with a tensor-parallel plan in transformers"""
+    sequence: PositiveInt = 1
+    """tiered only: ranks that share each row (Ulysses); refused for models whose results a trial shows to change"""
+    pipeline: PositiveInt = 1
+    """tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus"""
 
 
 class TieredSection(_Section):
     """Buffer sizes, schedule and copies of the tiered engine."""
 
-    page_size: Annotated[int, Field(ge=4096)] = Field(
-        4 << 20,
-        description="largest number of parameters that are read, updated and written at a time",
-    )
-    page_buffers: Annotated[int, Field(ge=2)] = Field(
-        6, description="buffers in RAM for pages on their way from or to a drive"
-    )
-    fetch_granularity: Literal["auto", "block", "module"] = Field(
-        "auto",
-        description="weights fetched to the device at a time: a block, or one module of it where a trial allows "
-        "that; auto: module if nothing fits otherwise",
-    )
-    weight_buffers: Annotated[int, Field(ge=1)] = Field(
-        3,
-        description="blocks, or modules, whose fetched weights are on the device at a time; unless set, lowered "
-        "to 2 or 1 when nothing fits otherwise",
-    )
-    weight_transfer: Literal["auto", "direct", "all_gather"] = Field(
-        "auto",
-        description="how GPUs of a node fetch weights in RAM. direct: each copies all; all_gather: each copies a "
-        "shard, and they exchange them; auto: the faster forecast",
-    )
-    micro_batch_order: Literal["auto", "depth_first", "breadth_first"] = Field(
-        "auto",
-        description="depth_first: one micro-batch after the other; breadth_first: all through a block before the "
-        "next, so that weights are fetched once a pass; auto: breadth_first where it fits and saves 5 "
-        "% of a step. Results are equal",
-    )
-    overlap: Literal["auto", "off", "forward", "backward"] = Field(
-        "auto",
-        description="what the update overlaps with. forward: the next forward; backward: also this backward, for "
-        "pages on drives (two copies of their state) and, with a GPU, in RAM; off: nothing; auto: the "
-        "fastest forecast that saves 5 % of a step (forward: 2 %); forward if drives are used and "
-        "nothing was timed",
-    )
-    state_copies: Literal["auto", 1, 2] = Field(
-        "auto",
-        description="copies of each page on a drive; 2 leaves a complete step behind when the run is killed; "
-        "auto: 2 if the update starts during the backward, or if resumed page files have 2",
-    )
+    page_size: Annotated[int, Field(ge=4096)] = 4 << 20
+    """largest number of parameters that are read, updated and written at a time"""
+    page_buffers: Annotated[int, Field(ge=2)] = 6
+    """buffers in RAM for pages on their way from or to a drive"""
+    fetch_granularity: Literal["auto", "block", "module"] = "auto"
+    """weights fetched to the device at a time: a block, or one module of it where a trial allows that; auto: module if
+    nothing fits otherwise"""
+    weight_buffers: Annotated[int, Field(ge=1)] = 3
+    """blocks, or modules, whose fetched weights are on the device at a time; unless set, lowered to 2 or 1 when nothing
+    fits otherwise"""
+    weight_transfer: Literal["auto", "direct", "all_gather"] = "auto"
+    """how GPUs of a node fetch weights in RAM. direct: each copies all; all_gather: each copies a shard, and they
+    exchange them; auto: the faster forecast"""
+    micro_batch_order: Literal["auto", "depth_first", "breadth_first"] = "auto"
+    """depth_first: one micro-batch after the other; breadth_first: all through a block before the next, so that weights
+    are fetched once a pass; auto: breadth_first where it fits and saves 5 % of a step. Results are equal"""
+    overlap: Literal["auto", "off", "forward", "backward"] = "auto"
+    """what the update overlaps with. forward: the next forward; backward: also this backward, for pages on drives (two
+    copies of their state) and, with a GPU, in RAM; off: nothing; auto: the fastest forecast that saves 5 % of a step
+    (forward: 2 %); forward if drives are used and nothing was timed"""
+    state_copies: Literal["auto", 1, 2] = "auto"
+    """copies of each page on a drive; 2 leaves a complete step behind when the run is killed; auto: 2 if the update
+    starts during the backward, or if resumed page files have 2"""
 
 
 class DeepSpeedSection(_Section):
     """Sizes inside DeepSpeed. auto: derived from the model, so that every placement runs."""
 
-    zero_stage: Literal[1, 2, 3] | Auto = Field(
-        "auto",
-        description="what ZeRO shards. 1: optimizer state; 2: gradients too; 3: weights too; auto: 2 with weights "
-        "on the GPU and no state on NVMe, else 3",
-    )
-    sub_group_size: PositiveInt | Auto = Field("auto", description="ZeRO-3: parameters updated at a time")
-    reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
-    prefetch_bucket_size: Count | Auto = Field("auto", description="ZeRO-3: weight elements prefetched")
-    max_live_parameters: PositiveInt | Auto = Field("auto", description="ZeRO-3: weight elements gathered at a time")
-    param_buffer_count: PositiveInt | Auto = Field(
-        "auto", description="weights on NVMe: number of buffers, each as large as the largest weight"
-    )
-    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = Field(
-        "auto", description="optimizer state on NVMe: number of buffers, each as large as the largest sub-group"
-    )
-    pipeline_read: bool = Field(True, description="optimizer state on NVMe: read the next sub-group during the update")
-    pipeline_write: bool = Field(
-        True, description="optimizer state on NVMe: write the previous sub-group during the update"
-    )
-    aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to a drive")
-    aio_queue_depth: PositiveInt = Field(32, description="requests in flight in each thread")
-    aio_threads: PositiveInt = Field(2, description="threads that share one transfer")
+    zero_stage: Literal[1, 2, 3] | Auto = "auto"
+    """what ZeRO shards. 1: optimizer state; 2: gradients too; 3: weights too; auto: 2 with weights on the GPU and no
+    state on NVMe, else 3"""
+    sub_group_size: PositiveInt | Auto = "auto"
+    """ZeRO-3: parameters updated at a time"""
+    reduce_bucket_size: PositiveInt | Auto = "auto"
+    """gradient elements reduced at a time"""
+    prefetch_bucket_size: Count | Auto = "auto"
+    """ZeRO-3: weight elements prefetched"""
+    max_live_parameters: PositiveInt | Auto = "auto"
+    """ZeRO-3: weight elements gathered at a time"""
+    param_buffer_count: PositiveInt | Auto = "auto"
+    """weights on NVMe: number of buffers, each as large as the largest weight"""
+    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = "auto"
+    """optimizer state on NVMe: number of buffers, each as large as the largest sub-group"""
+    pipeline_read: bool = True
+    """optimizer state on NVMe: read the next sub-group during the update"""
+    pipeline_write: bool = True
+    """optimizer state on NVMe: write the previous sub-group during the update"""
+    aio_block_size: PositiveInt = 1 << 20
+    """bytes of one request to a drive"""
+    aio_queue_depth: PositiveInt = 32
+    """requests in flight in each thread"""
+    aio_threads: PositiveInt = 2
+    """threads that share one transfer"""
 
 
 class TrainConfig(_Section):

@@ -44,9 +44,6 @@ def lenient_record(kind: type[Kind]) -> type[Kind]:
     return with_config(ConfigDict(extra="ignore"))(dataclass(frozen=True)(kind))
 
 
-# -- field types -----------------------------------------------------------------------------------------------------
-
-
 def _printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("text of one line that can be printed")
@@ -70,9 +67,6 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
 FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", inside its directory
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_back(

@@ -42,7 +42,8 @@ def page() -> str:
             default = field.default
             shown = f"`{list(default) if isinstance(default, tuple) else default}`"
             flag = flags.get(f"{section}.{name}")
-            cells = [f"`{name}`", f"`{flag}`" if flag else "", allowed(field.annotation), shown, field.description]
+            meaning = " ".join(str(field.description).split())
+            cells = [f"`{name}`", f"`{flag}`" if flag else "", allowed(field.annotation), shown, meaning]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

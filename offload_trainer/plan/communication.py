@@ -1,25 +1,10 @@
 """The bytes that ranks exchange in a step, and the seconds that they wait. Pure arithmetic.
 
-The tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`) has N ranks, n of them on each of K nodes,
-with a micro-batches each, e bytes per weight and g per element of the gradient sums. Of a unit, T elements are trained;
-S of them are updated on this node, and R by one rank:
-
-    outboxes    a n e T written, a n e S read    each rank writes its gradients; each owner reads its shard of them all
-    sums        g S (2 a N - 1)                  in RAM: written once, then read and written per further gradient
-    network     a (N - n) e S received           gradients from all ranks of other nodes; a n e (T - S) sent
-                a n (N - n) w each way           flags from each rank to each: which of w weights have a gradient
-                e (T - S) received               new weights, since each node has all weights; e (K - 1) S sent
-    gpus        e (T - R) into each GPU          new weights that are placed on the device
-                (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
-    barriers    a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
-                                                 units whose sums are on drives, for their norms, and five per step:
-                                                 targets, losses, sums, norm, step
-    gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
-
-Messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on average 2 MB
-for each border in a unit) and those at the start of a step are not counted: up to 7 % of a step for small models on two
+`exchange_of` counts what ranks of the tiered engine move (`offloading/ranks/sharded_gradients.py`, `node_comm.py`), but
+not the messages of norms (one number for each piece, and the parts of pieces that a border between ranks cuts: on
+average 2 MB for each border in a unit) and those at the start of a step: up to 7 % of a step for small models on two
 nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
-takes n times the bytes of a reduction.
+takes as many times the bytes of a reduction as a node has ranks.
 
 Stock ZeRO, tensor and sequence parallelism have N = T S D ranks: T ranks share each matrix product of a block (tensor),
 S the tokens of each row (sequence), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have
@@ -55,12 +40,11 @@ from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
 from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
-from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-STEP_BARRIERS = 5  # barriers per step in addition to those of units
+STEP_BARRIERS = 5  # barriers per step in addition to those of units: targets, losses, sums, norm, step
 OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
 
 
@@ -83,16 +67,16 @@ class CommCost:
 
 
 def exchange_of(
-    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, TransferBytes], node: int = 0
+    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0
 ) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `by_parts`: weights that each device receives by all-gather, by phase.
+    `by_parts`: weights that each device receives by all-gather, from `gathered_weights`.
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
     e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
-    every = own = whole = held = on_gpus = weights = barriers = 0
+    every = own = whole = held = on_gpus = weights = barriers = 0  # elements of all ranks, of this node; with padding
     trained = [unit for unit in units if unit.trained]
     for unit in trained:
         first, end_of_one = range_of_rank(unit, node * here, ranks=work.world)
@@ -104,20 +88,22 @@ def exchange_of(
                 own += max(0, min(end, place.start + place.weight.numel) - max(first, place.start))
         whole += unit.trained
         held += end - first
+        # One for each micro-batch, and one for the norms of sums on drives.
         barriers += micro + on_drive(homes.gradients[unit.index]) if work.pipeline == 1 else 0
         if homes.weights[unit.index] == DEVICE:
             on_gpus += unit.trained - (end_of_one - first)
     micro *= work.pipeline == 1  # the ranks of a pipeline add gradients of their own only
-    links = [
+    links = [  # Each rank writes its gradients, and each owner reads its shard of them all.
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
-        Traffic(GPUS, "update", read=e * on_gpus, written=0),
-        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in by_parts.items()),
+        Traffic(GPUS, "update", read=e * on_gpus, written=0),  # new weights that are placed on the device
+        *(Traffic(GPUS, phase, others, others) for phase, (_, others) in by_parts.items()),
     ]
     if remote:
-        marks = micro * here * remote * weights
+        marks = micro * here * remote * weights  # flags from each rank to each: which weights have a gradient
         given, taken = micro * here * e * (whole - held), micro * remote * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
+    # A sum in RAM is written once, then read and written for each further gradient; a gather ends each unit's update.
     sums = work.gradient_bytes * own * (2 * work.added - 1) if work.pipeline == 1 else 0
     moving = tuple(one for one in links if one.read or one.written)
     return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))

@@ -4,28 +4,19 @@ A node has the share of its ranks of everything that ZeRO partitions. A GPU's PC
 the rest comes from other GPUs. Traffic follows counted bytes, and memory is counted from DeepSpeed's source (0.19.8:
 stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
 
-Counts are per rank: P parameters, T of them trainable, e bytes per weight, g per element of the gradient sums, W ranks
-with the same weights. A full gradient bucket has b elements, at most T. The largest weight has L elements, and the
-largest part of a weight whose optimizer state the rank has is l elements. Allocated throughout a step:
-
-    ZeRO-1, 2   e P of weights (parameters are views of flat buffers). With the state in RAM: 16 T / W of masters,
-                moments and fp32 gradients, e T / W of new weights in transfer, and 2 e L of gradients in transfer.
-                Several micro-batches need e T / W more for their sums, or 4 T / W in fp32
-    ZeRO-3      e P / W of weights, e b of bucket, g T / W of gradients, and 16 T / W in RAM. An NVMe optimizer has
-                these on the drive, with swap buffers, and 8 T / W of moments in RAM, which the first update creates
-                and the second one frees
-
-In addition, the largest of these moments counts:
+Each item says what is allocated throughout a step. In addition, the largest of these moments counts (per rank: e bytes
+per weight, W ranks with the same weights, of which T are trained; a full gradient bucket has b elements, at most T; the
+largest weight has L, and the largest part of one whose optimizer state the rank has l):
 
     model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
     full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
                         exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
                         whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
                         the last gathered weight. Activations are added if the largest gradient is not the last one
-    start               AutoTP shards weights that were built whole: e P of the whole model
+    start               AutoTP shards weights that were built whole
 
 ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
-the head of a wide model has less of it. docs/benchmarks/predictions.md has measurements.
+the head of a wide model has less of it.
 """
 
 from __future__ import annotations
@@ -61,7 +52,7 @@ from offload_trainer.plan.step_time import (
     copy_seconds,
     update_rate,
 )
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, tiers_of
+from offload_trainer.plan.tiers import RAM_NAME, Item, Placement, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -222,7 +213,6 @@ class DeepSpeedCandidate:
         elif moments == "8bit":
             why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         self.cannot_save = why
-        self._tiers = tiers_of(machine)
         self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = -(-self._held * trainable // shape.parameters)
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
@@ -352,79 +342,79 @@ class DeepSpeedCandidate:
         reduced = self.placement.stage > 1
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = e * tied if reduced else 0
-        model = [*activation_items(work, tiers=self._tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)]
-        there = [item.bytes for item in model if item.tier == self._tiers.device.name and item.name in ACTIVATIONS]
-        items = process_items(self._tiers, here=here, what="torch, transformers and DeepSpeed")
-        if not self._tiers.has_gpu:
+        model = [*activation_items(work, self.machine, gradients=reduced, waiting=waiting, tied_sum=waiting)]
+        there = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
+        items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
+        if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
             if row < LONG:
                 times = _HOLES[self.placement.stage]
                 each = int(times * e * self._held_trained)
                 why = f", {times} times the temporary gradients; peaks were up to 13 % higher"
-            items.append(self._tiers.ram.item("heap", each * here, f"measured: heap fragments{why}"))
+            items.append(Item(RAM_NAME, "heap", each * here, f"measured: heap fragments{why}"))
         beyond = self._beyond(sum(there), kept=sum(there[:-1]))
         return [*items, *self._weights(), *self._gradients(), *self._state(), *model, beyond]
 
-    def _tier(self, kind: TierKind) -> Tier:
+    def _tier(self, kind: TierKind) -> str:
         if kind == TierKind.DRIVES:
-            return self._tiers.drives[0] if self._tiers.drives else Tier(kind, 0)
-        return self._tiers.device if kind == TierKind.GPU else self._tiers.ram
+            return self.machine.drives[0].directory if self.machine.drives else kind
+        return self.machine.device if kind == TierKind.GPU else RAM_NAME
 
     def _weights(self) -> Iterator[Item]:
         work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
         if self.placement.stage < 3:
             how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
-            yield self._tiers.device.item("weights", e * self._held * here, f"{e} B a parameter, {how}")
+            yield Item(self.machine.device, "weights", e * self._held * here, f"{e} B a parameter, {how}")
             return
         home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
         why = "gathered at the same time: max_live_parameters and a prefetch bucket"
-        yield home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks")
-        yield self._tiers.device.item("weights in use", e * self._gathered * here, why)
+        yield Item(home, "weights", sharded, f"{e} B a parameter, sharded over the ranks")
+        yield Item(self.machine.device, "weights in use", e * self._gathered * here, why)
         if self.placement.params == TierKind.DRIVES:
             buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
             swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
-            yield self._tiers.ram.item("weight swap buffers", e * swap * here, why)
-            yield self._tiers.ram.item("weight write buffer", e * write * here, "one sub-group")
+            yield Item(RAM_NAME, "weight swap buffers", e * swap * here, why)
+            yield Item(RAM_NAME, "weight write buffer", e * write * here, "one sub-group")
 
     def _gradients(self) -> Iterator[Item]:
-        e, here, device, several = self.work.item_bytes, self.work.here, self._tiers.device, self.work.accumulate > 1
+        e, here, device, several = self.work.item_bytes, self.work.here, self.machine.device, self.work.accumulate > 1
         of_bucket = self._sums if self.placement.stage == 1 else e
-        count = 2 if self._tiers.has_gpu and self.placement.stage < 3 else 1
+        count = 2 if self.machine.gpu is not None and self.placement.stage < 3 else 1
         buckets = count * of_bucket * self._bucket * here
-        yield device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")
+        yield Item(device, "gradient buckets", buckets, f"{count} of {self._bucket:,} elements")
         if self.placement.stage == 3:
-            tier = device if self.placement.optimizer == TierKind.GPU else self._tiers.ram
+            tier = device if self.placement.optimizer == TierKind.GPU else RAM_NAME
             why = f"{self._sums} B a parameter, sharded over the ranks"
-            yield tier.item("gradients", self._sums * self._trained, why)
+            yield Item(tier, "gradients", self._sums * self._trained, why)
             return
         if self.placement.stage == 1:
-            yield device.item("gradients", self._sums * self._held_trained * here, "whole on each rank")
+            yield Item(device, "gradients", self._sums * self._held_trained * here, "whole on each rank")
         elif self.placement.optimizer == TierKind.GPU:
-            yield device.item("gradients", e * self._trained, f"{e} B a parameter, until the update")
+            yield Item(device, "gradients", e * self._trained, f"{e} B a parameter, until the update")
         if several and self.placement.stage == 2 and self._sums > e:
             why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            yield device.item("sums", 4 * self._trained, why)
+            yield Item(device, "sums", 4 * self._trained, why)
         elif several and self.placement.optimizer == TierKind.RAM:
-            yield self._tiers.ram.item("sums", e * self._trained, "of the micro-batches' gradients")
+            yield Item(RAM_NAME, "sums", e * self._trained, "of the micro-batches' gradients")
 
     def _state(self) -> Iterator[Item]:
         e, trained, here, sizes = self.work.item_bytes, self._trained, self.work.here, self.sizes
         home = self._tier(self.placement.optimizer)
-        yield home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")
+        yield Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")
         if self.placement.optimizer == TierKind.DRIVES:
             buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
             why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
             first = "from the first update, which creates them, to the second"
-            yield home.item("gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state")
-            yield self._tiers.ram.item("optimizer swap buffers", buffers, why)
-            yield self._tiers.ram.item("first moments", 8 * trained, first)
+            yield Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state")
+            yield Item(RAM_NAME, "optimizer swap buffers", buffers, why)
+            yield Item(RAM_NAME, "first moments", 8 * trained, first)
             return
-        yield home.item("gradients, fp32", 4 * trained, "the update reads them in fp32")
+        yield Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")
         if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
             through = e * max(self._parts, default=0) * here
-            yield self._tiers.ram.item("new weights", e * trained, "output of the update")
-            yield self._tiers.ram.item("gradients in transfer", through, "the largest weight's")
-            yield self._tiers.device.item("gradients in transfer", through, "the largest weight's")
+            yield Item(RAM_NAME, "new weights", e * trained, "output of the update")
+            yield Item(RAM_NAME, "gradients in transfer", through, "the largest weight's")
+            yield Item(self.machine.device, "gradients in transfer", through, "the largest weight's")
 
     # -- the largest moment -------------------------------------------------------------------------------------------
 
@@ -455,9 +445,9 @@ class DeepSpeedCandidate:
         whole = e * (self.work.shape.parameters - self._held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
             why = "until AutoTP has split it; in addition to activations"
-            return self._tiers.device.item("whole model", whole - model, why)
+            return Item(self.machine.device, "whole model", whole - model, why)
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
-        return self._tiers.device.item("gradients reduced", max(0, full - model), why)
+        return Item(self.machine.device, "gradients reduced", max(0, full - model), why)
 
     def _largest_parts(self) -> list[int]:
         """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""

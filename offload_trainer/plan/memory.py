@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import KEPT, Activations, Growth, ModelShape, Part, Weight, estimated, loss_pieces
 from offload_trainer.plan.tiered.layout import aligned
-from offload_trainer.plan.tiers import RAM_NAME, Item, TierKind, Tiers, tiers_of
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -47,30 +48,30 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces and lazily loaded kernels"
     if machine.kept_free:
         why += f"; and {format_bytes(machine.kept_free)}, since runs on this GPU ran out of memory"
-    return [tiers_of(machine).gpu.item("reserve", gpu_reserve(machine) * here, why)]
+    return [Item(GPU_NAME, "reserve", gpu_reserve(machine) * here, why)]
 
 
-def process_items(tiers: Tiers, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
+def process_items(machine: MachineProfile, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
     """Return the RAM of `here` processes on a machine."""
-    each = PROCESS - LIBRARIES + CUDA_PROCESS * tiers.has_gpu
+    each = PROCESS - LIBRARIES + CUDA_PROCESS * (machine.gpu is not None)
     return [
-        tiers.ram.item("process", each * here, f"interpreter, {what}, in each process"),
-        tiers.ram.item("libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),
+        Item(RAM_NAME, "process", each * here, f"interpreter, {what}, in each process"),
+        Item(RAM_NAME, "libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),
     ]
 
 
 def activation_items(
-    work: Workload, *, tiers: Tiers, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
+    work: Workload, machine: MachineProfile, *, kept: Sequence[Item] = (), gradients: bool, waiting: int, tied_sum: int
 ) -> Iterator[Item]:
     """Yield the activations at the peak of a micro-batch (`peak_of`), and the libraries' memory.
 
     `kept` are items for the blocks' inputs, if the engine offloads them.
     """
-    shape, world, device = work.shape, work.here, tiers.device.item
-    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
+    shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
+    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if gpu else (shape.on_cpu, shape.tiled_on_cpu)
     counted = tiled if work.mlp_chunk else whole
-    offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
-    pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=tiers.has_gpu)
+    offloaded = bool(kept) or bool(work.inputs_away and gpu)
+    pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
     of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
     if work.sequence > 1:
         # Attention keeps a second copy of its result, and replicates keys and values until their heads are a multiple.
@@ -85,7 +86,7 @@ def activation_items(
     if offloaded:
         inputs = work.checkpointed * work.micro_batch * work.length * shape.hidden * work.item_bytes
         if not kept:
-            yield tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing")
+            yield Item(RAM_NAME, "block inputs", inputs * world, "saved by gradient checkpointing")
         yield device("activations", peak.bytes * world, f"at their peak, {how}")
     else:
         others = shape.layers - work.checkpointed
@@ -93,7 +94,7 @@ def activation_items(
         parts = f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
         yield device(name, peak.kept * world, f"saved for the backward{parts}")
         yield device("activations", peak.rest * world, f"all other activations, at their peak, {how}")
-    if tiers.has_gpu:
+    if gpu:
         yield device("CUDA context", CUDA_CONTEXT * world, "of the driver, in each process")
         why = f"{ALLOCATOR:.0%} of the activations, for fragmentation; assumed"
         yield device("allocator", int(ALLOCATOR * peak.bytes) * world, why)
@@ -164,19 +165,19 @@ def slots_of(work: Workload) -> BlockInputs:
     return BlockInputs(work.accumulate, inputs_of(work).size + aligned(_GENERATORS))
 
 
-def input_items(work: Workload, *, tiers: Tiers) -> Iterator[Item]:
+def input_items(work: Workload, machine: MachineProfile) -> Iterator[Item]:
     """Yield plan items for the block inputs that `model.offload_activations` moves, if it moves any."""
     if not work.inputs_away:
         return
     inputs, name = inputs_of(work), "block inputs"
-    yield tiers.device.item(name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
+    yield Item(machine.device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")
     if work.inputs_away == TierKind.RAM:
-        yield tiers.ram.item(name, inputs.count * inputs.size, "saved by gradient checkpointing")
+        yield Item(RAM_NAME, name, inputs.count * inputs.size, "saved by gradient checkpointing")
         return
-    yield tiers.ram.item(name, inputs.buffers * inputs.size, f"{inputs.buffers} in transfer to or from drives")
-    homes = inputs.homes(len(tiers.drives))
-    for number, drive in enumerate(tiers.drives):
-        yield drive.item(name, homes.count(number) * inputs.size, "saved by gradient checkpointing")
+    yield Item(RAM_NAME, name, inputs.buffers * inputs.size, f"{inputs.buffers} in transfer to or from drives")
+    homes = inputs.homes(len(machine.drives))
+    for number, drive in enumerate(machine.drives):
+        yield Item(drive.directory, name, homes.count(number) * inputs.size, "saved by gradient checkpointing")
 
 
 LONG = 8192  # tokens in a row from which on the lower threshold applies

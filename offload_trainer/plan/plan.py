@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from shlex import quote
 from textwrap import wrap
@@ -33,12 +33,9 @@ class UpdateSchedule:
     why_not: str = ""  # why it is not possible, or ""
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A filesystem of which a plan uses several directories."""
-
-    directories: tuple[str, ...]  # all of the run's directories there
-    free_bytes: int
+# Filesystems of which a plan uses several directories: of each of these, all of the run's directories there, and the
+# free bytes.
+Shared = dict[str, tuple[tuple[str, ...], int]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Plan:
     way: str = ""  # the schedule that was chosen
     faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
     longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
-    shared: tuple[Shared, ...] = ()
+    shared: Shared = field(default_factory=dict)
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
     fits_with: tuple[str, ...] | None = None  # words of the command with which it would fit; None: not looked for
 
@@ -79,16 +76,13 @@ class Plan:
         for tier, room in self.tiers.items():
             if room["need"] > room["have"]:
                 first, told = tier, f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
-                if one := self._shared(tier):
-                    needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in one.directories]
-                    first = one.directories[0]
-                    told = f"one filesystem has {format_bytes(one.free_bytes)} free for {' and '.join(needs)}"
+                if tier in self.shared:
+                    directories, free = self.shared[tier]
+                    needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in directories]
+                    first = directories[0]
+                    told = f"one filesystem has {format_bytes(free)} free for {' and '.join(needs)}"
                 sentences[first] = told
         return list(sentences.values())
-
-    def _shared(self, tier: str) -> Shared | None:
-        """Return the filesystem that a directory shares with other directories in use, or None."""
-        return next((one for one in self.shared if tier in one.directories), None)
 
     def refuse(self, *, force: bool) -> None:
         """Raise UserError if the plan does not fit, unless `force`."""
@@ -174,12 +168,13 @@ class Plan:
             tiers.sort(key=lambda tier: self.tiers[tier]["need"] <= self.tiers[tier]["have"])
         width, lines = max(map(len, tiers)), list[str]()
         for tier in tiers:
-            room, shared = self.tiers[tier], self._shared(tier)
+            room = self.tiers[tier]
             verdict = f"of {format_bytes(room['have'])}"
             if room["need"] > room["have"]:
-                if shared is not None:
-                    others = " and ".join(each for each in shared.directories if each != tier)
-                    verdict = f"of {format_bytes(shared.free_bytes)} on the filesystem shared with {others}"
+                if tier in self.shared:
+                    directories, free = self.shared[tier]
+                    others = " and ".join(each for each in directories if each != tier)
+                    verdict = f"of {format_bytes(free)} on the filesystem shared with {others}"
                 verdict += "   DOES NOT FIT"
             elif not room["need"] and tier not in (GPU_NAME, RAM_NAME):
                 verdict += ": not used by this plan"

@@ -27,7 +27,7 @@ from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
-from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -345,36 +345,32 @@ def _plan_of(one: Candidate) -> Plan:
     )
 
 
-def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], tuple[Shared, ...]]:
+def _needs(one: Candidate) -> tuple[list[Item], dict[str, dict[str, int]], Shared]:
     work, machine = one.work, one.machine
     items = [*one.items, *reserve_items(machine, here=work.here), *saved_items(work, output=machine.output.directory)]
     return items, *room_of(items, work, machine)
 
 
-def room_of(
-    items: Sequence[Item], work: Workload, machine: MachineProfile
-) -> tuple[dict[str, dict[str, int]], tuple[Shared, ...]]:
+def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> tuple[dict[str, dict[str, int]], Shared]:
     """Return {"need", "have"} in bytes for each tier, and the filesystems with several directories in use.
 
     A directory that shares its filesystem with others has what the others leave.
     """
-    tiers, outputs = tiers_of(machine, here=work.here), () if work.checkpoints is None else (machine.output,)
+    outputs = () if work.checkpoints is None else (machine.output,)
     drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}  # that a run writes to
-    have = {tiers.gpu.name: tiers.gpu.capacity, tiers.ram.name: tiers.ram.capacity}
+    have = {GPU_NAME: machine.gpu_bytes * work.here, RAM_NAME: machine.ram_bytes}
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
     devices = dict.fromkeys(drive.device for drive in drives.values() if drive.device is not None)
-    together = [[directory for directory, drive in drives.items() if drive.device == device] for device in devices]
-    for these in together:
+    shared: Shared = {}
+    for device in devices:
+        these = tuple(directory for directory, drive in drives.items() if drive.device == device)
         for directory in these:
             others = sum(need[other] for other in these if other != directory)
             have[directory] = max(0, drives[directory].free_bytes - others)
-    shared = (
-        Shared(tuple(these), min(drives[directory].free_bytes for directory in these))
-        for these in together
-        if sum(need[directory] > 0 for directory in these) > 1
-    )
-    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, tuple(shared)
+        if sum(need[directory] > 0 for directory in these) > 1:
+            shared |= dict.fromkeys(these, (these, min(drives[directory].free_bytes for directory in these)))
+    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}, shared
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:

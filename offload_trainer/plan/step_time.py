@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from operator import add
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.memory import mapped_from
@@ -220,22 +219,9 @@ def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
 
 _OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches on a GPU, if nothing else was measured
 
-
-@dataclass(frozen=True)
-class TokenWork:
-    """Counts of one token: floating-point operations, values that elementwise layers process, and logits.
-
-    `tables` counts the elements of large gradients, once a micro-batch and not for each token.
-    """
-
-    products: float = 0.0
-    attention: float = 0.0
-    values: float = 0.0
-    logits: float = 0.0
-    tables: int = 0
-
-    def __add__(self, other: TokenWork) -> TokenWork:
-        return TokenWork(*map(add, astuple(self), astuple(other)))
+# What is counted of one token: floating-point operations of products and of attention, values that elementwise layers
+# process, and logits of the loss; and of each micro-batch, the elements of large gradients ("tables").
+_COUNTS = ("products", "attention", "values", "loss", "tables")
 
 
 def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
@@ -272,8 +258,8 @@ def longer_in_turn(work: Workload) -> float:
     return max(free) * work.pipeline / (work.accumulate * sum(seconds for _, seconds in passes))
 
 
-def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
-    """Return the work of the backward's recomputation, of the forward, and of the backward itself.
+def _work_of_token(work: Workload) -> list[dict[str, float]]:
+    """Return the `_COUNTS` of the backward's recomputation, of the forward, and of the backward itself.
 
     The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
     MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
@@ -281,54 +267,56 @@ def _work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     """
     shape, seq_len = work.shape, work.seq_len
 
-    def of_blocks(model: ModelShape) -> TokenWork:
+    def of_blocks(model: ModelShape) -> dict[str, float]:
         products = model.block_flops(seq_len=0)
-        return TokenWork(products, attention=model.block_flops(seq_len=seq_len) - products, values=model.widths)
+        attention = model.block_flops(seq_len=seq_len) - products
+        return {"products": products, "attention": attention, "values": model.widths}
 
-    blocks, head = of_blocks(shape), TokenWork(products=shape.head_flops(), logits=shape.vocabulary)
-    whole, products = blocks + head, shape.backward_flops(seq_len=0)
+    blocks, head = of_blocks(shape), dict[str, float](products=shape.head_flops(), loss=shape.vocabulary)
+    whole, products = blocks["products"] + head["products"], shape.backward_flops(seq_len=0)
     # Gradients that each micro-batch of a CPU writes to newly mapped memory, unless freed memory is reused. Each use of
     # a tied weight has one, and their sum is one more.
     mapped = [w for w in shape.weights if w.trainable and w.numel * work.item_bytes >= mapped_from(work.seq_len)]
     tables = 0 if work.keeps_heap else sum(w.numel * (w.uses + (w.uses > 1)) for w in mapped)
-    backward = TokenWork(
+    backward = dict[str, float](
         products=products,
         attention=shape.backward_flops(seq_len=seq_len) - products,
-        values=shape.widths * min(1.0, products / max(1.0, 2 * whole.products)),  # frozen layers need less
-        logits=shape.vocabulary,
+        values=shape.widths * min(1.0, products / max(1.0, 2 * whole)),  # frozen layers need less
+        loss=shape.vocabulary,
         tables=tables,
     )
     # Breadth-first, the loss is computed in the backward.
-    forward, again = (blocks, head) if work.breadth_first else (whole, TokenWork())
+    forward, again = ([blocks], [head]) if work.breadth_first else ([blocks, head], [])
     count = work.checkpointed
     recomputed = shape if count >= shape.layers else shape.without(set(shape.blocks[count:]))
     if recomputed.images:  # activation checkpointing does not recompute frozen parts for images
         recomputed = recomputed.without(recomputed.images.frozen(recomputed.weights))
     if count:
-        again += of_blocks(recomputed)
+        again.append(of_blocks(recomputed))
     if work.mlp_chunk:
         once, kept = shape.tiled(checkpointing=False), recomputed.tiled(checkpointing=False)
         more = recomputed.tiled(checkpointing=True)
         flops, widths = (one + its - less for one, its, less in zip(once, more, kept, strict=True))
-        again += TokenWork(products=flops, values=widths)
+        again.append({"products": flops, "values": widths})
     if work.micro_batch * work.length > work.loss_chunk:
-        again += head
-    return again, forward, backward
+        again.append(head)
+    every = again, forward, [backward]
+    return [{name: sum(part.get(name, 0.0) for part in parts) for name in _COUNTS} for parts in every]
 
 
-def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
+def _seconds(work: dict[str, float], dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
     """Return the seconds of one of `tokens` tokens that are computed together."""
     timed = stands_for(dtype, machine)
     if timed is None:
         return None
     rates, products = machine.rates.layers, machine.rates.matmul[timed].value
-    seconds = work.products / products
-    for part, count in (("attention", work.attention), ("values", work.values), ("loss", work.logits)):
+    seconds = work["products"] / products
+    for part in ("attention", "values", "loss"):
         rate = rates.get(layer_key(timed, part, phase))
         if rate is None:
-            return (work.products + work.attention) / (_OF_MATMUL * products)
-        seconds += count / rate.value
-    for part, whole in (("weights", work.products / 2), ("tables", work.tables)):
+            return (work["products"] + work["attention"]) / (_OF_MATMUL * products)
+        seconds += work[part] / rate.value
+    for part, whole in (("weights", work["products"] / 2), ("tables", work["tables"])):
         if rate := rates.get(layer_key(timed, part, phase)):
             seconds += whole / tokens / rate.value
     return seconds
@@ -457,15 +445,6 @@ def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffer
 
 
 @dataclass(frozen=True)
-class BackwardOverlap:
-    """Seconds of a speculative update during the step's last backward."""
-
-    done: float  # seconds of the update that are done
-    hidden: float  # seconds saved compared with running both one after the other; negative if copying takes longer
-    first: float = 0.0  # seconds of the backward before the first page is updated, in which drives are not busy
-
-
-@dataclass(frozen=True)
 class Overlap:
     """What other work can hide of a step's update."""
 
@@ -512,14 +491,15 @@ class Overlap:
         free = max(0.0, backward - self._longest("backward", "drive")) / self.micro_batches
         return min(share, free / needed) if needed else 0.0
 
-    def ahead(self, early: EarlyPages) -> BackwardOverlap:
-        """Return how much of the update runs during the last backward.
+    def ahead(self, early: EarlyPages) -> tuple[float, float, float]:
+        """Return the seconds of the update that are done during the last backward, and those that this saves.
 
-        Shared resources, such as a CPU that computes the model, make the backward longer.
+        Shared resources, such as a CPU that computes the model, make the backward longer, and copying may save less
+        than 0. Return also the seconds before the first page is updated in which drives are not busy.
         """
         found, update, backward = self.found, self.found.seconds["update"], self.found.seconds["backward"]
         if not update or backward is None or not early.share:
-            return BackwardOverlap(0.0, 0.0)
+            return 0.0, 0.0, 0.0
         backward /= self.micro_batches
         first = backward * (1.0 - sum([part.forward for part in self.parts if part.block][:-1]))  # the head and a block
         asked = defaultdict[str, float](float)  # seconds of each resource that early pages use
@@ -538,18 +518,18 @@ class Overlap:
             both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
         busy = self._longest("backward", "drive") / self.micro_batches
         idle = max(0.0, 1 - busy / backward) if backward else 0.0
-        return BackwardOverlap(part * could, backward + part * could - both, first * idle)
+        return part * could, backward + part * could - both, first * idle
 
-    def left_after(self, ahead: BackwardOverlap, early: EarlyPages) -> Overlap:
+    def left_after(self, done: float, early: EarlyPages) -> Overlap:
         """Return the rest of the update after the clipping factor is known, for which other than early pages wait.
 
-        The forward waits for all units before the blocks.
+        `done`: its seconds that the backward has done. The forward waits for all units before the blocks.
         """
         found, update = self.found, self.found.seconds["update"] or 0.0
         waits = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of others all but early pages
         of_update = [bound for bound in found.bounds if bound.phase == "update"]
         inside = [waits.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0) for bound in of_update]
-        left = max([update - ahead.done, *inside])
+        left = max([update - done, *inside])
         rest = left / update if update else 1.0
 
         def scaled(bound: Bound) -> Bound:

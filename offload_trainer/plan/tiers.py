@@ -2,9 +2,8 @@
 
     TierKind                what a configuration key asks for: the GPU, RAM, or the drives
     Placement               the kinds of the 16-bit weights and of the optimizer state
-    RAM, DEVICE, ELSEWHERE  and 0, 1, ...: homes, the number of the tier where a page or a unit is (drives from 0 on)
-    Tier, Tiers             a machine's tiers with their capacities (a drive also has its rates); `by_home` finds
-                            one by its number
+    RAM, DEVICE, ELSEWHERE  and 0, 1, ...: homes, the number of the tier where a page or a unit is (drives from 0 on);
+                            `tier_names` names a machine's tiers by these numbers
     Item                    bytes on a tier, with a name and the reason: a line of the plan
 
 What goes where is decided in plan/tiered/layout.py and the engines' plans; machine/ probes and measures.
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.machine import MachineProfile
 
 GPU_NAME, RAM_NAME = "gpu", "ram"  # names of tiers in a plan; a drive has its directory's
 
@@ -55,43 +54,10 @@ class Placement:
 class Item:
     """Bytes on one tier, with a name and the reason."""
 
-    tier: str  # the tier's name
+    tier: str  # `GPU_NAME`, `RAM_NAME`, or the directory of a drive
     name: str
     bytes: int
     why: str
-
-
-@dataclass(frozen=True)
-class Tier:
-    """One tier of a machine, for all ranks there."""
-
-    name: str  # `GPU_NAME`, `RAM_NAME`, or the directory of a drive
-    capacity: int  # bytes
-    drive: DriveFacts | None = None  # filesystem, disk and rates, if it is a drive
-
-    def item(self, name: str, size: int, why: str) -> Item:
-        """Return an entry of the plan for `size` bytes on this tier."""
-        return Item(self.name, name, size, why)
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The tiers of one machine."""
-
-    gpu: Tier  # all GPUs of the machine; without a GPU nothing is placed there
-    ram: Tier
-    drives: tuple[Tier, ...]
-    has_gpu: bool
-
-    @property
-    def device(self) -> Tier:
-        """Return the tier that computes."""
-        return self.gpu if self.has_gpu else self.ram
-
-    @property
-    def by_home(self) -> dict[int, Tier]:
-        """Return the tier of each home that a page or a unit can have on this machine."""
-        return {DEVICE: self.device, RAM: self.ram, **dict(enumerate(self.drives))}
 
 
 # Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page
@@ -105,14 +71,9 @@ def on_drive(home: int) -> bool:
     return home >= 0
 
 
-def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
-    """Return the tiers of a machine that runs `here` ranks."""
-    return Tiers(
-        gpu=Tier(GPU_NAME, machine.gpu_bytes * here),
-        ram=Tier(RAM_NAME, machine.ram_bytes),
-        drives=tuple(Tier(drive.directory, drive.free_bytes, drive) for drive in machine.drives),
-        has_gpu=machine.gpu is not None,
-    )
+def tier_names(machine: MachineProfile) -> dict[int, str]:
+    """Return the name of the tier of each home that a page or a unit can have on this machine."""
+    return {DEVICE: machine.device, RAM: RAM_NAME, **dict(enumerate(drive.directory for drive in machine.drives))}
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:

@@ -35,7 +35,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -190,14 +190,8 @@ def opened(source: Path, of: ModelSource, *, directories: Sequence[Path]) -> Ite
 
     Raises UserError for a file that is missing or damaged, another optimizer, and state that does not fit the model.
     """
-    if directories:
-        yield _with_trainer_files(_read_distributed(source, directories), source)
-        return
-    module = of.meta()
-    trainable = {weight.name: weight.trainable for weight in of.shape.weights}
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trainable[name])
-    with _opened_trainer(source, module) as state:
+    with ExitStack() as stack:
+        state = _read_distributed(source, directories) if directories else _open_trainer(source, of, stack)
         yield _with_trainer_files(state, source)
 
 
@@ -307,24 +301,25 @@ _PLAIN: dict[tuple[str, str], Any] = {
 # -- transformers' Trainer ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _opened_trainer(directory: Path, model: nn.Module) -> Iterator[ForeignState]:
-    """Open a Trainer's checkpoint of `model`, a model on the meta device with its frozen weights marked."""
+def _open_trainer(directory: Path, of: ModelSource, stack: ExitStack) -> ForeignState:
+    """Open a Trainer's checkpoint, whose files `stack` closes."""
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
+    model = of.meta()
+    for weight in of.shape.weights:
+        model.get_parameter(weight.name).requires_grad_(weight.trainable)
     rate, optim, state = _read_optimizer(directory, model, told=told)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     updates = {name: int(moments["step"]) if moments else 0 for name, moments in state.items()}
-    with opened_weights(directory, model) as weights:
+    weights, step = stack.enter_context(opened_weights(directory, model)), max(updates.values(), default=0)
 
-        def read(name: str, kind: str) -> torch.Tensor:
-            if kind == "master":
-                return weights.read(name)
-            return moments[kind] if (moments := state[name]) else torch.zeros(shapes[name])
+    def read(name: str, kind: str) -> torch.Tensor:
+        if kind == "master":
+            return weights.read(name)
+        return moments[kind] if (moments := state[name]) else torch.zeros(shapes[name])
 
-        step = max(updates.values(), default=0)
-        yield ForeignState(told=told, step=step, shapes=shapes, updates=updates, read=read, rate=rate, optim=optim)
+    return ForeignState(told=told, step=step, shapes=shapes, updates=updates, read=read, rate=rate, optim=optim)
 
 
 def _read_optimizer(

@@ -90,9 +90,6 @@ def _keep(timed: MachineProfile, *, say: Callable[[str], None]) -> None:
         say(f"note: these rates could not be saved for later plans: {reason(error)}")
 
 
-# -- at the start of a run ---------------------------------------------------------------------------------------------
-
-
 def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
@@ -162,34 +159,23 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
 
     By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
     5 to 13 s. On a new machine, the first build of the update kernel comes before that; the run would build it
-    otherwise.
-
-    | what | s | what it decides |
-    | --- | --- | --- |
-    | a drive: writing, reading, both together | 2.2 | update schedule, placement, share of each drive |
-    | products while the drive is read and written, and without | 1.2 | update schedule |
-    | the run's update kernel, on pages that no cache holds | 0.3 | update schedule, placement |
-    | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
-    | products of orthogonalising a matrix, if the update rule has them | 0.1 | update schedule |
-    | memory, adding gradients; on a GPU copies in and out | 0.4; 0.4 | placement, order of micro-batches |
-
-    If it fails, a note says so and the rates stay unknown.
+    otherwise. If it fails, a note says so and the rates stay unknown.
     """
     config, machine = planned.config, planned.machine
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])
     used = {one.place for one in planned.plan.traffic}
-    budget = Budget(
+    budget = Budget(  # with what the rates decide
         drive_bytes=1 << 30,
-        drive_seconds=0.7,
-        contention_seconds=0.6,
-        product_seconds=0.2,
-        layer_seconds=0.1,
+        drive_seconds=0.7,  # update schedule, placement, share of each drive
+        contention_seconds=0.6,  # update schedule
+        product_seconds=0.2,  # what the forward and backward can hide; recomputation
+        layer_seconds=0.1,  # the same; of an update rule on matrices, the schedule
         memory_elements=bench.beyond_caches(machine),
-        update_seconds=0.15,
+        update_seconds=0.15,  # update schedule, placement
         update_elements=max(2 * config.tiered.page_size, bench.beyond_caches(machine)),
         update_page=config.tiered.page_size,
-        copy_seconds=0.05,
+        copy_seconds=0.05,  # placement, order of micro-batches
     )
     layer = _layer_of(planned.plan.work, gpu=machine.gpu is not None)
     # This may build the kernel, as the run would.

@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import Count, Flag, Number, Steps, adapter, exact_record, open_file, parsed
+from offload_trainer.safe_files import Count, Flag, Kind, Number, Steps, adapter, exact_record, open_file, parsed
 
-_Record = TypeVar("_Record")
 _PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
 
 
@@ -70,9 +69,6 @@ class EvalRecord:
     to_json = _to_json
 
 
-# -- reading --------------------------------------------------------------------------------------------------------
-
-
 def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
@@ -88,8 +84,8 @@ def read_evaluations(path: Path) -> list[EvalRecord]:
     return _read(path, EvalRecord)
 
 
-def _read(path: Path, kind: type[_Record], *, most: int | None = None) -> list[_Record]:
-    records: list[_Record] = []
+def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind]:
+    records: list[Kind] = []
     stride, taken, line = 1, True, b""
     try:
         file = open(open_file(path, links=True), "rb")  # noqa: SIM115 - closed below

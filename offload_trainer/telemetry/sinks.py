@@ -331,7 +331,7 @@ def refuse_missing(names: Sequence[str]) -> None:
     """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
     for name in names:
         try:
-            module, attribute = _KINDS[name][0]
+            module, _, attribute = _KINDS[name][0].rpartition(".")
             if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
                 raise ImportError(f"{module} is not installed; a directory of that name is found instead")
         except ImportError as error:
@@ -384,17 +384,11 @@ def _trackio(directory: Path, config: Mapping[str, Any], _: int, identity: str |
     return identity, lambda numbers, step: began.log(numbers, step=step), began.finish
 
 
-# A module and a name in it, to import; what starts the tracker; advice for the user if it cannot start.
-_KINDS: dict[str, tuple[tuple[str, str], Begin, str]] = {
-    "tensorboard": (
-        ("torch.utils.tensorboard", "SummaryWriter"),
-        _tensorboard,
-        "Look at the run directory, or leave it out",
-    ),
-    "wandb": (
-        ("wandb", "init"),
-        _wandb,
-        "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
-    ),
-    "trackio": (("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
+_BOARD, _LOOK = "torch.utils.tensorboard.SummaryWriter", "Look at the run directory, or leave it out"
+_OFFLINE = "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)"
+# A name that its module has; what starts the tracker; advice for the user if it cannot start.
+_KINDS: dict[str, tuple[str, Begin, str]] = {
+    "tensorboard": (_BOARD, _tensorboard, _LOOK),
+    "wandb": ("wandb.init", _wandb, _OFFLINE),
+    "trackio": ("trackio.init", _trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

@@ -28,8 +28,6 @@ from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.plan.tiered.weight_streaming import TransferBytes
-from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import Addressed
 from offload_trainer.settings import load_config
@@ -137,8 +135,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     by_parts = gathered_weights(work, units, homes[0], sizes)
     moved = [exchange_of(work, units, of_node, by_parts=by_parts, node=node) for node, of_node in enumerate(homes)]
     assert moved[0].links == plan.links
-    tiers = tiers_of(machine)
-    traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
+    traffic = [tiered_traffic(work, units, of_node, sizes, machine) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     counted = sum(found, Counter[str]())
@@ -160,12 +157,12 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     assert (counted["gradients_in"] > 0) == (counted["weights_in"] > 0) == (nodes > 1)
     ways = ("from_ram", "from_others")  # A run ends with the fetches that its next step would begin with.
     in_a_step = [[after[way] - of_rank[way] for way in ways] for of_rank, after in zip(found, more, strict=True)]
-    taken = sum(by_parts.values(), TransferBytes(0, 0))
-    assert in_a_step == [[taken.from_ram, taken.from_others]] * world
+    from_ram, from_others = map(sum, zip((0, 0), *by_parts.values(), strict=True))
+    assert in_a_step == [[from_ram, from_others]] * world
     device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
-    assert world == 1 or sum(one.read for one in device) == taken.from_ram
-    assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == taken.from_others
-    assert (taken.from_others > 0) == (world > 1)
+    assert world == 1 or sum(one.read for one in device) == from_ram
+    assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == from_others
+    assert (from_others > 0) == (world > 1)
     assert {of_rank["barriers"] for of_rank in found} == {found[0]["barriers"]}
     assert found[0]["barriers"] / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two

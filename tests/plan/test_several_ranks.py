@@ -40,7 +40,6 @@ from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.step_time import copy_seconds
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.weight_streaming import (
-    TransferBytes,
     at_once,
     seconds_of,
     transfer_bytes,
@@ -368,9 +367,9 @@ def of_node(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
 def test_bytes_of_a_unit() -> None:
     """Each of 3 ranks copies 2 of 8 pieces and the 2 left over; 4 pieces come from the other ranks."""
     piece = 2 * ALIGN
-    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3) == TransferBytes(4 * piece, 4 * piece)
-    assert transfer_bytes(8 * piece, item_bytes=2, ranks=1) == TransferBytes(8 * piece, 0)
-    assert transfer_bytes(2 * piece, item_bytes=2, ranks=3) == TransferBytes(2 * piece, 0)  # fewer pieces than ranks
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=3) == (4 * piece, 4 * piece)
+    assert transfer_bytes(8 * piece, item_bytes=2, ranks=1) == (8 * piece, 0)
+    assert transfer_bytes(2 * piece, item_bytes=2, ranks=3) == (2 * piece, 0)  # fewer pieces than ranks
 
 
 def test_rates_of_all_at_once() -> None:
@@ -442,8 +441,8 @@ def test_without_gpus_shards_are_gathered_only_on_request() -> None:
     assert not of_node(here).sizes.by_parts
     assert of_node(here, "tiered.weight_transfer=all_gather").sizes.by_parts
     assert not uses_all_gather("all_gather", here, ranks=1)
-    assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
-    assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
+    assert seconds_of((10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
+    assert seconds_of((10**9, 10**9), node(gpu=0), ranks=2) is None
 
 
 def test_a_setting_without_effect_is_noted() -> None:

@@ -33,6 +33,7 @@ from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import EvalRecord
 
 TOKENS = 12
+LIKELIEST = {"tokens": TOKENS, "temperature": 0, "seed": 0}
 TRAINED = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2"]
 
 
@@ -93,7 +94,7 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
                 texts.add(sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append))
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
-    assert sample(run, "", tokens=2, temperature=0, say=messages.append)
+    assert sample(run, "", tokens=2, temperature=0, seed=0, say=messages.append)
 
 
 def test_a_continuation_ends_with_a_token_that_the_model_names(exported: Path, tmp_path: Path) -> None:
@@ -119,8 +120,8 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A !", **marks)
     tokenizer.save_pretrained(tmp_path)
     for prompt in ("What", "<|endoftext|>What", ""):
-        sample(tmp_path, prompt, say=print)
-    chat(tmp_path, ["What"], say=print)
+        sample(tmp_path, prompt, **LIKELIEST, say=print)
+    chat(tmp_path, ["What"], **LIKELIEST, say=print)
     whole = AutoTokenizer.from_pretrained(tmp_path)("What")["input_ids"]
     assert asked[:3] == [whole[:-1], whole[:-1], [0]]
     assert asked[3][0] == 0 != asked[3][1]
@@ -132,7 +133,7 @@ def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypa
     (tmp_path / "chat_template.jinja").unlink()
     for path, hint in ((exported, "; it has a chat template: `offload-train chat` applies it"), (tmp_path, "")):
         messages: list[str] = []
-        assert sample(path, "What", say=messages.append) == "What"
+        assert sample(path, "What", **LIKELIEST, say=messages.append) == "What"
         assert messages[1:] == [f"the model ended the text at once, with '<|endoftext|>' alone{hint}"]
 
 
@@ -199,7 +200,7 @@ def test_unread_weights_generate_no_text(run: Path) -> None:
 @pytest.mark.slow
 def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
-    answers = chat(run, ["What follows one?\n", "\n", "And two?\n"], tokens=TOKENS, temperature=0, say=print)
+    answers = chat(run, ["What follows one?\n", "\n", "And two?\n"], **LIKELIEST, say=print)
     messages = []
     for asked, answer in zip(("What follows one?", "And two?"), answers, strict=True):
         messages.append({"role": "user", "content": asked})
@@ -234,7 +235,7 @@ def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) ->
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
-        chat(tmp_path, ["a"], say=lambda line: None)
+        chat(tmp_path, ["a"], **LIKELIEST, say=lambda line: None)
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:

@@ -124,7 +124,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
         (begun if begun is not None else []).append(identity)
         return identity or "a new one", log, close or (lambda: ended.append(name))
 
-    monkeypatch.setitem(sinks._KINDS, name, (("json", "loads"), begin, "Mend it"))
+    monkeypatch.setitem(sinks._KINDS, name, ("json.loads", begin, "Mend it"))
     return ended
 
 
@@ -165,7 +165,7 @@ def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch
     def begin(*given: Any) -> Started:
         raise OSError("no route to host")
 
-    monkeypatch.setitem(sinks._KINDS, "far", (("json", "loads"), begin, "Go nearer"))
+    monkeypatch.setitem(sinks._KINDS, "far", ("json.loads", begin, "Go nearer"))
     with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
         Trackers(["far"], tmp_path, CONFIG, done=0, say=print)
 

@@ -23,7 +23,7 @@ import torch
 
 from offload_trainer.offloading.allocation import Stores
 from offload_trainer.offloading.device import Device
-from offload_trainer.plan.tiered.spec import Route, host_slot
+from offload_trainer.plan.tiered.spec import Route, slot_bytes
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, followed, together
@@ -79,9 +79,9 @@ class PagePipeline:
         self._routes = [route for route in routes if route.through_host]
         self._in_ram = [route for route in routes if not route.through_host and not route.on_device]
         sizes = {"gradient": self._gradients.dtype.itemsize, "weight": self._weights.dtype.itemsize}
-        parts = host_slot(routes, format=self._store.format, **sizes)
+        parts = slot_bytes(routes, on_device=False, format=self._store.format, **sizes)
         self._slots = [
-            host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
+            host_buffer(sum(parts.values()), pinned=device.is_cuda).split([*parts.values()])
             for _ in range(min(slots, len(self._routes)))
         ]
         self._free = list(range(len(self._slots)))

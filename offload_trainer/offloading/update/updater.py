@@ -35,7 +35,7 @@ from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
-from offload_trainer.plan.tiered.spec import Part, Route, device_slot, routes_of
+from offload_trainer.plan.tiered.spec import Part, Route, routes_of, slot_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
 
@@ -130,9 +130,10 @@ class Updater:
         self._device_pages = {
             unit: self._merged(list(its)) for unit, its in groupby(there, lambda page: page.route.page.unit)
         }
-        inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
-        self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
-        self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
+        gradient, weight = gradients.dtype.itemsize, weights.dtype.itemsize
+        inside = slot_bytes(routes, on_device=True, format=store.format, gradient=gradient, weight=weight)
+        self._device_gradient = device.buffer(inside["gradient"] // gradient, gradients.dtype)
+        self._device_out = device.buffer(inside["weights"] // weight, weights.dtype)
         self._snapshot: PageSnapshot | None = None
         assert sizes.overlap or not sizes.ahead
         self._overlap_backward = sizes.ahead

@@ -45,7 +45,7 @@ from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divide
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement, TierKind, kind_asked, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -234,17 +234,17 @@ class Tiered:
         """
         tried: dict[TierSizes, TieredCandidate] = {}
 
-        def needs(sizes: TierSizes, tier: Tier) -> int:
+        def needs(sizes: TierSizes, tier: str = RAM_NAME) -> int:
             items = tried.setdefault(sizes, replace(one, sizes=sizes)).items
-            return sum(item.bytes for item in items if item.tier == tier.name)
+            return sum(item.bytes for item in items if item.tier == tier)
 
-        place, work, machine, sizes, tiers = self.place, one.work, one.machine, one.sizes, tiers_of(one.machine)
-        ram, room = tiers.ram, tiers.ram.capacity - left_free(tiers.ram.capacity)
+        place, work, machine, sizes, ram = self.place, one.work, one.machine, one.sizes, one.machine.ram_bytes
+        room = ram - left_free(ram)
         # malloc may keep freed memory in a run of one process on a CPU; a session's process also runs other code. For
         # long rows the arithmetic outweighs fresh pages (`mapped_from`).
         run = work.world == 1 and work.checkpoints is not None
         may_keep = run and machine.gpu is None and work.seq_len < LONG
-        if may_keep and heap_holes(work, one.items) <= left_free(ram.capacity):
+        if may_keep and heap_holes(work, one.items) <= left_free(ram):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
         trained, ram_is_open = sum(unit.trained for unit in one.units) // work.nodes, place.ram_fraction == "auto"
         is_open, each = place.optimizer == "auto" and trained > 0, work.state.mean_bytes(work.shape)
@@ -254,23 +254,23 @@ class Tiered:
             while share > 0:
                 rest = round(1 - share, 9) if ram_is_open else bare.ram_fraction
                 shared = replace(bare, gpu_fraction=share, ram_fraction=rest)
-                over = needs(shared, tiers.gpu) - (machine.gpu_bytes - gpu_reserve(machine))
+                over = needs(shared, GPU_NAME) - (machine.gpu_bytes - gpu_reserve(machine))
                 if over <= 0:
                     sizes = shared
                     break
                 # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
                 share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
-        if is_open and ram_is_open and place.nvme and needs(sizes, ram) > ram.capacity:
+        if is_open and ram_is_open and place.nvme and needs(sizes) > ram:
             # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any in RAM.
-            share = max(0, room - needs(replace(sizes, ram_fraction=0.0), ram)) / (each * trained)
+            share = max(0, room - needs(replace(sizes, ram_fraction=0.0))) / (each * trained)
             sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
         if may_keep:
-            sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True), ram) <= room)
+            sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True)) <= room)
         # Without a GPU the model and the update share the cores. Starting early would only move the update's seconds
         # into the backward and add those of copying the old bytes.
         if sizes.ahead and machine.gpu is not None:
-            used = needs(sizes, ram)
-            whole = needs(replace(sizes, shadow_fraction=1.0), ram) - used
+            used = needs(sizes)
+            whole = needs(replace(sizes, shadow_fraction=1.0)) - used
             share = min(1.0, max(0, room - used) / whole) if whole else 0.0
             sizes = replace(sizes, shadow_fraction=int(1000 * share) / 1000)
         chosen = tried.get(sizes) or replace(one, sizes=sizes)
@@ -358,12 +358,12 @@ class TieredCandidate:
     @property
     def homes(self) -> str:
         """Return the placement of weights and optimizer state in words; without a GPU the device's memory is RAM."""
-        sizes, tiers = self.sizes, tiers_of(self.machine)
+        sizes, names = self.sizes, tier_names(self.machine)
         shown = sizes.gradients != TierKind.RAM and sizes.gpu_fraction < 1
         gradients = f", gradients {sizes.gradients}" if shown else ""
         shares = dict[str, float]()
         for home, share in sizes.shares.items():
-            title = "RAM" if tiers.by_home[home] == tiers.ram else tiers.by_home[home].name
+            title = "RAM" if names[home] == RAM_NAME else names[home]
             shares[title] = shares.get(title, 0.0) + share
         shares |= {TierKind.DRIVES: sizes.on_drives}
         *parts, (last, _) = [(title, share) for title, share in shares.items() if share > 0]
@@ -381,7 +381,7 @@ class TieredCandidate:
     @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return [*tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))]
+        return [*tiered_items(self.work, self.units, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients.
@@ -390,7 +390,7 @@ class TieredCandidate:
         duration are bounds, so that the phase is unknown.
         """
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
-        traffic = tiered_traffic(work, self.units, homes, sizes, tiers=tiers_of(machine))
+        traffic = tiered_traffic(work, self.units, homes, sizes, machine)
         by_parts = gathered_weights(work, self.units, homes, sizes)
         exchange, sent = exchange_of(work, self.units, homes, by_parts=by_parts), list(all_to_alls(work))
         waits, hidden = bounds_of(exchange, work, machine)
@@ -399,8 +399,8 @@ class TieredCandidate:
             waits.append(Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus"))
         bounds = [*self._updates(), *hidden]
         for phase, gathered in by_parts.items():
-            what = f"{format_bytes(gathered.from_ram)} of weights to each device from RAM, "
-            what += f"{format_bytes(gathered.from_others)} from other devices"
+            from_ram, from_others = map(format_bytes, gathered)
+            what = f"{from_ram} of weights to each device from RAM, {from_others} from other devices"
             bounds.append(Bound(phase, seconds_of(gathered, machine, ranks=work.here), what, "gpus"))
         bounds += [wait for wait in waits if wait.seconds is None]
         on_top = dict.fromkeys(PHASES, 0.0)
@@ -444,7 +444,7 @@ class TieredCandidate:
             products = seconds_of_matrices(work.shape, machine)
             cores = machine.cores / work.here if machine.gpu is None and self.sizes.overlap else 1
             products = None if products is None else products * cores / work.world
-            beside = traffic_beside_matrices(work, self._laid_out, tiers=tiers_of(machine))
+            beside = traffic_beside_matrices(work, self._laid_out, machine)
             others = transfer_seconds(beside, machine, phase="update")
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
@@ -493,12 +493,12 @@ class TieredCandidate:
         each = 2 * self.work.state.mean_bytes(self.work.shape) + 4  # the gradient and the weight have 16 bits
         moved = memory.value if memory is not None else (update_rate(self.work, self.machine) or 0.0) * each
         early = early_pages(self.units, homes, copying=size / moved if moved else 0.0, buffers=sizes.page_buffers)
-        ahead = overlap.ahead(early)
-        left = overlap.left_after(ahead, early)
+        done, saved, first = overlap.ahead(early)
+        left = overlap.left_after(done, early)
         update, rest = (one.found.seconds["update"] or 0.0 for one in (overlap, left))
         ready = early.read * update if read_early else 0.0
-        whole = left.hidden(read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
-        whole += update - rest - (ahead.done - ahead.hidden)
+        whole = left.hidden(read=ready / rest if rest else 0.0, after=min(first, ready))
+        whole += update - rest - (done - saved)
         # A clipped step's update starts after the backward.
         longer = max(0.0, whole - overlap.hidden()) + 2 * early.copying  # old bytes are copied back
         return replace(overlap.found, behind=True, ahead=True, hidden=whole, if_clipped=longer)

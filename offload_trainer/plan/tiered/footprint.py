@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, first_block, largest_range
@@ -23,16 +25,14 @@ from offload_trainer.plan.tiered.spec import (
     SAVE_BUFFERS,
     SHARED_READS,
     TierSizes,
-    device_slot,
     exchange_bytes,
     gradient_ring,
-    host_slot,
     route_of,
+    slot_bytes,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
-    TransferBytes,
     as_gradients_come,
     breadth_first,
     fetches,
@@ -41,38 +41,38 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import RAM, WHERE, Item, TierKind, Tiers, on_drive, size_of_home
+from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, TierKind, on_drive, size_of_home, tier_names
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 
 def tiered_items(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, machine: MachineProfile
 ) -> Iterator[Item]:
     """Yield the memory of a node's ranks at its peak."""
-    ram, device, here = tiers.ram.item, tiers.device.item, work.here
+    ram, device, here, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), work.here, machine.gpu is not None
     e, g = work.item_bytes, work.gradient_bytes
-    yield from process_items(tiers, here=here)
-    yield from _page_items(work, homes, sizes, tiers=tiers)
-    yield from _weight_items(units, homes.weights, sizes, tiers=tiers, e=e, together=work.world > work.pipeline)
-    yield from _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g, buffers=work.pipeline)
+    yield from process_items(machine, here=here)
+    yield from _page_items(work, homes, sizes, machine)
+    yield from _weight_items(units, homes.weights, sizes, machine, e=e, together=work.world > work.pipeline)
+    yield from _gradient_items(units, homes.gradients, sizes, machine, g=g, buffers=work.pipeline)
     if work.pipeline > 1:
         slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
         yield ram("cuts", slots.count * slots.size, why)
     if work.state.rule.matrices:
         matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
-        each = 6 if tiers.has_gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
+        each = 6 if gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
         size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
         yield device("orthogonalisation", here * size, "of the largest matrix, one at a time")
     if work.world == work.pipeline:
-        ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
+        ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=gpu)
         yield ram("gradient staging", here * ring, "buffer between the device and gradient sums in RAM or on drives")
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
         trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
         copied = [e * weight.numel for weight, unit in trained if homes.gradients[unit.index] != DEVICE]
         size, why = 0, "copied immediately"
-        if tiers.has_gpu and copied:
+        if gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         yield device("gradients in flight", here * size, why)
@@ -83,10 +83,10 @@ def tiered_items(
         if sizes.nodes > 1:
             inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
             yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
-        if tiers.has_gpu:
+        if gpu:
             why = "of one block, until they are copied to the exchange buffers"
             yield device("gradients in flight", here * (outbox // OUTBOXES), why)
-        if tiers.has_gpu and DEVICE in homes.weights:
+        if gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             yield device("broadcasts", here * NCCL_BYTES, why)
     pages = [one.page for one in homes.cut.groups]
@@ -94,46 +94,47 @@ def tiered_items(
     stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
         yield ram("save buffers", here * SAVE_BUFFERS * stored, f"{SAVE_BUFFERS} pages being written to a checkpoint")
-    kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, tiers=tiers)]
+    kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, machine)]
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
-    model = [*activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
+    model = [*activation_items(work, machine, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
     yield from model
     if sizes.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
         yield ram("heap", heap_holes(work, model), why)
-    if work.sequence > 1 and tiers.has_gpu:
+    if work.sequence > 1 and gpu:
         yield device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed")
 
 
-def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, *, tiers: Tiers) -> Iterator[Item]:
+def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
     state, e, g = work.state, work.item_bytes, work.gradient_bytes
     less = " (4 B less for Muon's matrices)" if state.rule.matrices else ""
     why = f"{state.masters.name} master, {state.moments.name} moments: {state.bytes_each:.3g} B a parameter{less}"
-    for home, tier in tiers.by_home.items():
+    for home, tier in tier_names(machine).items():
         held = sum(one.count * state.page_bytes(one.page) for one in homes.cut.groups if one.page.home == home)
         if home in sizes.shares:
-            yield tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} of the optimizer state; {why}")
+            yield Item(tier, f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} of the optimizer state; {why}")
             continue
-        yield tier.item("state", held, why)
+        yield Item(tier, "state", held, why)
         if sizes.places > 1:
-            yield tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)")
+            yield Item(tier, "state, second copy", held, "of the previous step (tiered.state_copies=2)")
     if kept := shadow_bytes(homes, state):
         why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
-        yield tiers.ram.item("shadow memory", kept, why)
+        yield Item(RAM_NAME, "shadow memory", kept, why)
     here = [one for one in homes.cut.groups if one.page.home != ELSEWHERE]
-    routes = [(route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one) for one in here]
+    routes = [(route_of(one.number, one.page, homes, is_gpu=machine.gpu is not None), one) for one in here]
     if any(route.through_host for route, _ in routes):
         count = size = 0
         for rank in range(sizes.here):
             mine = [(route, one) for route, one in routes if one.rank == rank]
             moved = sum(one.count for route, one in mine if route.through_host)
-            slot = host_slot([route for route, _ in mine], format=state, gradient=g, weight=e)
+            slot = slot_bytes([route for route, _ in mine], on_device=False, format=state, gradient=g, weight=e)
             buffers = min(sizes.page_buffers, moved)
-            count, size = count + buffers, size + buffers * slot.total
-        yield tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer")
-    if each := device_slot([route for route, _ in routes], gradient=g, weight=e).total:
-        yield tiers.device.item("update buffers", each, "one page of gradients or updated weights in transfer")
+            count, size = count + buffers, size + buffers * sum(slot.values())
+        yield Item(RAM_NAME, "page buffers", size, f"{count}, each for one page in transfer")
+    slot = slot_bytes([route for route, _ in routes], on_device=True, format=state, gradient=g, weight=e)
+    if each := sum(slot.values()):
+        yield Item(machine.device, "update buffers", each, "one page of gradients or updated weights in transfer")
 
 
 def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
@@ -142,16 +143,17 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
 
 
 def _weight_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int, together: bool
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, e: int, together: bool
 ) -> Iterator[Item]:
-    ram, device = tiers.ram.item, tiers.device.item
+    ram, device, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), machine.gpu is not None
     used = _held([e * unit.elements for unit in units], homes)
     stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
     each = {home: f"{e * size / used[home]:.3g} B a parameter" for home, size in stored_at.items() if size}
     resident = sizes.here * stored_at.get(DEVICE, 0)
     name, why = ("weights", each[DEVICE]) if set(homes) == {DEVICE} else ("small weights", "always on the device")
     yield device(name, resident, why)
-    yield from (tiers.by_home[at].item("weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE)
+    names = tier_names(machine)
+    yield from (Item(names[at], "weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE)
     streamed = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
     if not streamed:
         return
@@ -165,15 +167,15 @@ def _weight_items(
         size = len(blocks) * packed[0] + len(others) * packed[1]
         yield device("quantised weights in use", sizes.here * size, "as they are fetched")
         weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
-        scratch = max(weight.scratch_bytes(e, gpu=tiers.has_gpu) for weight in weights)
+        scratch = max(weight.scratch_bytes(e, gpu=gpu) for weight in weights)
         yield device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time")
-    if sizes.by_parts and tiers.has_gpu:
+    if sizes.by_parts and gpu:
         yield device("all-gather", sizes.here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
     stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_range(streamed, ranks=sizes.ranks)
         yield ram("weights between nodes", through, "one shard of each rank, between drives of different nodes")
-    if tiers.has_gpu and stored:
+    if gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         yield ram("weight staging", sizes.here * staging, "2 buffers for the largest block, between drive and GPU")
     if together and sizes.ranks > 1 and stored:
@@ -182,20 +184,20 @@ def _weight_items(
 
 
 def _gradient_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int, buffers: int
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, g: int, buffers: int
 ) -> Iterator[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
-        yield tiers.by_home[home].item("gradients", size, why)
+        yield Item(tier_names(machine)[home], "gradients", size, why)
     on_drives = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
     if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks, others = ([unit.trained for unit in on_drives if unit.block == kind] for kind in (True, False))
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
-        yield tiers.ram.item("gradient buffers", buffers * g * staging, why)
+        yield Item(RAM_NAME, "gradient buffers", buffers * g * staging, why)
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
@@ -203,87 +205,79 @@ def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
     return {home: size_of_home(sizes, homes, home) for home in dict.fromkeys(homes)}
 
 
-class _Moved:
-    """Accumulate bytes by tier and phase."""
+_Moved = Counter[tuple[int, str, str]]  # bytes by home, phase and way: "read" or "written", as in a `Traffic`
 
-    def __init__(self) -> None:
-        self.bytes: dict[tuple[int, str], list[int]] = {}
 
-    def __call__(self, home: int, phase: str, *, read: int = 0, written: int = 0) -> None:
-        for index, size in enumerate((read, written)):
-            self.bytes.setdefault((home, phase), [0, 0])[index] += size
-
-    def traffic(self, tiers: Tiers) -> list[Traffic]:
-        """Return the bytes to and from drives and the device."""
-        names = {home: tier.name for home, tier in tiers.by_home.items() if tier.drive} | {DEVICE: DEVICE_COPIES}
-        return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in self.bytes.items() if home in names]
+def _traffic(moved: _Moved, machine: MachineProfile) -> list[Traffic]:
+    """Return the bytes to and from drives and the device."""
+    names = {**dict(enumerate(drive.directory for drive in machine.drives)), DEVICE: DEVICE_COPIES}
+    kinds = dict.fromkeys((home, phase) for home, phase, _ in moved if home in names)
+    return [Traffic(names[h], phase, moved[h, phase, "read"], moved[h, phase, "written"]) for h, phase in kinds]
 
 
 def tiered_traffic(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, machine: MachineProfile
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step; to and from the device those of one rank, or of a mean one."""
-    move = _Moved()
-    _move_pages(move, work, homes, homes.cut.groups)
+    moved = _moved_by_update(work, homes, homes.cut.groups)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     every = sum((fetched(work, units, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
     for (unit, phase), times in every.items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
-        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1).from_ram
-        move(homes.weights[unit], phase, read=times * size)
-        move(DEVICE, phase, read=times * into // work.pipeline)
+        into, _ = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1)
+        moved[homes.weights[unit], phase, "read"] += times * size
+        moved[DEVICE, phase, "read"] += times * into // work.pipeline
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
     gradients = as_gradients_come(units, work.shape)
     if work.breadth_first:
         _, gradients = breadth_first([], gradients, units, times=micro)
     for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
         size = g * sizes.trained_here(units[unit])
-        move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
+        moved[homes.gradients[unit], "backward", "read"] += (visits - 1) * size
+        moved[homes.gradients[unit], "backward", "written"] += visits * size
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
     given = e * micro * sum(place.weight.numel for unit in outside for place in unit.places if place.weight.trainable)
-    move(DEVICE, "backward", written=given // work.pipeline)
+    moved[DEVICE, "backward", "written"] += given // work.pipeline
     if work.inputs_away:
         inputs = inputs_of(work)
         size = work.passes * inputs.size
-        move(DEVICE, "forward", written=inputs.count * size)
-        move(DEVICE, "backward", read=inputs.count * size)
-        for number, home in enumerate(inputs.homes(len(tiers.drives))):
+        moved[DEVICE, "forward", "written"] += inputs.count * size
+        moved[DEVICE, "backward", "read"] += inputs.count * size
+        for number, home in enumerate(inputs.homes(len(machine.drives))):
             if work.inputs_away == TierKind.DRIVES:  # each rank has its own inputs
-                move(home, "forward", written=work.here * size)
-                move(home, "backward", read=work.here * size if number in inputs.read_back else 0)
-    return move.traffic(tiers)
+                moved[home, "forward", "written"] += work.here * size
+                moved[home, "backward", "read"] += work.here * size if number in inputs.read_back else 0
+    return _traffic(moved, machine)
 
 
-def traffic_beside_matrices(work: Workload, homes: TierMap, *, tiers: Tiers) -> list[Traffic]:
+def traffic_beside_matrices(work: Workload, homes: TierMap, machine: MachineProfile) -> list[Traffic]:
     """Return the bytes that the update moves for pages without matrices, of those that `tiered_traffic` returns."""
-    move = _Moved()
-    _move_pages(move, work, homes, [one for one in homes.cut.groups if not one.page.matrices])
-    return move.traffic(tiers)
+    beside = [one for one in homes.cut.groups if not one.page.matrices]
+    return _traffic(_moved_by_update(work, homes, beside), machine)
 
 
-def _move_pages(move: _Moved, work: Workload, homes: TierMap, groups: Sequence[PageGroup]) -> None:
-    """Count state, gradients and new weights of the update."""
-    e, g = work.item_bytes, work.gradient_bytes
+def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]) -> _Moved:
+    """Return the bytes of state, gradients and new weights."""
+    e, g, moved = work.item_bytes, work.gradient_bytes, _Moved()
     for one in groups:
         weights, gradients = homes.weights[one.page.unit], homes.gradients[one.page.unit]
         elements, inside = one.elements, one.page.home == DEVICE
-        if one.page.home == ELSEWHERE:
-            if weights != DEVICE:
-                move(weights, "update", written=e * elements)
-            continue
-        if not inside:
-            state = one.count * work.state.page_bytes(one.page)
-            move(one.page.home, "update", read=state, written=state)
+        if not inside and one.page.home != ELSEWHERE:
+            for way in ("read", "written"):
+                moved[one.page.home, "update", way] += one.count * work.state.page_bytes(one.page)
         if weights != DEVICE:
-            move(weights, "update", written=e * elements)
+            moved[weights, "update", "written"] += e * elements
+        if one.page.home == ELSEWHERE:
+            continue
         if gradients != DEVICE:
-            move(gradients, "update", read=g * elements)
+            moved[gradients, "update", "read"] += g * elements
         if inside != (gradients == DEVICE):  # the gradient and its page are on different sides of the bus
-            move(DEVICE, "update", **{"read" if inside else "written": g * elements})
+            moved[DEVICE, "update", "read" if inside else "written"] += g * elements
         if inside != (weights == DEVICE):
-            move(DEVICE, "update", **{"written" if inside else "read": e * elements})
+            moved[DEVICE, "update", "written" if inside else "read"] += e * elements
+    return moved
 
 
 def fetched(
@@ -310,14 +304,18 @@ def fetched(
 
 def gathered_weights(
     work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes
-) -> dict[str, TransferBytes]:
-    """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
-    found: dict[str, TransferBytes] = {}
+) -> dict[str, tuple[int, int]]:
+    """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase.
+
+    It is empty if ranks copy whole units.
+    """
+    found: dict[str, tuple[int, int]] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
             size = units[unit].stored_bytes(work.item_bytes)
-            one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
-            found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
+            moved = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
+            from_ram, from_others = found.get(phase, (0, 0))
+            found[phase] = from_ram + times * moved[0], from_others + times * moved[1]
     return found
 
 

@@ -159,19 +159,6 @@ class Route:
         return self.page.home == DEVICE
 
 
-@dataclass(frozen=True)
-class SlotBytes:
-    """Bytes of one staging buffer by part; 0 if no page stages that part there."""
-
-    state: int
-    gradient: int
-    weights: int
-
-    @property
-    def total(self) -> int:
-        return self.state + self.gradient + self.weights
-
-
 def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
     """Return the route of each page of this node.
 
@@ -194,18 +181,19 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
     return Route(number, page, frozenset(parts) - direct, frozenset())
 
 
-def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
-    """Return the size of one host staging buffer; `gradient` and `weight` are bytes per element."""
-    inside = [(route.page, route.through_host) for route in routes]
-    state = max((format.page_bytes(page) for page, parts in inside if "state" in parts), default=0)
-    return SlotBytes(state, gradient * _largest(inside, "gradient"), weight * _largest(inside, "weights"))
+def slot_bytes(
+    routes: Sequence[Route], *, on_device: bool, format: StateFormat, gradient: int, weight: int
+) -> dict[Part, int]:
+    """Return the bytes of each part in one staging buffer, of the device or of the host; 0 if no page stages it there.
 
-
-def device_slot(routes: Sequence[Route], *, gradient: int, weight: int) -> SlotBytes:
-    """Return the size of one device staging buffer; `gradient` and `weight` are bytes per element."""
-    inside = [(route.page, route.through_device) for route in routes]
-    return SlotBytes(0, gradient * _largest(inside, "gradient"), weight * _largest(inside, "weights"))
-
-
-def _largest(inside: Sequence[tuple[Page, frozenset[Part]]], part: Part) -> int:
-    return max((page.elements for page, parts in inside if part in parts), default=0)
+    `gradient` and `weight` are bytes per element.
+    """
+    sizes: dict[Part, Callable[[Page], int]] = {
+        "state": format.page_bytes,
+        "gradient": lambda page: gradient * page.elements,
+        "weights": lambda page: weight * page.elements,
+    }
+    staged = [(route.page, route.through_device if on_device else route.through_host) for route in routes]
+    return {
+        part: max((size(page) for page, parts in staged if part in parts), default=0) for part, size in sizes.items()
+    }

@@ -181,24 +181,13 @@ def even_part(elements: int, *, ranks: int) -> int:
     return elements // ALIGN // ranks * ALIGN
 
 
-@dataclass(frozen=True)
-class TransferBytes:
-    """Bytes of weights that one GPU receives from RAM and from the other GPUs."""
+def transfer_bytes(size: int, *, item_bytes: int, ranks: int) -> tuple[int, int]:
+    """Return the bytes of a unit of `size` bytes that one GPU receives from RAM, and from the other GPUs.
 
-    from_ram: int
-    from_others: int
-
-    def __add__(self, other: TransferBytes) -> TransferBytes:
-        return TransferBytes(self.from_ram + other.from_ram, self.from_others + other.from_others)
-
-    def __rmul__(self, times: int) -> TransferBytes:
-        return TransferBytes(times * self.from_ram, times * self.from_others)
-
-
-def transfer_bytes(size: int, *, item_bytes: int, ranks: int) -> TransferBytes:
-    """Return the bytes that one of `ranks` receives for a unit of `size` bytes that they gather; 1: each copies all."""
+    `ranks`: the number that gather the unit; 1: each copies all of it.
+    """
     others = (ranks - 1) * item_bytes * even_part(size // item_bytes, ranks=ranks)
-    return TransferBytes(size - others, others)
+    return size - others, others
 
 
 def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
@@ -224,18 +213,20 @@ def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
     return replace(machine, rates=rates)
 
 
-def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> float | None:
+def seconds_of(moved: tuple[int, int], machine: MachineProfile, *, ranks: int) -> float | None:
     """Return the seconds of a copy from RAM followed by the all-gather, or None if a rate is unknown.
 
-    `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which reads and writes each byte.
+    `moved`: from `transfer_bytes`. `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which
+    reads and writes each byte.
     """
     into, joined = machine.rates.to_device, machine.links.all_gather or machine.links.between_gpus
     if machine.gpu is None:
         memory = machine.rates.memory
         into = machine.links.to_device_at_once or (memory and replace(memory, value=memory.value / 2 / ranks))
-    if into is None or (joined is None and size.from_others):
+    from_ram, from_others = moved
+    if into is None or (joined is None and from_others):
         return None
-    return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
+    return from_ram / into.value + (from_others / joined.value if joined is not None else 0.0)
 
 
 def seconds_of_both(size: int, machine: MachineProfile, *, ranks: int, item_bytes: int) -> list[float | None]:

@@ -71,9 +71,6 @@ def report(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
 def _torch() -> Check:
     import torch
 
@@ -146,9 +143,6 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed, machine: MachineProfile) -> Iterator[Check]:
     """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
     limit = machine.memlock_bytes
@@ -174,16 +168,12 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
     name, kind = f"drive {drive.directory}", drive.filesystem
     yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {kind} ({drive.disk or 'no disk'})")
     virtual = "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`"
+    limited = f"the cgroup limits it: {drive.throttle}"
     faults: list[tuple[object, State, str, str]] = [
         (kind in ("tmpfs", "ramfs"), "failure", f"{kind} is memory, not a drive", "name a directory on an SSD"),
         (drive.network, "warning", f"{kind} is a network filesystem", "use a local SSD"),
         (drive.rotational, "warning", f"{drive.disk} reports that it is a rotating disk", virtual),
         (not drive.direct, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs"),
-        (
-            drive.throttle,
-            "warning",
-            f"the cgroup limits it: {drive.throttle}",
-            "raise the limit, if that is not intended",
-        ),
+        (drive.throttle, "warning", limited, "raise the limit, if that is not intended"),
     ]
     yield from (Check(name, state, found, fix) for is_so, state, found, fix in faults if is_so)

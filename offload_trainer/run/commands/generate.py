@@ -52,15 +52,7 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple
         yield model, load_tokenizer(str(source.model))
 
 
-def sample(
-    path: Path,
-    prompt: str,
-    *,
-    tokens: int = 100,
-    temperature: float = 0.8,
-    seed: int = 0,
-    say: Callable[[str], None],
-) -> str:
+def sample(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int, say: Callable[[str], None]) -> str:
     """Return `prompt` followed by the generated continuation of at most `tokens` tokens.
 
     The prompt begins as documents do in training. `temperature`: 0 for greedy decoding.
@@ -77,13 +69,7 @@ def sample(
 
 
 def chat(
-    path: Path,
-    lines: Iterable[str],
-    *,
-    tokens: int = 100,
-    temperature: float = 0.8,
-    seed: int = 0,
-    say: Callable[[str], None],
+    path: Path, lines: Iterable[str], *, tokens: int, temperature: float, seed: int, say: Callable[[str], None]
 ) -> list[str]:
     """Print the model's answer to each line while it is generated, and return the answers.
 

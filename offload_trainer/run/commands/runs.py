@@ -31,9 +31,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def runs_in(directory: Path) -> list[dict[str, Any]]:
     """Return what `runs --json` prints of the runs at or below `directory`, sorted by path.
 
@@ -106,9 +103,6 @@ def run_table(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         progress = f"{run.get('step', 0)}/{'?' if run.get('steps') is None else run['steps']}"
         rows.append((run["directory"], progress, *losses, run["state"]))
     return rows
-
-
-# -- report ------------------------------------------------------------------------------------------------------------
 
 
 class RunSummary(NamedTuple):

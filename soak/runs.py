@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
 
+import counted_once  # noqa: F401  # its counts are shared by all commands of a script
 from commands import FAULTY, start
 
 PATIENCE = 900  # seconds for a command

@@ -167,7 +167,7 @@ class Updater:
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
         assert sizes.overlap or not sizes.ahead
-        self._overlap_backward = sizes.ahead
+        self._overlap_backward, self._owners = sizes.ahead, parts.owners
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
@@ -323,12 +323,12 @@ class Updater:
         """
         coming, self._next_speculative = self._next_speculative, None
         if coming is None:
-            self._gradients.complete = None  # nothing would take the units, step after step
+            self._gradients.report_to(None, owners={})  # nothing would take the units, step after step
             self.pipeline.prefetch()
             return
         assert self._thread is not None
         self._speculative = coming
-        self._gradients.complete = partial(self.pipeline.offer, self._speculative)
+        self._gradients.report_to(partial(self.pipeline.offer, coming), owners=self._owners)
         self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:

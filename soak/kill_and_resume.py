@@ -1,11 +1,12 @@
 """Kill (SIGKILL) small runs at random moments: each must resume, and end with the bits of an undisturbed run.
 
-    python soak/kill_and_resume.py --kills 200 --seed 0 [--ranks 2] [--pages]
+    python soak/kill_and_resume.py --kills 200 --seed 0 [--ranks 2 [--pipeline]] [--pages]
 
 A run is killed while it starts, resumes, trains, saves, prunes or exports, and started again by the same command. With
 checkpoints, each start has another placement of the state, sometimes another number of ranks, and sometimes the run is
 told to end (SIGTERM) instead. With `--pages` no checkpoint is ever saved: all state is in page files of two copies, and
-a start resumes from those. With several ranks, one of them or their launcher is killed.
+a start resumes from those. With several ranks, one of them or their launcher is killed. With `--pipeline` they compute
+one model, and each start has another number of them, up to `--ranks`.
 
 After each kill, what is left must be complete and of no earlier step than before, all processes must end within 300 s,
 and the next start must resume from that step. The last line counts kills, finished runs and the moments that were hit.
@@ -80,8 +81,11 @@ PAGE_FILES = (
 class Trial:
     """Runs, kills and comparisons in one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random, *, kills: int, ranks: int, pages: bool) -> None:
+    def __init__(
+        self, folder: Path, dice: random.Random, *, kills: int, ranks: int, pages: bool, pipeline: bool = False
+    ) -> None:
         self.folder, self.dice, self.kills, self.ranks, self.pages = folder, dice, kills, ranks, pages
+        self.pipeline = pipeline
         self.log = folder / "log.txt"
         self.drives = [folder / "drive-0", folder / "drive-1"]
         self.hits: Counter[str] = Counter()  # moments at which a command was ended
@@ -108,11 +112,17 @@ class Trial:
     def words(self, kind: Kind, output: Path, *, ranks: int) -> list[object]:
         named = [word for drive in self.drives[: kind.drives] for word in ("--nvme", drive)]
         where = ["--output", output, f"data.cache={self.folder / 'cache'}"]
-        count = ["--accumulate", self.ranks // ranks, *(["--gpus", ranks] if ranks > 1 else [])]
+        count = ["--gpus", ranks] if ranks > 1 else []
+        if self.pipeline:
+            count += ["--accumulate", 2, f"parallel.pipeline={ranks}", "model.overrides.n_layer=4"]
+        else:
+            count += ["--accumulate", self.ranks // ranks]
         return [*SMALL, *kind.words, *named, *where, *count]
 
     def start(self, kind: Kind, output: Path) -> Run:
-        ranks = self.ranks if self.pages or self.dice.random() < 0.8 else 1
+        ranks = self.ranks
+        if not self.pages:
+            ranks = self.dice.choice(range(1, ranks + 1) if self.pipeline else [1, *[ranks] * 4])
         placements = [words for words in kind.placements if ranks == 1 or "--gpu-fraction" not in words]
         return Run([*self.words(kind, output, ranks=ranks), *self.dice.choice(placements)], log=self.log)
 
@@ -215,10 +225,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pages", action="store_true")
+    parser.add_argument("--pipeline", action="store_true")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         os.environ["OFFLOAD_TRAINER_CACHE"] = f"{folder}/machine"
-        trial = Trial(Path(folder), random.Random(wish.seed), kills=wish.kills, ranks=wish.ranks, pages=wish.pages)
+        given = {name: value for name, value in vars(wish).items() if name != "seed"}
+        trial = Trial(Path(folder), random.Random(wish.seed), **given)
         try:
             trial.carry_out(PAGE_FILES if wish.pages else CHECKPOINTS)
         except Difference as found:

@@ -19,6 +19,7 @@ import psutil
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/helpers"))
 
+import counted_once  # noqa: F401  # its counts are shared by all commands of a script
 from commands import FAULTY, results, start
 
 PATIENCE = 900  # seconds for a command

@@ -42,6 +42,7 @@ from offload_trainer.plan.memory import inputs_of, slots_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
+from offload_trainer.plan.tiered.weight_streaming import block_numbers
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, all_to_all, group_of
@@ -104,14 +105,16 @@ class TieredEngine:
                 group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
                 share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
-            self._pipeline, cuts = parts.pipeline, None
-            if self._pipeline:
+            cuts = None
+            if work.pipeline > 1:
+                self._blocks = [self._module.model.get_submodule(name) for name in work.shape.blocks]
                 stream = self.offloaded.stream
                 cuts = Cuts(work.owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
             if work.breadth_first:
                 # Inputs that have left the device come back in the reverse order.
-                in_order = self._pipeline and not work.inputs_away
+                in_order = work.pipeline > 1 and not work.inputs_away
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts, in_order=in_order)
+            self._cuts = cuts
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
@@ -158,7 +161,7 @@ class TieredEngine:
         """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)
-        if not self._pipeline:
+        if self._cuts is None:
             weights = weights[self._node.rank :: self._node.world]
         if self._breadth_first is not None:
             given = [batch.arguments(self._place, training=True) for batch in batches]
@@ -190,7 +193,7 @@ class TieredEngine:
                 model.forward()
             with self._phase(clock, "backward"), self.offloaded.backward(last=True):
                 losses = model.backward(turn, factors)
-        if self._pipeline:  # one rank has computed them, and the others have zeros
+        if self._cuts is not None:  # one rank has computed them, and the others have zeros
             of_all = torch.stack(losses).cpu()
             self._node.all_reduce(of_all)
             losses = list(of_all.to(self._place))
@@ -226,7 +229,7 @@ class TieredEngine:
 
         The ranks of a pipeline have the same micro-batches.
         """
-        if self._node.world == 1 or self._pipeline:
+        if self._node.world == 1 or self._cuts is not None:
             return values
         self._node.barrier()  # its error names a rank that stalls
         gathered = all_gather_json([float(value) for value in values])
@@ -250,8 +253,15 @@ class TieredEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         self._updating = False
-        if self._pipeline and self._node.rank:
-            return float("nan")  # rank 0 computes the whole model
+        if self._cuts is not None:
+            inputs, targets, _, count, positions = batch.arguments(self._place, training=False)
+            of_batch = torch.zeros(1)
+            with self.offloaded.forward(then=False), self._cuts.evaluating(self._blocks):
+                output = self._module.run(inputs, positions)
+                if self._cuts.here(self._cuts.blocks):
+                    of_batch[0] = self._module.of(output, targets, count)
+            self._node.all_reduce(of_batch)
+            return float(of_batch)
         piece = self._piece(batch)
         with self.offloaded.forward(then=False):
             loss = float(self._module(*piece.arguments(self._place, training=False)))
@@ -300,6 +310,7 @@ def open_parts(
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
     device = _device(units, placement, itemsize=dtype.itemsize)
+    blocks = block_numbers(units, work.shape) if work.pipeline > 1 else {}
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
@@ -322,7 +333,7 @@ def open_parts(
             units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
         node=node,
-        pipeline=work.pipeline > 1,
+        owners={unit: work.owners[block] for unit, block in blocks.items()},
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),

@@ -6,7 +6,7 @@ and the update progress that fit. Everything else talks to the other ranks throu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ class EngineParts:
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     node: Node  # the ranks that share this placement
-    pipeline: bool  # each of them computes its own units, for all micro-batches
+    owners: Mapping[int, int]  # of a pipeline: each unit's rank, in the order in which gradients come; else empty
     device: Device
     drives: Drives
     kernels: tuple[CpuKernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
@@ -96,7 +96,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
     weights = PlacedWeights(parts)
-    fetches = WeightFetches(weights.store, node=Node() if parts.pipeline else node, gpus=parts.device.is_cuda)
+    fetches = WeightFetches(weights.store, node=Node() if parts.owners else node, gpus=parts.device.is_cuda)
     gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
 
@@ -104,7 +104,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
     device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
-    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1 or parts.pipeline
+    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1 or bool(parts.owners)
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)

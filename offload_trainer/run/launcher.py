@@ -89,6 +89,8 @@ class _Ranks:
         until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
         while self.living:
             signal_info = signal.sigtimedwait(self.waited, _LOOK)
+            if signal_info and signal_info.si_signo not in self.waited:
+                signal_info = None  # Python leaves it uninitialised if the launcher is stopped beyond the timeout
             if signal_info and signal_info.si_signo != signal.SIGCHLD:
                 self._send(signal_info.si_signo)
             if signal_info and signal_info.si_signo in _STOPPING:

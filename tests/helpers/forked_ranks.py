@@ -158,7 +158,8 @@ class Case:
             made.offloaded.node.barrier()
             made.offloaded.stream.forget()  # prefetches for the next step have arrived
             counted = dict(counts)
-            done += [(loss, None) for each in zip(*ranks.all_gather_json(losses), strict=True) for loss in each]
+            of_ranks = zip(*ranks.all_gather_json(losses), strict=True)  # some tell the same
+            done += [(loss, None) for each in of_ranks for loss in dict.fromkeys(each)]
             self.out.mkdir(parents=True, exist_ok=True)
             snapshot, group = made.snapshot(), ranks.group_of(in_step=False) if self.meanwhile else ranks.everybody()
             with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
@@ -175,11 +176,11 @@ class Case:
             return Result(done, held, saved, counted)
 
 
-def train_cases(cases: Sequence[Case]) -> list[Result]:
-    """Train each case as one of the ranks."""
+def train_cases(cases: Sequence[Case], build: Callable[..., Any] = engine) -> list[Result]:
+    """Train each case as one of the ranks, on the engine that `build` makes."""
     count_calls(Transfers, "read", lambda _, file, offset, buffer: {"read": buffer.nbytes})
     count_calls(Transfers, "write", lambda _, file, offset, buffer: {"written": buffer.nbytes})
-    found = [case.run() for case in cases]
+    found = [case.run(build) for case in cases]
     assert_no_open_port()
     return found
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,11 +18,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import TINY
-from engine_bench import DROPOUT, model_directory
-from forked_ranks import Case, Result, call_ranks, in_ranks, run_ranks
+from engine_bench import DROPOUT, batches, engine, model_directory, train
+from forked_ranks import Case, Result, call_ranks, counts, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
-from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
+from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_plans import GB, SHAPES, machine, wish
+from seen_calls import calls_of
+from test_gradients import model as small_units
+from test_gradients import names as names_of
+from test_gradients import places
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer import ranks
@@ -31,21 +37,28 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
+from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep
+from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.step_time import longer_in_turn
-from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.settings import load_config
+from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
-CLIP = "optim.max_grad_norm=0.3"
+CLIP, UNCLIPPED = "optim.max_grad_norm=0.3", "optim.max_grad_norm=0"
+SMALL_STATE = ("optim.moment_dtype=8bit", "optim.master_dtype=bf16")
 CHATS = [
     {
         "messages": [
@@ -67,15 +80,47 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches o
     "overflows": ("gpt2", 2, ("--params", "cpu", "--dtype", "fp16", CLIP)),
     "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
     "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
-    "small state": ("gpt2", 2, ("--params", "cpu", *HALF, "optim.moment_dtype=8bit", "optim.master_dtype=bf16")),
+    "small state": ("gpt2", 2, ("--params", "cpu", *HALF, *SMALL_STATE)),
     "sums in 16 bits": ("llama", 5, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
+    "early, overflows": ("gpt2", 2, ("--params", "cpu", *HALF, "--dtype", "fp16", CLIP, FULL)),
+    "early, Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32", UNCLIPPED, FULL)),
+    "early, small state": ("llama", 2, (*ALL_ON_DRIVES, *SMALL_STATE, "model.offload_activations=cpu", ON, FULL)),
 }
+# Updates that begin during the backward: each model with each placement, and each of both with each number.
+MICRO = (1, 2, 5, 8)
+PLACES = (
+    ("--params", "cpu", "--ram-fraction", "1"),
+    (*ALL_ON_DRIVES, UNCLIPPED),
+    ("--params", "nvme", "--ram-fraction", "1", "--dtype", "fp32", UNCLIPPED),
+    ("--params", "cpu", *HALF, CLIP),
+)
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": DROPOUT,  # tied
     "llama": {"tied": False, "attention_dropout": 0.1},
     "qwen3": {},
     "mixtral": {"tied": False, "num_hidden_layers": 4},
 }
+for (one, model), (other, place) in product(enumerate(MODELS), enumerate(PLACES)):
+    CASES[f"early, {model}, {other}"] = (model, MICRO[(one + other) % 4], (*place, FULL))
+
+
+def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
+    """Return a case with a random value of everything."""
+    model, dtype = dice.choice([*MODELS]), dice.choice(["bf16", "fp16", "fp32"])
+    rule = dice.choice(["adamw", "adamw", "adamw", "muon"])
+    keys = {
+        "placement.params": ["gpu", "cpu", "nvme"],
+        "placement.ram_fraction": ["0", "0.5", "1"],
+        "placement.gradients": ["cpu", "nvme"],
+        "tiered.overlap": ["off", "forward", "backward"],
+        "tiered.weight_buffers": ["1", "2", "3"],
+        "model.offload_activations": ["false", "cpu", "nvme"],
+        "optim.moment_dtype": ["fp32", "bf16", "8bit"] if rule == "adamw" else ["fp32"],
+        "optim.master_dtype": ["fp32", "bf16"] if (rule, dtype) == ("adamw", "bf16") else ["fp32"],
+        "optim.max_grad_norm": ["0", "0.3", "1", "3"],
+    }
+    words = [f"{key}={dice.choice(values)}" for key, values in keys.items()]
+    return model, dice.randint(1, 6), (*words, ON, f"optim.name={rule}", "--dtype", dtype)
 
 
 def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[Case]:
@@ -85,17 +130,40 @@ def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> lis
     for name in names:
         kind, micro, words = CASES[name]
         model = model_directory(folder / kind, kind, **MODELS[kind])
+        words = tuple(IN_LINE if word == FULL and count == 1 else word for word in words)
         given = (*words, *pipeline, "--accumulate", str(micro))
         shared: dict[str, Any] = {"steps": 3, "micro": micro, "unequal": micro > 1, "drives": (folder / "drive",)}
-        found.append(Case(model, given, out / name, **shared))
+        found.append(Case(model, given, out / name, evaluate=True, **shared))
     return found
 
 
+@contextmanager
+def early(model: Path, *words: str, build: Callable[..., Any] = engine, **more: Any) -> Iterator[Any]:
+    """Yield an engine. If its updates begin during the backward, all do, and rank 0 ends its backward when its pages
+    of all blocks but the first are updated; they are counted, and those of steps that were neither clipped nor skipped.
+    """
+    kept = SpeculativeStep.kept
+
+    def counted(step: SpeculativeStep, *given: Any) -> set[int]:
+        numbers = kept(step, *given)
+        counts.update(early=len(step.written), kept=len(numbers))
+        return numbers
+
+    shadows = {"shadows": 0.6} if FULL in words else {}
+    with pytest.MonkeyPatch.context() as patch, build(model, *words, **shadows, **more) as made:
+        patch.setattr(MispredictionWatch, "rarely", True)
+        patch.setattr(SpeculativeStep, "kept", counted)
+        if FULL in words:
+            hold_up(made)
+        yield made
+
+
 def results(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[list[Result]]:
-    return run_ranks(cases(folder, out, count=count, names=names), count=count, folder=out / "ranks")
+    work, made = partial(train_cases, build=early), cases(folder, out, count=count, names=names)
+    return run_ranks(made, count=count, folder=out / "ranks", work=work)
 
 
-FAST = ("weights in RAM", "one micro-batch, untied")
+FAST = ("weights in RAM", "one micro-batch, untied", "early, gpt2, 1")
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +179,92 @@ def alone(folder: Path) -> Callable[[tuple[str, ...]], list[list[Result]]]:
 def test_ranks_have_the_bits_of_one(
     count: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms, masters and saved states match; all ranks together read as much from drives as one rank."""
+    """Losses, norms, validations, masters and saved states match; all ranks together read as much from drives as one
+    rank.
+    """
     found = results(folder, tmp_path, count=count, names=names)
     for name, of_ranks, of_one in zip(names, found, alone(names), strict=True):
         assert of_ranks == of_one * count, name
-        if name == "overflows":
-            assert {norm is None for _, norm in of_one[0].steps} == {True, False}
+        if "overflows" in name:
+            assert {norm is None for _, norm in of_one[0].steps[:3]} == {True, False}
+        if FULL in CASES[name][2]:
+            first = of_ranks[0].counts
+            assert first["early"] > 0
+            assert first["kept"] == first["early"] or UNCLIPPED not in CASES[name][2]
         if name == "all on the drive":
             assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
+
+
+@pytest.mark.slow
+def test_random_settings_have_the_bits_of_one_rank(
+    seed: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (2, 3, 4):
+        names = tuple(f"{seed} {count} {number}" for number in range(7))
+        for name in names:
+            monkeypatch.setitem(CASES, name, drawn(random.Random(name)))
+        alone = results(folder, tmp_path / f"alone-{count}", count=1, names=names)
+        found = results(folder, tmp_path / f"{count}", count=count, names=names)
+        for name, of_one, of_ranks in zip(names, alone, found, strict=True):
+            assert of_ranks == of_one * count, (name, CASES[name])
 
 
 def train_late(cases: Sequence[Case]) -> list[Result]:
     """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
     with pytest.MonkeyPatch.context() as patch:
-        return [case.run(partial(late_engine, patch)) for case in cases]
+        return [case.run(partial(early, build=partial(late_engine, patch))) for case in cases]
 
 
 def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path) -> None:
     made = cases(folder, tmp_path, count=2, names=FAST)
     found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
     assert found == [of_one * 2 for of_one in alone(FAST)]
+
+
+PAIR = ("parallel.pipeline=2", "--accumulate", "3", "--params", "nvme", "tiered.weight_buffers=2")
+
+
+def fetched(model: Path, drive: Path) -> list[list[int]]:
+    """Return the units that this rank fetches in a step, in a validation and in the step after it."""
+    asked, found, data = calls_of(setattr, WeightFetches, "source", lambda _, unit: unit), list[list[int]](), batches(3)
+    with engine(model, *PAIR, drives=[drive]) as made:
+        train(made, batches(6), accumulate=3)
+        for validates in (False, True, False):
+            asked.clear()
+            made.eval_loss(data[0]) if validates else train(made, data, accumulate=3)
+            found.append([*asked])
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_fetch_their_own_units_only_also_around_a_validation(folder: Path, tmp_path: Path) -> None:
+    """Otherwise the next step would prefetch in the order of the validation."""
+    model = model_directory(folder / "llama", "llama", **MODELS["llama"])
+    found = in_ranks(fetched, model, folder / "drive", count=2, folder=tmp_path)
+    for own, (before, *others) in zip(({0, 1, 3, 5}, {2, 4, 6, 7}), found, strict=True):
+        assert set(before) == own
+        assert all(own.issuperset(units) for units in others)
+
+
+def returned(model: Path, drive: Path) -> list[tuple[int, bool]]:
+    """Return the numbers of the block inputs that this rank's backward asks for, and which were on their way."""
+
+    def asked(kept: Activations, one: Any) -> tuple[int, bool]:
+        number = getattr(one, "number", -1)  # -1: of a tensor that stays
+        return number, number in kept._prefetched
+
+    found = calls_of(setattr, Activations, "unpack", asked)
+    with engine(model, *PAIR, ON, "model.offload_activations=nvme", drives=[drive]) as made:
+        train(made, batches(3), accumulate=3)
+    return [one for one in found if one[0] >= 0]
+
+
+@pytest.mark.slow
+def test_block_inputs_come_back_in_the_order_of_each_ranks_backward(folder: Path, tmp_path: Path) -> None:
+    """Of five blocks and three micro-batches the first rank has nine inputs, and the second one six."""
+    model = model_directory(folder / "llama", "llama", **MODELS["llama"])
+    found = in_ranks(returned, model, folder / "drive", count=2, folder=tmp_path)
+    assert found == [[(number, True) for number in reversed(range(3 * blocks))] for blocks in (3, 2)]
 
 
 @pytest.mark.slow
@@ -148,6 +282,33 @@ def test_bytes_on_drives_are_the_plans(folder: Path, tmp_path: Path) -> None:
     moved = [moved for moved in plan.traffic if moved.place == str(folder / "drive")]
     assert more["read"] - fewer["read"] == sum(one.read for one in moved)
     assert more["written"] - fewer["written"] == sum(one.written for one in moved)
+
+
+def reported() -> list[int]:
+    """Return the units that this rank hears of, in a backward in which a weight of the second block has no gradient."""
+    node, units, owners, found = Node(together=True), small_units(), {3: 0, 2: 1, 1: 0, 0: 0}, list[int]()
+    sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
+    store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
+    kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
+    gradients = Gradients(units, store, device=CpuDevice(), order=names_of(units), node=node, **kernels)
+    for missing in ("h.1.b", ""):
+        gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
+        for unit, place in reversed(places(units)):
+            if owners[unit.index] == node.rank and place.weight.name != missing:
+                gradients.add(place.weight.name, torch.ones(place.weight.shape), last=True)
+        gradients.end_of_backward(last=True)
+        gradients._reports.submit(lambda: None).wait()
+        gradients.finish()
+        gradients.clear()
+    gradients.close()
+    transfers.close()
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_of_units_that_have_all_their_gradients(tmp_path: Path) -> None:
+    """A unit that lacks one holds up no other."""
+    assert in_ranks(reported, count=2, folder=tmp_path) == [[3, 1, 0, 3, 2, 1, 0]] * 2
 
 
 def wait_for_a_rank_that_hangs() -> str:
@@ -200,7 +361,6 @@ SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt
         ([], 1, {}, r"parallel.pipeline=2: a pipeline is all ranks of one node, and there are 1 on 1 \(--gpus 2\)"),
         ([], 4, {}, "there are 4 on 1"),
         (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
-        (["tiered.overlap=backward"], 2, {}, "gradients of other ranks' blocks"),
         (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
         (["model.activation_checkpointing=off"], 2, {}, "pipeline=2: not all blocks are checkpointed"),
         (["--gpu-fraction", "0.5"], 2, {}, "the state must be in RAM or on drives"),

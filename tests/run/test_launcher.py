@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,6 +44,14 @@ from offload_trainer.settings import load_config
 )
 def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, int]) -> None:
     assert first_failure(dict(enumerate(codes))) == first
+
+
+def test_a_launcher_that_was_stopped_beyond_its_timeout_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then Python's sigtimedwait returns memory that nobody has set."""
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-(2**20)))
+    rank = Mock(poll=lambda: 0)
+    assert launcher._Ranks({signal.SIGCHLD}, set(), living={0: rank}).wait() == {}
+    rank.send_signal.assert_not_called()
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_a_kill_that_loses_a_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(50)
-@pytest.mark.parametrize("words", [[], ["--ranks", "2", "--pages"]], ids=" ".join)
+@pytest.mark.parametrize("words", [[], ["--ranks", "2", "--pages"], ["--ranks", "3", "--pipeline"]], ids=" ".join)
 def test_random_kills_change_nothing(words: list[str], seed: int, tmp_path: Path) -> None:
     """Other tests kill one rank with page files and ranks with checkpoints."""
     kills = 2 if "--ranks" in words else 4  # each start of two ranks takes several times as long

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from offload_trainer import ranks
 from offload_trainer.errors import RERUN_HINT, PeerFailed, TrainerError
@@ -73,6 +77,29 @@ class Cuts:
             yield
         finally:
             self._stream.absent = False
+
+    @contextmanager
+    def evaluating(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Wrap a forward without a backward, in which this rank computes only its own of the model's `blocks`."""
+        with ExitStack() as stack:
+            for number, block in enumerate(blocks):
+                stack.enter_context(patch.object(block, "forward", partial(self._evaluate, number, block.forward)))
+            with self.before(0):
+                yield
+        self.finish()
+
+    def _evaluate(
+        self, block: int, forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any, **words: Any
+    ) -> torch.Tensor:
+        """Return the block's output if this rank computes it or the next block, else NaN."""
+        like, here, next_here = Like(hidden.shape, hidden.dtype), self.here(block), self.here(block + 1)
+        output = forward(hidden, *args, **words) if here else like.absent(hidden.device)
+        if here and not next_here:
+            self.send(output, micro_batch=0, block=block, forward=True)
+        elif next_here and not here:
+            output = self.receive(like, micro_batch=0, block=block, forward=True)
+        self._stream.absent = not next_here
+        return output
 
     def send(self, values: torch.Tensor, *, micro_batch: int, block: int, forward: bool) -> None:
         """Send a block's output to the next block's rank, with the generators' state, or its gradient to its own."""

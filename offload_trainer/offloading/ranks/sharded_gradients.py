@@ -69,7 +69,7 @@ class ShardedGradients:
         self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step on any rank
-        self.complete: Complete | None = None  # as in `Gradients`
+        self._complete: Complete | None = None
         self._sums = StagedSums(units, store, node=node)
         boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
@@ -94,6 +94,10 @@ class ShardedGradients:
         self._normed: set[int] = set()  # units whose partial norms are up to date
 
     # -- during backward ----------------------------------------------------------------------------------------------
+
+    def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
+        """Begin a step's last backward as `Gradients.report_to` does."""
+        self._complete = complete
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a gradient of this micro-batch from one use of a weight. This may wait for the other ranks."""
@@ -180,8 +184,8 @@ class ShardedGradients:
             staged = self.store.host(unit.index) is None
             self._norms.take(unit.index, self._sums.collecting(unit.index), arrived, staged=staged)
             self._normed.add(unit.index)
-            if self.complete is not None and arrived.issuperset(names):
-                report = partial(self.complete, unit.index, self._device.mark())
+            if self._complete is not None and arrived.issuperset(names):
+                report = partial(self._complete, unit.index, self._device.mark())
                 self._sums.send(unit.index).then(report)
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:

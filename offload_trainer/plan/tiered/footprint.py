@@ -17,7 +17,7 @@ from math import prod
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, first_block, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -34,6 +34,7 @@ from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
     as_gradients_come,
+    block_numbers,
     breadth_first,
     fetches,
     orders,
@@ -291,11 +292,8 @@ def fetched(
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
     if work.pipeline > 1:
-        first, blocks = first_block(units), work.shape.blocks
-        of_unit = [
-            work.owners[blocks.index(unit.within) if unit.within else 0 if unit.index < first else -1] for unit in units
-        ]
-        forward, backward = ([unit for unit in order if of_unit[unit] == rank] for order in (forward, backward))
+        blocks, owners = block_numbers(units, work.shape), work.owners
+        forward, backward = ([unit for unit in order if owners[blocks[unit]] == rank] for order in (forward, backward))
     offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
     needed = fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)

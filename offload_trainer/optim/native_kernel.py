@@ -231,7 +231,7 @@ class _Addition(ctypes.Structure):
 @functools.cache
 def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
     """Return the tables of the 8-bit format, and the tensors that own their memory."""
-    steps = cells() * torch.tensor([1.0, 2.0**-17])
+    steps = cells() * torch.tensor([1.0, 2.0**-16])
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
     nearest[:, :0x3F81] = nearest_table(True)

@@ -146,9 +146,12 @@ template <Type MASTERS, Type MOMENTS>
             uint16_t* const stored = static_cast<uint16_t*>(page.master) + at;
             draw(page.master_noise, at, n, chance);
             encode_bf16(wide, chance, stored, n);
-            widen(stored, BF16, 0, n, 1.0f, wide);
+            if (page.out_type != BF16) widen(stored, BF16, 0, n, 1.0f, wide);
         }
-        write_rounded(master, page.out_type, at, n, page.out);
+        if (MASTERS == BF16 && page.out_type == BF16)
+            stream(static_cast<uint16_t*>(page.out) + at, static_cast<uint16_t*>(page.master) + at, n * 2);
+        else
+            write_rounded(master, page.out_type, at, n, page.out);
         if (MOMENTS == CODES) draw(page.exp_avg_sq_noise, at, n, chance);
     });
     if (MOMENTS == CODES) {

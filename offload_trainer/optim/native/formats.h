@@ -23,7 +23,7 @@ inline void for_strips(int64_t count, const Work& work) {
     if (at < count) work(at, count - at);
 }
 
-// A code of second moments: its value, and 2^-17 of the distance to the next code. The distance from zero is 0, since
+// A code of second moments: its value, and 2^-16 of the distance to the next code. The distance from zero is 0, since
 // only zero is encoded as zero.
 struct Cell {
     float end, way;
@@ -183,7 +183,7 @@ inline void encode_8bit_stochastically(const float* __restrict values, const Tab
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
     look_up(tables.cells, code, cell, count);
     for (int64_t i = 0; i < count; i++) {
-        const float threshold = float(int32_t(chance[i] * 2 + 1));  // x 2^-17: midpoints of 2^16 parts of [0, 1]
+        const float threshold = float(int32_t(chance[i])) + 0.5f;  // x 2^-16: midpoints of 2^16 parts of [0, 1]
         codes[i] = uint8_t(code[i] + (scaled[i] - cell[i].end > threshold * cell[i].way));
     }
 }

@@ -329,9 +329,10 @@ class ParallelSection(_Section):
         description="tiered only: ranks that share each row (Ulysses); refused for models whose results a trial "
         "shows to change",
     )
-    pipeline: PositiveInt = Field(
+    pipeline: PositiveInt | Auto = Field(
         1,
-        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus",
+        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus. "
+        "auto: all ranks if faster, with as many times --accumulate for the same rows a step",
     )
 
 

@@ -59,6 +59,7 @@ class Item:
     name: str
     bytes: int
     why: str
+    of_ranks: tuple[int, ...] = ()  # bytes on the device of each rank of a pipeline, if they differ
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divide
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of
+from offload_trainer.plan.tiers import GPU_NAME, Item, Placement, Tier, TierKind, kind_asked, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -513,6 +513,17 @@ class TieredCandidate:
             yield f"{work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"
             if work.nodes > 1:
                 yield "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
+        if work.pipeline > 1 and machine.gpu is not None:
+            items = [
+                item.of_ranks or (item.bytes // work.here,) * work.pipeline
+                for item in self.items
+                if item.tier == GPU_NAME
+            ]
+            each = ", ".join(format_bytes(sum(of_rank)) for of_rank in zip(*items, strict=True))
+            yield (
+                f"parallel.pipeline={work.pipeline}: the ranks need {each} of their GPUs; the embedding is on rank 0, "
+                f"the head on rank {work.owners[-1]}"
+            )
         if base := work.shape.base_format:
             frozen = sum(weight.numel for weight in work.shape.weights if weight.quantised)
             yield (

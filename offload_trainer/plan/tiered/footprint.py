@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise, takewhile
 from math import prod
 
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, first_block, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -244,6 +245,10 @@ def tiered_traffic(
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
     given = e * micro * sum(place.weight.numel for unit in outside for place in unit.places if place.weight.trainable)
     move(DEVICE, "backward", written=given // work.pipeline)
+    cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
+    between = cuts * micro * work.hidden_bytes // work.pipeline
+    for phase in ("forward", "backward") if cuts else ():
+        move(DEVICE, phase, read=between, written=between)
     if work.inputs_away:
         inputs = inputs_of(work)
         size = work.passes * inputs.size
@@ -297,9 +302,10 @@ def fetched(
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
     if work.pipeline > 1:
-        first, blocks = first_block(units), work.shape.blocks
+        blocks, owners = work.shape.blocks, work.owners
+        before = set(takewhile(lambda unit: not units[unit].within, forward))
         of_unit = [
-            work.owners[blocks.index(unit.within) if unit.within else 0 if unit.index < first else -1] for unit in units
+            owners[blocks.index(unit.within) if unit.within else 0 if unit.index in before else -1] for unit in units
         ]
         forward, backward = ([unit for unit in order if of_unit[unit] == rank] for order in (forward, backward))
     offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]

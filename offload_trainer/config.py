@@ -264,8 +264,9 @@ class ParallelSection(_Section):
     architectures with a tensor-parallel plan in transformers"""
     sequence: PositiveInt = 1
     """tiered only: ranks that share each row (Ulysses); refused for models whose results a trial shows to change"""
-    pipeline: PositiveInt = 1
-    """tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus"""
+    pipeline: PositiveInt | Auto = 1
+    """tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus. auto: all ranks if
+    faster, with as many times --accumulate for the same rows a step"""
 
 
 class TieredSection(_Section):

@@ -322,7 +322,8 @@ class _MicroBatch:
         """After the backward of a block, send its input's gradient to the rank that computes the block before it."""
         if self._cuts and block and not self._cuts.here(block - 1):
             (cut,), self.cuts[block - 1] = self.cuts[block - 1], []
-            self._cuts.send(cut.gradient, micro_batch=self._number, block=block - 1, forward=False)
+            gradient, cut.gradient = cut.gradient, None  # a paused forward keeps the node
+            self._cuts.send(gradient, micro_batch=self._number, block=block - 1, forward=False)
 
     def close(self) -> None:
         """End the thread, whether or not its body has ended."""

@@ -100,7 +100,7 @@ def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
             "optim.name": (optim.name != "adamw", ""),
             "optim.kernel": (optim.kernel != "auto", ""),
             "parallel.sequence": (config.parallel.sequence > 1, ""),
-            "parallel.pipeline": (config.parallel.pipeline > 1, ""),
+            "parallel.pipeline": (config.parallel.pipeline != 1, ""),
         }
     for setting, (is_set, fix) in settings.items():
         section, _, key = setting.partition(".")

@@ -80,12 +80,21 @@ def activation_items(
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=work.item_bytes * kept_elements)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    peak = peak_of(of_rank, work, inputs_here=not offloaded, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
+    here, shared = not offloaded, {"waiting": waiting, "tied_sum": tied_sum}
+    peaks = [
+        peak_of(of_rank, work, rank=rank, inputs_here=here, gradients=gradients, **shared)
+        for rank in range(work.pipeline)
+    ]
+    peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     yield from kept
-    if offloaded:
-        inputs = work.checkpointed * work.micro_batch * work.length * shape.hidden * work.item_bytes
+    if work.pipeline > 1:  # a plan has room for the most on each GPU, but a CPU's ranks share their memory
+        each = tuple(peak.bytes for peak in peaks)
+        size = world * peak.bytes if gpu else world // work.pipeline * sum(each)
+        yield replace(device("activations", size, f"at the peak of each rank, {how}"), of_ranks=each)
+    elif offloaded:
         if not kept:
+            inputs = work.checkpointed * work.hidden_bytes
             yield Item(RAM_NAME, "block inputs", inputs * world, "saved by gradient checkpointing")
         yield device("activations", peak.bytes * world, f"at their peak, {how}")
     else:
@@ -156,8 +165,7 @@ class BlockInputs:
 
 def inputs_of(work: Workload) -> BlockInputs:
     """Return the inputs of checkpointed blocks that are kept at a time: one micro-batch's, or breadth-first all."""
-    size = work.item_bytes * work.micro_batch * work.length * work.shape.hidden
-    return BlockInputs(work.side_by_side * -(-work.checkpointed // work.pipeline), aligned(size))
+    return BlockInputs(work.side_by_side * -(-work.checkpointed // work.pipeline), aligned(work.hidden_bytes))
 
 
 def slots_of(work: Workload) -> BlockInputs:
@@ -235,6 +243,7 @@ def peak_of(
     counted: Activations,
     work: Workload,
     *,
+    rank: int = 0,
     inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
@@ -244,6 +253,9 @@ def peak_of(
 
     Breadth-first, each micro-batch has its masks and block inputs there. While one is in a block, each of the others
     also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
+
+    A `rank` of a pipeline has its own blocks, and if it is not the first one also what the paused forwards pass to the
+    first block. Outputs leave for other ranks at once, and come from them one by one.
 
     `inputs_here`: inputs of checkpointed blocks stay on the device. `gradients`: count weight gradients from their
     computation until the engine takes them. `waiting`: bytes of a tied head's gradient of one micro-batch, which waits
@@ -265,30 +277,34 @@ def peak_of(
     parts = [counted.kinds[kind] for kind in counted.blocks]
     seen = now(counted.images.kept) if counted.images else 0  # stays until the backward of the parts for images
     beside = micro_batches * (now(counted.before) - hidden + seen)
-    others = (micro_batches - 1) * hidden
-    if work.pipeline > 1 and not work.inputs_away and work.owners[-2] != work.owners[-1]:
-        others = 0  # they leave for other ranks, and come to the head's one by one
+    alike = others = (micro_batches - 1) * hidden
+    own = [number for number in range(len(parts)) if work.pipeline == 1 or work.owners[number] == rank]
+    has_head = work.owners[-1] == rank
+    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1] + 1 == len(parts)):
+        others = 0
+    waiting *= has_head
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
-    below = [  # of a pipeline's rank: of its own blocks, and what stands for the first block's on other ranks
-        micro_batches * hidden * (number // work.pipeline + 1 + (number % work.pipeline > 0)) if inputs_here else hidden
-        for number in range(checkpointed + 1)
+    below = [
+        micro_batches * hidden * (place + 1 + (rank > 0)) if inputs_here else hidden
+        for place in range(min(checkpointed, len(own)) + 1)
     ]
-    for part in parts[checkpointed:]:
-        below.append(below[-1] + now(part.kept))
+    for number in own[checkpointed:]:
+        below.append(below[-1] + now(parts[number].kept))
     peaks: list[Peak] = []
     forwards = {kind: most(counted.kinds[kind].forward) for kind in set(counted.blocks)}
     backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
-    for number, kind in enumerate(counted.blocks):
+    for kept, number in zip(below, own, strict=False):
+        kind = counted.blocks[number]
         forward, backward = forwards[kind], backwards[kind] + micro_batches * waiting + others
         if number < checkpointed:  # the recomputed forward coexists with the gradient of the block's output
             backward = max(backward, forward + hidden + micro_batches * waiting + others)
         forward += others if inputs_here else 2 * others
         when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
-        peaks.append(Peak(below[number], beside + max(forward, backward), when))
-    top = below[-1] + (0 if inputs_here else 2 * others)
+        peaks.append(Peak(kept, beside + max(forward, backward), when))
+    top = below[-1] + (others - alike if inputs_here else 2 * others)
     norm = counted.norm
     rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
-    peaks.append(Peak(top, beside + rest, "in the final norm"))
+    after = [Peak(top, beside + rest, "in the final norm")]
     # The head: one forward and backward, or one chunk at a time. During the backward of the last chunk, the hidden
     # states' gradients of all other chunks and the sum of the head's gradient are in memory. Autograd adds to that sum
     # out of place at least once. Afterwards the chunks are concatenated.
@@ -298,12 +314,13 @@ def peak_of(
         summed = int(max(moment.fixed for moment in counted.head.backward)) if gradients else 0
         head = max(hidden * (tokens - chunk) // tokens + summed + head, hidden + 3 * summed, 2 * hidden)
     head += (micro_batches - 1) * waiting
-    peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, tokens)} tokens"))
+    after.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, tokens)} tokens"))
+    peaks += after if has_head else []
     if counted.images:
         rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
         peaks.append(Peak(0, beside + hidden - seen + rest + others, "in the parts for images"))
-    last = most(counted.embedding) + micro_batches * (waiting + seen) + others + tied_sum
-    peaks.append(Peak(0, last, "in the embedding's backward"))
+    last = most(counted.embedding) + micro_batches * (waiting + seen) + alike + tied_sum
+    peaks += [Peak(0, last, "in the embedding's backward")] if rank == 0 else []
     return max(peaks, key=lambda peak: peak.bytes)
 
 

@@ -57,6 +57,8 @@ def make_plan(
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
+    if config.parallel.pipeline == "auto":
+        return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
@@ -90,13 +92,58 @@ def make_plan(
 
 
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the dtype, checkpointing and MLP chunks of its plan."""
+    """Return the configuration with the dtype, checkpointing, MLP chunks and division over ranks of its plan."""
+    if config.parallel.pipeline == "auto":
+        config = config.with_keys("parallel", pipeline=plan.work.pipeline)
+        config = config.with_keys("train", gradient_accumulation_steps=plan.work.accumulate)
     count, found = plan.work.checkpointed, dict[str, object](mlp_chunk=plan.work.mlp_chunk or "off")
     if count or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = "off" if not count else "on" if count == plan.work.shape.layers else count
     if plan.work.dtype != config.model.dtype:
         found["dtype"] = plan.work.dtype
     return config.with_keys("model", **found)
+
+
+# -- data-parallel ranks or a pipeline ---------------------------------------------------------------------------------
+
+
+def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
+    """Return the ways to divide a step over `world` ranks that `parallel.pipeline` allows.
+
+    For `auto`, what is written counts for data-parallel ranks. A pipeline has `world` times as many micro-batches,
+    since its ranks share them, and so the same rows a step.
+    """
+    if config.parallel.pipeline != "auto":
+        return [config]
+    micro = config.train.gradient_accumulation_steps
+    return [
+        config.with_keys("parallel", pipeline=count).with_keys("train", gradient_accumulation_steps=count * micro)
+        for count in sorted({1, world})
+    ]
+
+
+def _best_division(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
+) -> Plan:
+    """Return the plan with data-parallel ranks, or with a pipeline if that is faster or if only that fits.
+
+    Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
+    """
+    apart, *together = divisions(config, world=world)
+    chosen = make_plan(apart, shape, machine, world=world, nodes=nodes, saves=saves)
+    for way in together:
+        name = f"parallel.pipeline={way.parallel.pipeline}"
+        try:
+            other = make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)
+        except UserError as error:
+            why = str(error).removeprefix(f"{name}: ").removesuffix("; leave it out")
+            return replace(chosen, rejected=((name, why), *chosen.rejected))
+        step, shorter = chosen.forecast.step, other.forecast.step
+        faster = step is not None and shorter is not None and step > _ALIKE * shorter
+        if other.fits and (faster or not chosen.fits):
+            name, chosen, other = "parallel.pipeline=1", other, chosen
+        chosen = replace(chosen, rejected=((name, _why_not(other, chosen) or "not timed"), *chosen.rejected))
+    return chosen
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -227,21 +274,22 @@ def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> 
         chosen = fitting[0]
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-    rejected, best = list[tuple[str, str]](), chosen.forecast.step
-    for plan in (one for one in plans if one is not chosen):
-        step = plan.forecast.step
-        if not plan.fits:
-            rejected.append((plan.homes, "; ".join(plan.shortfalls())))
-        elif step is not None and best is not None:
-            rejected.append((plan.homes, _slower(step, best)))
-    return replace(chosen, rejected=tuple(rejected))
+    whys = [(plan.homes, _why_not(plan, chosen)) for plan in plans if plan is not chosen]
+    return replace(chosen, rejected=tuple((homes, why) for homes, why in whys if why))
 
 
-def _slower(step: float, chosen: float) -> str:
-    """Return why a plan whose step takes `step` seconds was not chosen over one that takes `chosen`."""
-    if step >= 1.01 * chosen:
-        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
-    return f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
+def _why_not(plan: Plan, chosen: Plan) -> str:
+    """Return why a plan was not chosen over another one; "" if it fits and a forecast is missing."""
+    step, best = plan.forecast.step, chosen.forecast.step
+    if not plan.fits:
+        return "; ".join(plan.shortfalls())
+    if step is None or best is None:
+        return ""
+    if step >= 1.01 * best:
+        return f"fits, but a step takes {format_seconds(step)}, {step / best - 1:.0%} longer"
+    return (
+        f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and forecasts are inexact"
+    )
 
 
 def _faster_formats(engine: Engine, plan: Plan, work: Workload, machine: MachineProfile) -> Iterator[tuple[float, str]]:
@@ -292,8 +340,12 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
 
 
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
-    """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output."""
+    """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
+
+    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks.
+    """
     model, train, optim = config.model, config.train, config.optim
+    pipeline = 1 if config.parallel.pipeline == "auto" else config.parallel.pipeline
     seq_len = row_length(config.data.seq_len, shape)
     chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
@@ -303,7 +355,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
-        checkpointed=checkpointed_blocks(model, shape, all_if_auto=config.parallel.pipeline > 1),
+        checkpointed=checkpointed_blocks(model, shape, all_if_auto=pipeline > 1),
         offload_activations=kind_asked(model.offload_activations) or False,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
@@ -313,7 +365,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         nodes=nodes,
         tensor=config.parallel.tensor,
         sequence=config.parallel.sequence,
-        pipeline=config.parallel.pipeline,
+        pipeline=pipeline,
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -435,6 +487,9 @@ def any_placement_fits(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
+    if config.parallel.pipeline == "auto":
+        ways = divisions(config, world=world)
+        return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.with_keys("placement", gpu_fraction=0.0)

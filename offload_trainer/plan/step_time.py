@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
@@ -225,37 +226,81 @@ _COUNTS = ("products", "attention", "values", "loss", "tables")
 
 
 def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
+    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node.
+
+    Those of a pipeline include the waits of its ranks, and the copies that they wait for.
+    """
+    each = _seconds_of_token(work, machine)
+    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
+    what = f"computing {format_count(work.tokens)} tokens"
+    if work.pipeline > 1 and each is not None:
+        longer = _longer_in_turn(work, machine, *each)
+        tokens = round(longer * tokens)
+        what += f", {longer - 1:.0%} longer since ranks wait for blocks, the head and copies"
+    seconds = (None, None) if each is None else each
+    phases = zip(("forward", "backward"), seconds, strict=True)
+    return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in phases]
+
+
+def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, float] | None:
+    """Return the seconds of a token's forward and backward on one GPU or all cores; None if no rate is known."""
     again, forward, backward = _work_of_token(work)
     repeated, first, last = (
         _seconds(part, work.dtype, machine, phase=phase, tokens=work.micro_batch * work.length)
         for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
     )
-    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
-    what = f"computing {format_count(work.tokens)} tokens"
-    if work.pipeline > 1:
-        longer = longer_in_turn(work)
-        tokens = round(longer * tokens)
-        what += f", {longer - 1:.0%} longer since ranks wait for each other's blocks"
-    each = {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
-    return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in each.items()]
+    return None if first is None or repeated is None or last is None else (first, repeated + last)
 
 
-def longer_in_turn(work: Workload) -> float:
-    """Return the seconds of a pipeline's computation over those of ranks that never wait for each other.
+def _longer_in_turn(work: Workload, machine: MachineProfile, forward: float, backward: float) -> float:
+    """Return the seconds of a pipeline's computation over those of ranks that neither wait for each other nor copy.
 
-    Each block takes one unit of time, and three in the backward, which recomputes it; the head and the loss in
-    proportion to their products. Copies between ranks take none.
+    `forward` and `backward` are those of a token.
     """
-    shape, count = work.shape, range(work.accumulate)
-    head = 3 * shape.head_flops() * len(shape.blocks) / max(1.0, shape.block_flops(seq_len=work.seq_len))
-    *blocks, last = work.owners
-    passes = [*((rank, 1.0) for rank in blocks), (last, head), *((rank, 3.0) for rank in reversed(blocks))]
-    free, ready = [0.0] * work.pipeline, [0.0 for _ in count]  # from when on: a rank, a micro-batch
-    for rank, seconds in passes:
-        for number in count:
-            free[rank] = ready[number] = max(free[rank], ready[number]) + seconds
-    return max(free) * work.pipeline / (work.accumulate * sum(seconds for _, seconds in passes))
+    outside = replace(work, shape=work.shape.without(set(work.shape.blocks)))
+    _, head = _seconds_of_token(outside, machine) or (0.0, 0.0)
+    tokens = work.micro_batch * work.length * (1 if machine.gpu is not None else work.here)  # ranks share a CPU
+    each, size = tokens / len(work.shape.blocks), work.hidden_bytes
+    seconds = pipeline_seconds(
+        work.owners,
+        micro_batches=work.accumulate,
+        forward=each * forward,
+        backward=each * (backward - head),
+        head=tokens * head,
+        copies=(copy_seconds(0, size, machine) or 0.0, copy_seconds(size, 0, machine) or 0.0),
+        in_order=not work.inputs_away,
+    )
+    return seconds * work.pipeline / (work.accumulate * tokens * (forward + backward))
+
+
+@cache
+def pipeline_seconds(
+    owners: tuple[int, ...],
+    *,
+    micro_batches: int,
+    forward: float,
+    backward: float,
+    head: float,
+    copies: tuple[float, float],
+    in_order: bool = True,
+) -> float:
+    """Return the seconds in which a pipeline's ranks compute the forward and the backward of a step.
+
+    `owners` are the ranks of the blocks, and last that of the head. All seconds are those of one micro-batch: in a
+    block (the `backward` recomputes it), in the `head` both ways, and for `copies` to host memory, which are made while
+    the rank computes, and back, for which it waits. `in_order`: the forward does not take the micro-batches in reverse.
+    """
+    (*blocks, last), (out, back) = owners, copies
+    passes = [*((rank, forward) for rank in blocks), (last, head), *((rank, backward) for rank in reversed(blocks))]
+    free, ready = dict.fromkeys(owners, 0.0), [0.0] * micro_batches  # from when on: a rank, a micro-batch
+    before = blocks[0]
+    for place, (rank, seconds) in enumerate(passes):
+        numbers = range(micro_batches)
+        for number in numbers if in_order or place >= len(blocks) else numbers[::-1]:
+            begin = max(free[rank], ready[number] + out * (rank != before))
+            free[rank] = ready[number] = begin + back * (rank != before) + seconds
+        before = rank
+    return max(free.values())
 
 
 def _work_of_token(work: Workload) -> list[dict[str, float]]:

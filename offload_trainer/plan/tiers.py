@@ -58,6 +58,7 @@ class Item:
     name: str
     bytes: int
     why: str
+    of_ranks: tuple[int, ...] = ()  # bytes on the device of each rank of a pipeline, if they differ
 
 
 # Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page

@@ -89,6 +89,11 @@ class Workload:
         return self.accumulate * self.data * self.sequence
 
     @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of a block's input, which are those of its output, for a micro-batch on one rank."""
+        return self.item_bytes * self.micro_batch * self.length * self.shape.hidden
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of a step on all ranks."""
         return self.micro_batch * self.accumulate * self.data * self.seq_len

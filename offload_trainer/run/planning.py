@@ -27,6 +27,7 @@ from offload_trainer.plan.memory import with_rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
     any_placement_fits,
+    divisions,
     longest_row,
     make_plan,
     resolved,
@@ -100,6 +101,8 @@ def plan_run(
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
     world = max(ranks_of_environment()[1], config.placement.gpus)
+    if world == 1:  # `auto` has no other choice, and a single rank takes models that no pipeline does
+        (config,) = divisions(config, world=1)
     source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
     kept = _with_resumed_choices(config, before, models, on_gpu=machine.gpu is not None)
@@ -187,7 +190,7 @@ def model_of(config: TrainConfig) -> Any:
         raise UserError("model.freeze leaves nothing to train")
     refuse_other_losses(source.config)
     one, order = config.train.gradient_accumulation_steps == 1, config.tiered.micro_batch_order
-    at_home, pipeline = config.placement.params == "gpu" and order == "auto", config.parallel.pipeline > 1
+    at_home, pipeline = config.placement.params == "gpu" and order == "auto", config.parallel.pipeline != 1
     if not pipeline and (one or at_home or order == "depth_first" or config.placement.engine_name != "tiered"):
         return source  # it does not matter whether micro-batches can pass through its blocks together
     from offload_trainer.model.probes.blocks import why_no_chain
@@ -336,7 +339,7 @@ class MemoryFallbacks:
         The configurations of one model have fewer and fewer weight buffers.
         """
         tiered = config.tiered
-        whole = config.placement.engine_name != "tiered" or config.parallel.pipeline > 1
+        whole = config.placement.engine_name != "tiered" or config.parallel.pipeline not in (1, "auto")
         left_open = tiered.fetch_granularity == "auto" and not whole
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):

@@ -130,8 +130,9 @@ def test_a_row_of_the_scaling_table_is_what_the_plan_says(
             return "refused"
         if not modes[0]["fits"]:
             return "does not fit"
-        ranks = f", {modes[0]['name'].split(' x ')[0]}" * name.startswith("tensor")
-        return format_seconds(modes[0]["step"]) + ranks
+        way = modes[0]["name"].split(" x ")[0]
+        how = [way] if name == "tensor" else way.split(", ")[2:]  # a pipeline, or pieces of rows
+        return ", ".join([format_seconds(modes[0]["step"]), *how])
 
     tokens = format_count(found["tokens_per_step"])
     assert " | ".join([tokens, *map(told, ("tiered", "ZeRO-2", "ZeRO-3", "tensor"))]) == cells

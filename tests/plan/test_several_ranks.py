@@ -47,7 +47,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
 )
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
-from offload_trainer.run.commands.plan import compare_modes, modes, plan_elsewhere
+from offload_trainer.run.commands.plan import _batches, compare_modes, modes, plan_elsewhere
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_seconds
 
@@ -335,6 +335,16 @@ def test_rows_of_the_table_are_plans() -> None:
     shared = rows["tiered, 8 ranks, sequence 2"]
     assert shared["words"] == "--engine tiered parallel.sequence=2"
     assert moved(shared, GPUS) > moved(rows["tiered, 8 ranks"], GPUS)  # neighbouring ranks share rows
+
+
+def test_pipelines_are_compared_with_more_micro_batches_of_the_same_rows() -> None:
+    """Other ways take the largest micro-batch that fits; more micro-batches keep more of a pipeline's ranks busy."""
+    for rows in (64, 24, 2):
+        tried = [config.train for config in _batches(wish(), "--engine tiered parallel.pipeline=4", rows, 4)]
+        assert {one.micro_batch_size * one.gradient_accumulation_steps for one in tried} == {rows}
+        counts = {one.gradient_accumulation_steps for one in tried}
+        assert counts >= {min(rows, times * 4) for times in (1, 2)} | {rows}, rows
+        assert 16 in counts or rows < 64
 
 
 def moved(row: dict[str, Any], place: str) -> int:

@@ -511,6 +511,17 @@ class TieredCandidate:
             yield f"{work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"
             if work.nodes > 1:
                 yield "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
+        if work.pipeline > 1 and machine.gpu is not None:
+            items = [
+                item.of_ranks or (item.bytes // work.here,) * work.pipeline
+                for item in self.items
+                if item.tier == GPU_NAME
+            ]
+            each = ", ".join(format_bytes(sum(of_rank)) for of_rank in zip(*items, strict=True))
+            yield (
+                f"parallel.pipeline={work.pipeline}: the ranks need {each} of their GPUs; the embedding is on rank 0, "
+                f"the head on rank {work.owners[-1]}"
+            )
         if base := work.shape.base_format:
             frozen = sum(weight.numel for weight in work.shape.weights if weight.quantised)
             yield (

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 
 from offload_trainer.plan.machine import MachineProfile
@@ -241,6 +242,10 @@ def tiered_traffic(
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
     given = e * micro * sum(place.weight.numel for unit in outside for place in unit.places if place.weight.trainable)
     moved[DEVICE, "backward", "written"] += given // work.pipeline
+    cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
+    for phase in ("forward", "backward") if cuts else ():
+        for way in ("read", "written"):
+            moved[DEVICE, phase, way] += cuts * micro * work.hidden_bytes // work.pipeline
     if work.inputs_away:
         inputs = inputs_of(work)
         size = work.passes * inputs.size

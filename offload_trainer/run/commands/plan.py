@@ -104,14 +104,14 @@ def compare_modes(
                 raise UserError(whole)
             if shape.no_chain and "pipeline" in words:
                 raise UserError(shape.no_chain)
-            *larger, smallest = _batches(config, words, each, together)
-            tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in larger)
+            batches = _batches(config, words, each, together)
+            tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in batches)
             fitting = (plan for plan in tried if plan.fits)
             if "pipeline" in words:  # more micro-batches keep more ranks busy
                 plan = min(fitting, key=lambda plan: plan.forecast.step or math.inf, default=None)
             else:
                 plan = next(fitting, None)
-            plans.append((name, words, plan or planned(smallest, models, here, world=world, nodes=count).plan))
+            plans.append((name, words, plan or planned(batches[-1], models, here, world=world, nodes=count).plan))
         except UserError as error:
             if words == "--engine tiered" and not rest:
                 raise
@@ -146,9 +146,13 @@ def _batches(config: TrainConfig, words: str, rows: int, together: int) -> list[
         config = config.model_copy(update={"tiered": TieredSection()}).with_keys("placement", nvme=place.nvme[:1])
         config = config.with_keys("deepspeed", zero_stage="auto")
     config = with_words(config.with_keys("parallel", tensor=1, sequence=1, pipeline=1), words)
-    sizes = sorted({math.gcd(rows, most * together) for most in _MICRO}, reverse=True)
+    sizes = {math.gcd(rows, most * together) for most in _MICRO}
+    if "pipeline" in words:  # as many micro-batches as ranks, twice and four times as many, or of these sizes
+        few = {math.gcd(rows, max(1, rows // (times * together))) for times in (1, 2, 4)}
+        sizes = few | {math.gcd(rows, most) for most in _MICRO}
     return [
-        config.with_keys("train", micro_batch_size=size, gradient_accumulation_steps=rows // size) for size in sizes
+        config.with_keys("train", micro_batch_size=size, gradient_accumulation_steps=rows // size)
+        for size in sorted(sizes, reverse=True)
     ]
 
 

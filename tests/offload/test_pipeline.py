@@ -55,7 +55,7 @@ from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.step_time import pipeline_seconds
-from offload_trainer.plan.tiered.footprint import fetched as planned_fetches
+from offload_trainer.plan.tiered.footprint import fetched as of_plan
 from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.settings import load_config
@@ -542,9 +542,7 @@ def test_a_norm_that_is_registered_before_the_blocks_belongs_to_the_heads_rank(f
     units = layouts_of(plan.work).units
     assert isinstance(plan.sizes, TierSizes)
     homes = layouts_of(plan.work).homes(plan.placement, plan.sizes)
-    used = [
-        {units[unit].name for unit, _ in planned_fetches(plan.work, units, homes, plan.sizes, rank=n)} for n in range(2)
-    ]
+    used = [{units[unit].name for unit, _ in of_plan(plan.work, units, homes, plan.sizes, rank=n)} for n in range(2)]
     assert {"model.decoder.final_layer_norm", "lm_head"} <= used[1]
     assert not used[0] & used[1]
     assert used[0] | used[1] == {unit.name for unit in units}

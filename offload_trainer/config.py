@@ -331,7 +331,7 @@ class ParallelSection(_Section):
     )
     pipeline: PositiveInt = Field(
         1,
-        description="tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus",
+        description="tiered only: ranks of a node that compute one model together, with one rank's bits",
     )
 
 

@@ -42,6 +42,7 @@ from offload_trainer.plan.memory import inputs_of, slots_of
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, layouts_of
+from offload_trainer.plan.tiered.weight_streaming import block_numbers
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, all_to_all, group_of
@@ -56,8 +57,8 @@ _SWITCH_SECONDS = 0.0005
 class TieredEngine:
     """An engine that trains `source` with its state on the device, in RAM and in the private directories `drives`.
 
-    `rank` and `world` count data-parallel ranks: ranks that share rows (sequence parallelism, `work.sequence`) have
-    the same `rank`.
+    `rank` and `world` count data-parallel ranks: ranks that share rows (`work.sequence`, `work.pipeline`) have the same
+    `rank`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TieredEngine:
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
             self._watch = MispredictionWatch() if parts.sizes.ahead else None
             self._node, self._together = parts.node, work.sequence
+            self._pipeline, self._computes_loss = work.pipeline, work.owners[-1]  # ranks of each, and one of them
             each = work.sequence * work.pipeline
             self.rank, self.world = self._node.rank // each, self._node.world // each
             context = parameters_without_memory()
@@ -104,13 +106,14 @@ class TieredEngine:
                 group = group_of([range(n, n + self._together) for n in firsts], gpus=self._place.type == "cuda")
                 share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
-            self._pipeline, cuts = parts.pipeline, None
-            if self._pipeline:
+            cuts = None
+            if self._pipeline > 1:
+                owners = [self.rank * self._pipeline + owner for owner in work.owners]
                 stream = self.offloaded.stream
-                cuts = Cuts(work.owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
+                cuts = Cuts(owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
             if work.breadth_first:
                 # Inputs that have left the device come back in the reverse order.
-                in_order = self._pipeline and not work.inputs_away
+                in_order = cuts is not None and not work.inputs_away
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts, in_order=in_order)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
@@ -153,9 +156,7 @@ class TieredEngine:
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
         """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)
-        if not self._pipeline:
-            weights = weights[self._node.rank :: self._node.world]
+        weights = weights_in_step(counts)[self._node.rank // self._pipeline :: self._node.world // self._pipeline]
         if self._breadth_first is not None:
             given = [batch.arguments(self._place, training=True) for batch in batches]
             factors = [scale * weight / len(counts) for weight in weights]
@@ -185,12 +186,7 @@ class TieredEngine:
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
                 model.forward()
             with self._phase(clock, "backward"), self.offloaded.backward(last=True):
-                losses = model.backward(turn, factors)
-        if self._pipeline:  # one rank has computed them, and the others have zeros
-            of_all = torch.stack(losses).cpu()
-            self._node.all_reduce(of_all)
-            losses = list(of_all.to(self._place))
-        return losses
+                return model.backward(turn, factors)
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
@@ -220,12 +216,12 @@ class TieredEngine:
     def _of_all(self, values: list[Any]) -> list[Any]:
         """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order.
 
-        The ranks of a pipeline have the same micro-batches.
+        The ranks of a pipeline have the same micro-batches, and the values of the one that computes the losses count.
         """
-        if self._node.world == 1 or self._pipeline:
+        if self._node.world == 1:
             return values
         self._node.barrier()  # its error names a rank that stalls
-        gathered = all_gather_json([float(value) for value in values])
+        gathered = all_gather_json([float(value) for value in values])[self._computes_loss :: self._pipeline]
         return [value for each in zip(*gathered, strict=True) for value in each]
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
@@ -247,8 +243,8 @@ class TieredEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         self._updating = False
-        if self._pipeline and self._node.rank:
-            return float("nan")  # rank 0 computes the whole model
+        if self._node.rank % self._pipeline:
+            return float("nan")  # the first rank of a pipeline computes the whole model
         piece = self._piece(batch)
         with self.offloaded.forward(then=False):
             loss = float(self._module(*piece.arguments(self._place, training=False)))
@@ -310,6 +306,8 @@ def open_parts(
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
+    if work.pipeline > 1:
+        node.peers = Node(together=True, every=work.pipeline)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
     drives = Drives(directories, Transfers(drives=len(directories)))
@@ -330,11 +328,20 @@ def open_parts(
             units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
         node=node,
-        pipeline=work.pipeline > 1,
+        stages=_stages(work, units, rank=node.rank),
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
     )
+
+
+def _stages(work: Workload, units: Sequence[Unit], *, rank: int) -> list[list[Unit]]:
+    """Return the units of which a rank gets gradients, in the order of a backward; in a pipeline block by block."""
+    if work.pipeline == 1:
+        return [[*reversed(units)]]
+    mine = [block for block, owner in enumerate(work.owners) if owner == rank % work.pipeline]
+    numbers = block_numbers(units, work.shape)
+    return [[units[unit] for unit, number in numbers.items() if number == block] for block in reversed(mine)]
 
 
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:

@@ -15,7 +15,7 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import Gradients, StagedSums
 from offload_trainer.offloading.pages.store import PageCopies, PageStore, PageTable, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
@@ -65,7 +65,7 @@ class EngineParts:
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     node: Node  # the ranks that share this placement
-    pipeline: bool  # each of them computes its own units, for all micro-batches
+    stages: Sequence[Sequence[Unit]]  # units of which this rank gets gradients (`ShardedGradients`)
     device: Device
     drives: Drives
     kernels: tuple[CpuKernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
@@ -115,7 +115,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
         pinned=device.is_cuda,
         node=node,
     )
-    fetches = WeightFetches(outside, node=Node() if parts.pipeline else node, gpus=device.is_cuda)
+    fetches = WeightFetches(outside, node=node.peers, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
     gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
@@ -124,14 +124,15 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
     device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
-    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1 or parts.pipeline
+    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.peers.world == 1
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
         ring, kernels = parts.ring_bytes, parts.kernels
         return Gradients(units, store, device=device, ring_bytes=ring, order=order, node=node, kernels=kernels)
-    return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
+    sums = StagedSums(units, store, node=node.peers)
+    return ShardedGradients(parts.stages, sums, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:

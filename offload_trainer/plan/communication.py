@@ -21,6 +21,9 @@ for each border in a unit) and those at the start of a step are not counted: up 
 nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
 takes n times the bytes of a reduction.
 
+With pipelines of P ranks only the ranks that compute a unit exchange its gradients: n / P in place of n, N / P of N,
+and each rank has barriers for its own units.
+
 Stock ZeRO, tensor and sequence parallelism have N = T S D ranks: T ranks share each matrix product of a block (tensor),
 S the tokens of each row (sequence), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have
 the same weights, and ZeRO partitions over them. Each of D takes M micro-batches of t tokens per step. There are h
@@ -91,7 +94,9 @@ def exchange_of(
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
-    e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
+    e, here, remote = work.item_bytes, work.here, work.world - work.here
+    micro = work.accumulate * (work.world > work.pipeline)  # the ranks of one pipeline have gradients of their own only
+    givers, others = here // work.pipeline, remote // work.pipeline  # ranks with gradients of a unit
     every = own = whole = held = on_gpus = weights = barriers = 0
     trained = [unit for unit in units if unit.trained]
     for unit in trained:
@@ -104,23 +109,23 @@ def exchange_of(
                 own += max(0, min(end, place.start + place.weight.numel) - max(first, place.start))
         whole += unit.trained
         held += end - first
-        barriers += micro + on_drive(homes.gradients[unit.index]) if work.pipeline == 1 else 0
+        barriers += micro + on_drive(homes.gradients[unit.index])
         if homes.weights[unit.index] == DEVICE:
             on_gpus += unit.trained - (end_of_one - first)
-    micro *= work.pipeline == 1  # the ranks of a pipeline add gradients of their own only
     links = [
-        Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
+        Traffic(OUTBOX, "backward", read=micro * givers * e * own, written=micro * givers * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
         *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in by_parts.items()),
     ]
     if remote:
-        marks = micro * here * remote * weights
-        given, taken = micro * here * e * (whole - held), micro * remote * e * held
+        marks = micro * givers * others * weights
+        given, taken = micro * givers * e * (whole - held), micro * others * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
-    sums = work.gradient_bytes * own * (2 * work.added - 1) if work.pipeline == 1 else 0
+    sums = work.gradient_bytes * own * (2 * work.added - 1) if micro else 0
     moving = tuple(one for one in links if one.read or one.written)
-    return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))
+    barriers = STEP_BARRIERS + (barriers // work.pipeline if micro else 0)
+    return CommCost(moving, sums=sums, barriers=barriers, gathers=len(trained))
 
 
 def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple[list[Bound], list[Bound]]:

@@ -32,7 +32,7 @@ from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.device import CpuDevice
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import GradientIntake
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.memory import BlockInputs
@@ -57,18 +57,18 @@ CHATS = [
 ]
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
     "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
-    "weights in place": ("llama", 5, ("--params", "gpu", *HALF, IN_LINE)),
-    "all on the drive": ("gpt2", 5, (*ALL_ON_DRIVES, "tiered.state_copies=2", BEHIND, ON)),
+    "weights in place": ("llama", 6, ("--params", "gpu", *HALF, IN_LINE)),
+    "all on the drive": ("gpt2", 6, (*ALL_ON_DRIVES, "tiered.state_copies=2", BEHIND, ON)),
     "one micro-batch": ("gpt2", 1, ("--params", "cpu", "--dtype", "fp32", *HALF, CLIP)),
     "one micro-batch, untied": ("llama", 1, (*ALL_ON_DRIVES, BEHIND)),
     "many micro-batches": ("qwen3", 8, ("--params", "cpu", "--dtype", "fp32", CLIP, "tiered.weight_buffers=1")),
-    "experts": ("mixtral", 5, ("--params", "cpu", *HALF, BEHIND)),
+    "experts": ("mixtral", 6, ("--params", "cpu", *HALF, BEHIND)),
     "experts on the drive": ("mixtral", 2, (*ALL_ON_DRIVES, "--dtype", "fp32")),
     "overflows": ("gpt2", 2, ("--params", "cpu", "--dtype", "fp16", CLIP)),
     "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
     "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
     "small state": ("gpt2", 2, ("--params", "cpu", *HALF, "optim.moment_dtype=8bit", "optim.master_dtype=bf16")),
-    "sums in 16 bits": ("llama", 5, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
+    "sums in 16 bits": ("llama", 6, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": DROPOUT,  # tied
@@ -78,21 +78,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[Case]:
-    """Return cases whose micro-batches have different numbers of targets; one rank computes in its usual order."""
+def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1) -> list[Case]:
+    """Return cases whose micro-batches have different numbers of targets, for `groups` pipelines of `count` ranks.
+
+    One rank computes in its usual order.
+    """
     pipeline = (f"parallel.pipeline={count}",) if count > 1 else ()
     found = []
     for name in names:
         kind, micro, words = CASES[name]
         model = model_directory(folder / kind, kind, **MODELS[kind])
-        given = (*words, *pipeline, "--accumulate", str(micro))
+        given = (*words, *pipeline, "--accumulate", str(micro // groups))
         shared: dict[str, Any] = {"steps": 3, "micro": micro, "unequal": micro > 1, "drives": (folder / "drive",)}
         found.append(Case(model, given, out / name, **shared))
     return found
 
 
-def results(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[list[Result]]:
-    return run_ranks(cases(folder, out, count=count, names=names), count=count, folder=out / "ranks")
+def results(
+    folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1, nodes: int = 1
+) -> list[list[Result]]:
+    made = cases(folder, out, count=count, names=names, groups=groups)
+    return run_ranks(made, count=count * groups, folder=out / "ranks", nodes=nodes)
 
 
 FAST = ("weights in RAM", "one micro-batch, untied")
@@ -121,6 +127,26 @@ def test_ranks_have_the_bits_of_one(
             assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
 
 
+SEVERAL = tuple(name for name, (_, micro, _) in CASES.items() if micro % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [(1, FAST[:1]), *(pytest.param(nodes, SEVERAL, marks=pytest.mark.slow) for nodes in (1, 2))],
+)
+def test_two_pipelines_have_the_bits_of_one_rank(
+    nodes: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
+) -> None:
+    """They are two data-parallel ranks, and read each unit once for both, unless they are on two nodes."""
+    found = results(folder, tmp_path, count=2, groups=2, nodes=nodes, names=names)
+    known = tuple(CASES) if names == SEVERAL else FAST
+    expected = dict(zip(known, alone(known), strict=True))
+    for name, of_ranks in zip(names, found, strict=True):
+        assert of_ranks == expected[name] * 4, name
+        if name == "all on the drive" and nodes == 1:
+            assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * expected[name][0].counts["read"]
+
+
 def train_late(cases: Sequence[Case]) -> list[Result]:
     """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
     with pytest.MonkeyPatch.context() as patch:
@@ -134,17 +160,19 @@ def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], fo
 
 
 @pytest.mark.slow
-def test_bytes_on_drives_are_the_plans(folder: Path, tmp_path: Path) -> None:
-    """What three ranks read and write in a fourth step is what the plan of a step says."""
+@pytest.mark.parametrize(("count", "groups"), [(3, 1), (2, 2)])
+def test_bytes_on_drives_are_the_plans(count: int, groups: int, folder: Path, tmp_path: Path) -> None:
+    """What all ranks read and write in a fourth step is what the plan of a step says."""
     words = (*ALL_ON_DRIVES, IN_LINE, "--accumulate", "4", "--seq-len", "24", "--micro-batch", "2")
-    case = Case(model_directory(folder / "llama", "llama", **MODELS["llama"]), words, tmp_path / "3", steps=3, micro=4)
-    case = replace(case, words=(*words, "parallel.pipeline=3"), drives=(folder / "drive",))
-    both = run_ranks([case, replace(case, steps=4, out=tmp_path / "4")], count=3, folder=tmp_path / "ranks")
+    model, words = model_directory(folder / "llama", "llama", **MODELS["llama"]), (*words, f"parallel.pipeline={count}")
+    case = Case(model, words, tmp_path / "3", steps=3, micro=4 * groups, drives=(folder / "drive",))
+    longer = replace(case, steps=4, out=tmp_path / "4")
+    both = run_ranks([case, longer], count=count * groups, folder=tmp_path / "ranks")
     fewer, more = (sum((Counter(one.counts) for one in of_case), Counter[str]()) for of_case in both)
     always = ("--model", str(case.model), "--scratch", "--nvme", str(folder / "drive"), "tiered.page_size=8192")
     config = load_config([*always, *case.words])
     shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(config.placement), world=3)
+    plan = make_plan(config, shape, probe_machine(config.placement), world=count * groups)
     moved = [moved for moved in plan.traffic if moved.place == str(folder / "drive")]
     assert more["read"] - fewer["read"] == sum(one.read for one in moved)
     assert more["written"] - fewer["written"] == sum(one.written for one in moved)
@@ -169,26 +197,26 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """Conversations in packed rows, with validation: 2, 3 and then 1 ranks go on from each other's checkpoints."""
+    """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks go on from each other's checkpoints."""
     data = tmp_path / "chat.jsonl"
     data.write_text("\n".join(json.dumps(one) for one in CHATS))
-    words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on", "--accumulate", "3"]
+    words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on"]
     words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
 
-    def run(output: Path, *, steps: int, count: int) -> tuple[object, ...]:
-        pipeline = [f"parallel.pipeline={count}"] if count > 1 else []
-        for one in call_ranks(*words, *pipeline, "--steps", steps, output=output, count=count):
+    def run(output: Path, *, steps: int, count: int, groups: int = 1) -> tuple[object, ...]:
+        given = ["--steps", steps, "--accumulate", 4 // groups, f"parallel.pipeline={count}"]
+        for one in call_ranks(*words, *given, output=output, count=count * groups):
             assert one.code == 0, one.text[-3000:]
         lines = [*read_metrics(output / "metrics.jsonl"), *read_evaluations(output / "evaluations.jsonl")]
         told = [(getattr(one, "loss", None), getattr(one, "validation_loss", None)) for one in lines]
         state = (output / f"checkpoints/step-{steps:08}").glob("*.safetensors")
         return told, {path.name: path.read_bytes() for path in state}
 
-    run(tmp_path / "ranks", steps=2, count=2)
+    run(tmp_path / "ranks", steps=2, count=2, groups=2)
     run(tmp_path / "ranks", steps=4, count=3)
     assert run(tmp_path / "ranks", steps=6, count=1) == run(tmp_path / "alone", steps=6, count=1)
     run(tmp_path / "back", steps=3, count=1)
-    assert run(tmp_path / "back", steps=6, count=3) == run(tmp_path / "alone", steps=6, count=1)
+    assert run(tmp_path / "back", steps=6, count=2, groups=2) == run(tmp_path / "alone", steps=6, count=1)
 
 
 SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt2-medium"].weights)
@@ -197,8 +225,8 @@ SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt
 @pytest.mark.parametrize(
     ("words", "count", "changes", "message"),
     [
-        ([], 1, {}, r"parallel.pipeline=2: a pipeline is all ranks of one node, and there are 1 on 1 \(--gpus 2\)"),
-        ([], 4, {}, "there are 4 on 1"),
+        ([], 1, {}, r"parallel.pipeline=2: 1 rank\(s\) on a node, and a multiple of 2 is needed \(--gpus\)"),
+        ([], 3, {}, r"pipeline=2: 3 rank\(s\) on a node"),
         (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
         (["tiered.overlap=backward"], 2, {}, "gradients of other ranks' blocks"),
         (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
@@ -267,9 +295,9 @@ def test_a_rank_computes_a_micro_batch_before_it_waits_for_the_next(folder: Path
 
 
 def test_a_weight_that_two_ranks_use_ends_the_run_before_its_update() -> None:
-    two = Mock(_order=("a", "b"), _node=Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]]))))
+    node = Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]])))
     with pytest.raises(TrainerError, match="several ranks have gradients of b: leave"):
-        Gradients._of_all_ranks(two, {"b": torch.tensor(2.0)})
+        GradientIntake([]).norms_of_all({"b": torch.tensor(2.0)}, order=("a", "b"), node=node)
 
 
 def test_blocks_that_return_another_dtype_are_refused() -> None:

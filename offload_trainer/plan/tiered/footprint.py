@@ -15,7 +15,7 @@ from math import prod
 
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, first_block, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -34,6 +34,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
     TransferBytes,
     as_gradients_come,
+    block_numbers,
     breadth_first,
     fetches,
     orders,
@@ -54,11 +55,12 @@ def tiered_items(
     e, g = work.item_bytes, work.gradient_bytes
     yield from process_items(tiers, here=here)
     yield from _page_items(work, homes, sizes, tiers=tiers)
-    yield from _weight_items(units, homes.weights, sizes, tiers=tiers, e=e, together=work.world > work.pipeline)
+    shared = work.pipeline * (work.world > work.pipeline)
+    yield from _weight_items(units, homes.weights, sizes, tiers=tiers, e=e, shared=shared)
     yield from _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g, buffers=work.pipeline)
     if work.pipeline > 1:
         slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
-        yield ram("cuts", slots.count * slots.size, why)
+        yield ram("cuts", here // work.pipeline * slots.count * slots.size, why)
     if work.state.rule.matrices:
         matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
         each = 6 if tiers.has_gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
@@ -81,7 +83,8 @@ def tiered_items(
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
         yield ram("gradient exchange", here * outbox, why)
         if sizes.nodes > 1:
-            inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
+            givers = work.world // work.pipeline  # ranks with gradients of a unit
+            inboxes = here * (givers - givers // work.nodes) * e * largest_range(units, ranks=givers)
             yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
         if tiers.has_gpu:
             why = "of one block, until they are copied to the exchange buffers"
@@ -142,7 +145,7 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
 
 
 def _weight_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int, together: bool
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int, shared: int
 ) -> Iterator[Item]:
     ram, device = tiers.ram.item, tiers.device.item
     used = _held([e * unit.elements for unit in units], homes)
@@ -176,9 +179,9 @@ def _weight_items(
     if tiers.has_gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         yield ram("weight staging", sizes.here * staging, "2 buffers for the largest block, between drive and GPU")
-    if together and sizes.ranks > 1 and stored:
-        why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
-        yield ram("weights read", SHARED_READS * stored, why)
+    if shared and stored:
+        count = shared * SHARED_READS
+        yield ram("weights read", count * stored, f"{count} buffers for the largest block, read once for all ranks")
 
 
 def _gradient_items(
@@ -297,11 +300,8 @@ def fetched(
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
     if work.pipeline > 1:
-        first, blocks = first_block(units), work.shape.blocks
-        of_unit = [
-            work.owners[blocks.index(unit.within) if unit.within else 0 if unit.index < first else -1] for unit in units
-        ]
-        forward, backward = ([unit for unit in order if of_unit[unit] == rank] for order in (forward, backward))
+        blocks, owners = block_numbers(units, work.shape), work.owners
+        forward, backward = ([unit for unit in order if owners[blocks[unit]] == rank] for order in (forward, backward))
     offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
     needed = fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)

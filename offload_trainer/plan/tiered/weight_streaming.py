@@ -311,6 +311,18 @@ def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
     return [unit for name in dict.fromkeys(order.forward) for unit in inside[name]][::-1]
 
 
+def block_numbers(units: Sequence[Unit], shape: ModelShape) -> dict[int, int]:
+    """Return each unit's block, or the one that it precedes, by number and in the order of `as_gradients_come`.
+
+    What follows the last block has the number after its.
+    """
+    found, number = dict[int, int](), len(shape.blocks)
+    for unit in as_gradients_come(units, shape):
+        number = shape.blocks.index(units[unit].within) if units[unit].within else number
+        found[unit] = number
+    return found
+
+
 def _registered(units: Sequence[Unit]) -> Order:
     first = next((place for place, unit in enumerate(units) if unit.within), len(units))
     before = [unit.name for unit in units[:first]]

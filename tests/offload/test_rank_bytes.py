@@ -24,7 +24,7 @@ from offload_trainer.offloading.ranks import collective_fetch
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.plan.communication import GPUS, NETWORK, OUTBOX, exchange_of
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
@@ -129,9 +129,9 @@ def test_bytes_are_the_plans(
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
     shape = resolve_model(config.model, seed=0).shape
-    machine, work = probe_machine(config.placement), workload(config, shape, world=world, nodes=nodes)
+    machine = probe_machine(config.placement)
     plan = make_plan(config, shape, machine, world=world, nodes=nodes)
-    sizes, units = plan.sizes, units_of(shape)
+    work, sizes, units = plan.work, plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)
     homes = [layouts_of(work).homes(plan.placement, sizes, node=node) for node in range(nodes)]
     by_parts = gathered_weights(work, units, homes[0], sizes)

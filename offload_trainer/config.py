@@ -265,7 +265,7 @@ class ParallelSection(_Section):
     sequence: PositiveInt = 1
     """tiered only: ranks that share each row (Ulysses); refused for models whose results a trial shows to change"""
     pipeline: PositiveInt | Auto = 1
-    """tiered only: ranks that compute one model together, with one rank's bits; must equal --gpus. auto: all ranks if
+    """tiered only: ranks of a node that compute one model together, with one rank's bits. auto: all of a node if
     faster, with as many times --accumulate for the same rows a step"""
 
 

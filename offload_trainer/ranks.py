@@ -400,7 +400,7 @@ def join_torch(backend: str) -> None:
 
 
 def exchange_numbers(number: int, *, group: Group) -> list[int]:
-    """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
+    """Return the number of each rank of `group` once all have given theirs.
 
     After `STALLED` seconds, rank 0, or the first rank that is not missing, raises TrainerError that names the missing
     ranks; the others, which wait longer than rank 0 so that it reports first, raise PeerFailed.

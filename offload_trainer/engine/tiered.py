@@ -58,8 +58,8 @@ _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been cli
 class TieredEngine:
     """An engine that trains `source` with its state on the device, in RAM and in the private directories `drives`.
 
-    `rank` and `world` count data-parallel ranks: ranks that share rows (sequence parallelism, `work.sequence`) have
-    the same `rank`.
+    `rank` and `world` count data-parallel ranks: ranks that share rows (`work.sequence`, `work.pipeline`) have the same
+    `rank`.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class TieredEngine:
             self._place, self._overlaps, self._hidden = parts.device.place, parts.sizes.overlap, 0.0
             self._overlaps_backward, self._surprises = parts.sizes.ahead, deque[bool](maxlen=_RECENT)
             self._node, self._together = parts.node, work.sequence
+            self._pipeline, self._computes_loss = work.pipeline, work.owners[-1]  # ranks of each, and one of them
             each = work.sequence * work.pipeline
             self.rank, self.world = self._node.rank // each, self._node.world // each
             context = parameters_without_memory()
@@ -106,13 +107,14 @@ class TieredEngine:
                 share_rows(self._module.model, partial(all_to_all, group=group), count=self._together)
             self._breadth_first: BreadthFirst | None = None
             cuts = None
-            if work.pipeline > 1:
+            if self._pipeline > 1:
                 self._blocks = [self._module.model.get_submodule(name) for name in work.shape.blocks]
+                owners = [self.rank * self._pipeline + owner for owner in work.owners]
                 stream = self.offloaded.stream
-                cuts = Cuts(work.owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
+                cuts = Cuts(owners, slots_of(work), node=parts.node, device=parts.device, stream=stream)
             if work.breadth_first:
                 # Inputs that have left the device come back in the reverse order.
-                in_order = work.pipeline > 1 and not work.inputs_away
+                in_order = cuts is not None and not work.inputs_away
                 self._breadth_first = BreadthFirst(self._module, saving=self._in_thread, cuts=cuts, in_order=in_order)
             self._cuts = cuts
             if load_weights:
@@ -160,9 +162,7 @@ class TieredEngine:
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
         """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)
-        if self._cuts is None:
-            weights = weights[self._node.rank :: self._node.world]
+        weights = weights_in_step(counts)[self._node.rank // self._pipeline :: self._node.world // self._pipeline]
         if self._breadth_first is not None:
             given = [batch.arguments(self._place, training=True) for batch in batches]
             factors = [scale * weight / len(counts) for weight in weights]
@@ -192,12 +192,7 @@ class TieredEngine:
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
                 model.forward()
             with self._phase(clock, "backward"), self.offloaded.backward(last=True):
-                losses = model.backward(turn, factors)
-        if self._cuts is not None:  # one rank has computed them, and the others have zeros
-            of_all = torch.stack(losses).cpu()
-            self._node.all_reduce(of_all)
-            losses = list(of_all.to(self._place))
-        return losses
+                return model.backward(turn, factors)
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
@@ -227,12 +222,12 @@ class TieredEngine:
     def _of_all(self, values: list[Any]) -> list[Any]:
         """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order.
 
-        The ranks of a pipeline have the same micro-batches.
+        The ranks of a pipeline have the same micro-batches, and the values of the one that computes the losses count.
         """
-        if self._node.world == 1 or self._cuts is not None:
+        if self._node.world == 1:
             return values
         self._node.barrier()  # its error names a rank that stalls
-        gathered = all_gather_json([float(value) for value in values])
+        gathered = all_gather_json([float(value) for value in values])[self._computes_loss :: self._pipeline]
         return [value for each in zip(*gathered, strict=True) for value in each]
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
@@ -255,13 +250,12 @@ class TieredEngine:
         self._updating = False
         if self._cuts is not None:
             inputs, targets, _, count, positions = batch.arguments(self._place, training=False)
-            of_batch = torch.zeros(1)
+            loss = 0.0
             with self.offloaded.forward(then=False), self._cuts.evaluating(self._blocks):
                 output = self._module.run(inputs, positions)
                 if self._cuts.here(self._cuts.blocks):
-                    of_batch[0] = self._module.of(output, targets, count)
-            self._node.all_reduce(of_batch)
-            return float(of_batch)
+                    loss = float(self._module.of(output, targets, count))
+            return float(self._of_all([loss])[self.rank])
         piece = self._piece(batch)
         with self.offloaded.forward(then=False):
             loss = float(self._module(*piece.arguments(self._place, training=False)))
@@ -310,9 +304,10 @@ def open_parts(
     layouts, dtype = layouts_of(work), DTYPES[work.dtype]
     units = layouts.units
     device = _device(units, placement, itemsize=dtype.itemsize)
-    blocks = block_numbers(units, work.shape) if work.pipeline > 1 else {}
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
+    if work.pipeline > 1:
+        node.peers = Node(together=True, every=work.pipeline)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
     drives = Drives(directories, Transfers(drives=len(directories)))
@@ -333,11 +328,21 @@ def open_parts(
             units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
         node=node,
-        owners={unit: work.owners[block] for unit, block in blocks.items()},
+        stages=_stages(work, units),
         device=device,
         drives=drives,
         kernels=(kernel, _device_kernel(homes, device, kernel, say=say)),
     )
+
+
+def _stages(work: Workload, units: Sequence[Unit]) -> list[tuple[int, list[Unit]]]:
+    if work.pipeline == 1:
+        return [(0, [*reversed(units)])]
+    numbers = block_numbers(units, work.shape)
+    return [
+        (owner, [units[unit] for unit, number in numbers.items() if number == block])
+        for block, owner in reversed([*enumerate(work.owners)])
+    ]
 
 
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:

@@ -6,7 +6,7 @@ and the update progress that fit. Everything else talks to the other ranks throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import Gradients, StagedSums
 from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node
@@ -65,7 +65,8 @@ class EngineParts:
     gradient_dtype: torch.dtype  # dtype of the accumulated gradients
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     node: Node  # the ranks that share this placement
-    owners: Mapping[int, int]  # of a pipeline: each unit's rank, in the order in which gradients come; else empty
+    # The units of each block and the rank of a pipeline that computes it, in the order of a backward; else all units.
+    stages: Sequence[tuple[int, Sequence[Unit]]]
     device: Device
     drives: Drives
     kernels: tuple[CpuKernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
@@ -96,7 +97,7 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
     weights = PlacedWeights(parts)
-    fetches = WeightFetches(weights.store, node=Node() if parts.owners else node, gpus=parts.device.is_cuda)
+    fetches = WeightFetches(weights.store, node=node.peers, gpus=parts.device.is_cuda)
     gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(parts, weights))
 
@@ -104,14 +105,16 @@ def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
 def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     units, homes, dtype, node = parts.units, parts.homes.gradients, parts.gradient_dtype, parts.node
     device, drives, kernel = parts.device, parts.drives, parts.kernels[0]
-    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1 or bool(parts.owners)
+    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.peers.world == 1
     files = drives.files("gradients", sizes, homes)
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
         ring, kernels = parts.ring_bytes, parts.kernels
         return Gradients(units, store, device=device, ring_bytes=ring, order=order, node=node, kernels=kernels)
-    return ShardedGradients(units, store, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
+    sums, number = StagedSums(units, store, node=node.peers), node.rank % (node.world // node.peers.world)
+    own = [stage for owner, stage in parts.stages if owner == number]
+    return ShardedGradients(own, sums, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:

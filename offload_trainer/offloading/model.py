@@ -255,8 +255,8 @@ class OffloadedModel:
         self.stream.restore_uncalled()
         with self.stream.passing(backward=False, then=then), keeping:
             yield
-        if not then and self.node.meet is not None:
-            self.node.meet()  # a backward has barriers that align the ranks
+        if not then and self.node.peers.meet is not None:
+            self.node.peers.meet()  # a backward has barriers that align the ranks
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -296,7 +296,7 @@ class OffloadedModel:
     def turn_to(self, micro_batch: int, *, last: bool) -> None:
         """Announce whose gradients arrive next, in a backward of several micro-batches that take turns."""
         self.last = last
-        self._unsharded().turn_to(micro_batch)
+        self.gradients.turn_to(micro_batch)
 
     def _begin_backward(self) -> None:
         """Wait until the previous update has read the gradient sums, because the backward overwrites them.

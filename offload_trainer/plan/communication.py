@@ -6,6 +6,8 @@ average 2 MB for each border in a unit) and those at the start of a step: up to 
 nodes. Gradients are added in the order that a single rank would use, so nothing is reduced before it is sent. That
 takes as many times the bytes of a reduction as a node has ranks.
 
+Of pipelines only the ranks that compute a unit, one of each, exchange its gradients and have barriers for it.
+
 Stock ZeRO, tensor and sequence parallelism have N = T S D ranks: T ranks share each matrix product of a block (tensor),
 S the tokens of each row (sequence), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have
 the same weights, and ZeRO partitions over them. Each of D takes M micro-batches of t tokens per step. There are h
@@ -75,7 +77,9 @@ def exchange_of(
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
-    e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
+    e, here, remote = work.item_bytes, work.here, work.world - work.here
+    micro = work.accumulate * (work.world > work.pipeline)  # the ranks of one pipeline have gradients of their own only
+    givers, away = here // work.pipeline, remote // work.pipeline  # ranks with gradients of a unit
     every = own = whole = held = on_gpus = weights = barriers = 0  # elements of all ranks, of this node; with padding
     trained = [unit for unit in units if unit.trained]
     for unit in trained:
@@ -89,24 +93,24 @@ def exchange_of(
         whole += unit.trained
         held += end - first
         # One for each micro-batch, and one for the norms of sums on drives.
-        barriers += micro + on_drive(homes.gradients[unit.index]) if work.pipeline == 1 else 0
+        barriers += micro + on_drive(homes.gradients[unit.index])
         if homes.weights[unit.index] == DEVICE:
             on_gpus += unit.trained - (end_of_one - first)
-    micro *= work.pipeline == 1  # the ranks of a pipeline add gradients of their own only
     links = [  # Each rank writes its gradients, and each owner reads its shard of them all.
-        Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
+        Traffic(OUTBOX, "backward", read=micro * givers * e * own, written=micro * givers * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),  # new weights that are placed on the device
         *(Traffic(GPUS, phase, others, others) for phase, (_, others) in by_parts.items()),
     ]
     if remote:
-        marks = micro * here * remote * weights  # flags from each rank to each: which weights have a gradient
-        given, taken = micro * here * e * (whole - held), micro * remote * e * held
+        marks = micro * givers * away * weights  # flags from each rank to each: which weights have a gradient
+        given, taken = micro * givers * e * (whole - held), micro * away * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
     # A sum in RAM is written once, then read and written for each further gradient; a gather ends each unit's update.
-    sums = work.gradient_bytes * own * (2 * work.added - 1) if work.pipeline == 1 else 0
+    sums = work.gradient_bytes * own * (2 * work.added - 1) if micro else 0
     moving = tuple(one for one in links if one.read or one.written)
-    return CommCost(moving, sums=sums, barriers=barriers + STEP_BARRIERS, gathers=len(trained))
+    barriers = STEP_BARRIERS + (barriers // work.pipeline if micro else 0)
+    return CommCost(moving, sums=sums, barriers=barriers, gathers=len(trained))
 
 
 def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple[list[Bound], list[Bound]]:

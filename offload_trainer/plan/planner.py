@@ -108,7 +108,7 @@ def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
-    """Return the ways to divide a step over `world` ranks that `parallel.pipeline` allows.
+    """Return the ways to divide a step over a node's `world` ranks that `parallel.pipeline` allows.
 
     For `auto`, what is written counts for data-parallel ranks. A pipeline has `world` times as many micro-batches,
     since its ranks share them, and so the same rows a step.
@@ -129,7 +129,7 @@ def _best_division(
 
     Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
     """
-    apart, *together = divisions(config, world=world)
+    apart, *together = divisions(config, world=world // nodes)
     chosen = make_plan(apart, shape, machine, world=world, nodes=nodes, saves=saves)
     for way in together:
         name = f"parallel.pipeline={way.parallel.pipeline}"
@@ -488,7 +488,7 @@ def any_placement_fits(
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
     if config.parallel.pipeline == "auto":
-        ways = divisions(config, world=world)
+        ways = divisions(config, world=max(1, world // nodes))
         return any(any_placement_fits(way, shape, machine, world=world, nodes=nodes) for way in ways)
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU

@@ -24,10 +24,9 @@ from engine_bench import DROPOUT, batches, engine, model_directory, train
 from forked_ranks import Case, Result, call_ranks, count_calls, counts, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
-from sample_plans import GB, SHAPES, cluster, machine, timed, wish
+from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
 from test_gradients import model as small_units
-from test_gradients import names as names_of
 from test_gradients import places
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,12 +44,12 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import GradientIntake, Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep
+from offload_trainer.offloading.update.updater import SpeculativeStep
 from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
@@ -78,18 +77,18 @@ CHATS = [
 ]
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
     "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
-    "weights in place": ("llama", 5, ("--params", "gpu", *HALF, IN_LINE)),
-    "all on the drive": ("gpt2", 5, (*ALL_ON_DRIVES, "tiered.state_copies=2", BEHIND, ON)),
+    "weights in place": ("llama", 6, ("--params", "gpu", *HALF, IN_LINE)),
+    "all on the drive": ("gpt2", 6, (*ALL_ON_DRIVES, "tiered.state_copies=2", BEHIND, ON)),
     "one micro-batch": ("gpt2", 1, ("--params", "cpu", "--dtype", "fp32", *HALF, CLIP)),
     "one micro-batch, untied": ("llama", 1, (*ALL_ON_DRIVES, BEHIND)),
     "many micro-batches": ("qwen3", 8, ("--params", "cpu", "--dtype", "fp32", CLIP, "tiered.weight_buffers=1")),
-    "experts": ("mixtral", 5, ("--params", "cpu", *HALF, BEHIND)),
+    "experts": ("mixtral", 6, ("--params", "cpu", *HALF, BEHIND)),
     "experts on the drive": ("mixtral", 2, (*ALL_ON_DRIVES, "--dtype", "fp32")),
     "overflows": ("gpt2", 2, ("--params", "cpu", "--dtype", "fp16", CLIP)),
     "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
     "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
     "small state": ("gpt2", 2, ("--params", "cpu", *HALF, *SMALL_STATE)),
-    "sums in 16 bits": ("llama", 5, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
+    "sums in 16 bits": ("llama", 6, ("--params", "cpu", "optim.accumulate_dtype=model", "model.mlp_chunk=8")),
     "early, overflows": ("gpt2", 2, ("--params", "cpu", *HALF, "--dtype", "fp16", CLIP, FULL)),
     "early, Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32", UNCLIPPED, FULL)),
     "early, small state": ("llama", 2, (*ALL_ON_DRIVES, *SMALL_STATE, "model.offload_activations=cpu", ON, FULL)),
@@ -131,15 +130,18 @@ def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
     return model, dice.randint(1, 6), (*words, ON, f"optim.name={rule}", "--dtype", dtype)
 
 
-def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[Case]:
-    """Return cases whose micro-batches have different numbers of targets; one rank computes in its usual order."""
+def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1) -> list[Case]:
+    """Return cases whose micro-batches have different numbers of targets, for `groups` pipelines of `count` ranks.
+
+    One rank computes in its usual order.
+    """
     pipeline = (f"parallel.pipeline={count}",) if count > 1 else ()
     found = []
     for name in names:
         kind, micro, words = CASES[name]
         model = model_directory(folder / kind, kind, **MODELS[kind])
         words = tuple(IN_LINE if word == FULL and count == 1 else word for word in words)
-        given = (*words, *pipeline, "--accumulate", str(micro))
+        given = (*words, *pipeline, "--accumulate", str(micro // groups))
         shared: dict[str, Any] = {"steps": 3, "micro": micro, "unequal": micro > 1, "drives": (folder / "drive",)}
         found.append(Case(model, given, out / name, evaluate=True, **shared))
     return found
@@ -159,16 +161,19 @@ def early(model: Path, *words: str, build: Callable[..., Any] = engine, **more: 
 
     shadows = {"shadows": 0.6} if FULL in words else {}
     with pytest.MonkeyPatch.context() as patch, build(model, *words, **shadows, **more) as made:
-        patch.setattr(MispredictionWatch, "rarely", True)
+        patch.setattr(TieredEngine, "_as_expected", True)
         patch.setattr(SpeculativeStep, "kept", counted)
         if FULL in words:
             hold_up(made)
         yield made
 
 
-def results(folder: Path, out: Path, *, count: int, names: tuple[str, ...]) -> list[list[Result]]:
-    work, made = partial(train_cases, build=early), cases(folder, out, count=count, names=names)
-    return run_ranks(made, count=count, folder=out / "ranks", work=work)
+def results(
+    folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1, nodes: int = 1
+) -> list[list[Result]]:
+    made = cases(folder, out, count=count, names=names, groups=groups)
+    work = partial(train_cases, build=early)
+    return run_ranks(made, count=count * groups, folder=out / "ranks", nodes=nodes, work=work)
 
 
 FAST = ("weights in RAM", "one micro-batch, untied", "early, gpt2, 1")
@@ -201,6 +206,26 @@ def test_ranks_have_the_bits_of_one(
             assert first["kept"] == first["early"] or UNCLIPPED not in CASES[name][2]
         if name == "all on the drive":
             assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
+
+
+SEVERAL = tuple(name for name, (_, micro, words) in CASES.items() if micro % 2 == 0 and FULL not in words)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [(1, FAST[:1]), *(pytest.param(nodes, SEVERAL, marks=pytest.mark.slow) for nodes in (1, 2))],
+)
+def test_two_pipelines_have_the_bits_of_one_rank(
+    nodes: int, names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
+) -> None:
+    """They are two data-parallel ranks, and read each unit once for both, unless they are on two nodes."""
+    found = results(folder, tmp_path, count=2, groups=2, nodes=nodes, names=names)
+    known = tuple(CASES) if names == SEVERAL else FAST
+    expected = dict(zip(known, alone(known), strict=True))
+    for name, of_ranks in zip(names, found, strict=True):
+        assert of_ranks == expected[name] * 4, name
+        if name == "all on the drive" and nodes == 1:
+            assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * expected[name][0].counts["read"]
 
 
 @pytest.mark.slow
@@ -283,25 +308,26 @@ def count_cuts(cases: Sequence[Case]) -> list[Result]:
 
 
 @pytest.mark.slow
-def test_bytes_on_drives_and_between_ranks_are_the_plans(folder: Path, tmp_path: Path) -> None:
-    """What three ranks read, write and pass on in a fourth step is what the plan of a step says."""
+@pytest.mark.parametrize(("count", "groups"), [(3, 1), (2, 2)])
+def test_bytes_on_drives_and_between_ranks_are_the_plans(count: int, groups: int, folder: Path, tmp_path: Path) -> None:
+    """What all ranks read, write and pass on in a fourth step is what the plan of a step says."""
     words = (*ALL_ON_DRIVES, IN_LINE, "--accumulate", "4", "--seq-len", "24", "--micro-batch", "2")
-    case = Case(model_directory(folder / "llama", "llama", **MODELS["llama"]), words, tmp_path / "3", steps=3, micro=4)
-    case = replace(case, words=(*words, "parallel.pipeline=3"), drives=(folder / "drive",))
+    model, words = model_directory(folder / "llama", "llama", **MODELS["llama"]), (*words, f"parallel.pipeline={count}")
+    case = Case(model, words, tmp_path / "3", steps=3, micro=4 * groups, drives=(folder / "drive",))
     both = [case, replace(case, steps=4, out=tmp_path / "4")]
-    both = run_ranks(both, count=3, folder=tmp_path / "ranks", work=count_cuts)
+    both = run_ranks(both, count=count * groups, folder=tmp_path / "ranks", work=count_cuts)
     fewer, more = (sum((Counter(one.counts) for one in of_case), Counter[str]()) for of_case in both)
     always = ("--model", str(case.model), "--scratch", "--nvme", str(folder / "drive"), "tiered.page_size=8192")
     config = load_config([*always, *case.words])
     shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(config.placement), world=3)
+    plan = make_plan(config, shape, probe_machine(config.placement), world=count * groups)
     moved = [moved for moved in plan.traffic if moved.place == str(folder / "drive")]
     assert more["read"] - fewer["read"] == sum(one.read for one in moved)
     assert more["written"] - fewer["written"] == sum(one.written for one in moved)
     (out,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "forward"))
-    assert out == 5 * 4 * plan.work.hidden_bytes // 3  # 5 blocks, whose outputs all leave
+    assert out == 5 * 4 * plan.work.hidden_bytes // count  # 5 blocks, whose outputs all leave
     both_ways = [more[way] - fewer[way] for way in ("out", "back")]
-    assert both_ways == [2 * 3 * out] * 2  # and whose gradients come back
+    assert both_ways == [2 * count * groups * out] * 2  # and whose gradients come back
 
 
 def reported() -> list[int]:
@@ -310,7 +336,8 @@ def reported() -> list[int]:
     sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
     store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
     kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
-    gradients = Gradients(units, store, device=CpuDevice(), order=names_of(units), node=node, **kernels)
+    order = [place.weight.name for _, place in places(units)]
+    gradients = Gradients(units, store, device=CpuDevice(), order=order, node=node, **kernels)
     for missing in ("h.1.b", ""):
         gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
         for unit, place in reversed(places(units)):
@@ -350,26 +377,26 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """Conversations in packed rows, with validation: 2, 3 and then 1 ranks go on from each other's checkpoints."""
+    """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks go on from each other's checkpoints."""
     data = tmp_path / "chat.jsonl"
     data.write_text("\n".join(json.dumps(one) for one in CHATS))
-    words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on", "--accumulate", "3"]
+    words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on"]
     words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
 
-    def run(output: Path, *, steps: int, count: int) -> tuple[object, ...]:
-        pipeline = [f"parallel.pipeline={count}"] if count > 1 else []
-        for one in call_ranks(*words, *pipeline, "--steps", steps, output=output, count=count):
+    def run(output: Path, *, steps: int, count: int, groups: int = 1) -> tuple[object, ...]:
+        given = ["--steps", steps, "--accumulate", 4 // groups, f"parallel.pipeline={count}"]
+        for one in call_ranks(*words, *given, output=output, count=count * groups):
             assert one.code == 0, one.text[-3000:]
         lines = [*read_metrics(output / "metrics.jsonl"), *read_evaluations(output / "evaluations.jsonl")]
         told = [(getattr(one, "loss", None), getattr(one, "validation_loss", None)) for one in lines]
         state = (output / f"checkpoints/step-{steps:08}").glob("*.safetensors")
         return told, {path.name: path.read_bytes() for path in state}
 
-    run(tmp_path / "ranks", steps=2, count=2)
+    run(tmp_path / "ranks", steps=2, count=2, groups=2)
     run(tmp_path / "ranks", steps=4, count=3)
     assert run(tmp_path / "ranks", steps=6, count=1) == run(tmp_path / "alone", steps=6, count=1)
     run(tmp_path / "back", steps=3, count=1)
-    assert run(tmp_path / "back", steps=6, count=3) == run(tmp_path / "alone", steps=6, count=1)
+    assert run(tmp_path / "back", steps=6, count=2, groups=2) == run(tmp_path / "alone", steps=6, count=1)
 
 
 SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt2-medium"].weights)
@@ -378,9 +405,10 @@ SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt
 @pytest.mark.parametrize(
     ("words", "count", "changes", "message"),
     [
-        ([], 1, {}, r"parallel.pipeline=2: a pipeline is all ranks of one node, and there are 1 on 1 \(--gpus 2\)"),
-        ([], 4, {}, "there are 4 on 1"),
+        ([], 1, {}, r"parallel.pipeline=2: 1 rank\(s\) on a node, and a multiple of 2 is needed \(--gpus\)"),
+        ([], 3, {}, r"pipeline=2: 3 rank\(s\) on a node"),
         (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
+        (["tiered.overlap=backward"], 4, {}, "pipeline=2 on 4 ranks: it is for one pipeline"),
         (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
         (["model.activation_checkpointing=off"], 2, {}, "pipeline=2: not all blocks are checkpointed"),
         (["--gpu-fraction", "0.5"], 2, {}, "the state must be in RAM or on drives"),
@@ -504,6 +532,14 @@ def test_auto_takes_a_pipeline_with_the_same_rows_if_it_is_faster(
     again = make_plan(run, shape, here, world=world)
     assert (again.items, again.traffic, again.forecast) == (plan.items, plan.traffic, plan.forecast)
     assert any_placement_fits(config, shape, here, world=world, nodes=1)
+
+
+def test_auto_makes_a_pipeline_of_each_nodes_ranks() -> None:
+    here, words = cluster(copies=SLOW_COPIES, matmul=1e14, network=rate(1e12)), ("--params", "cpu", "--accumulate", "4")
+    config = wish(*words, "--micro-batch", "2", "parallel.pipeline=auto")
+    plan = make_plan(config, SHAPES["gpt2-xl"], here, world=8, nodes=2)
+    assert (plan.work.pipeline, plan.work.data, plan.work.accumulate) == (4, 2, 16)
+    assert any_placement_fits(config, SHAPES["gpt2-xl"], here, world=8, nodes=2)
 
 
 @pytest.mark.slow
@@ -644,9 +680,9 @@ def test_a_rank_computes_a_micro_batch_before_it_waits_for_the_next(folder: Path
 
 
 def test_a_weight_that_two_ranks_use_ends_the_run_before_its_update() -> None:
-    two = Mock(_order=("a", "b"), _node=Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]]))))
+    node = Mock(all_reduce=lambda found: found.copy_(torch.tensor([[3.0, 5.0], [1, 2]])))
     with pytest.raises(TrainerError, match="several ranks have gradients of b: leave"):
-        Gradients._of_all_ranks(two, {"b": torch.tensor(2.0)})
+        GradientIntake([]).norms_of_all({"b": torch.tensor(2.0)}, order=("a", "b"), node=node)
 
 
 def test_blocks_that_return_another_dtype_are_refused() -> None:

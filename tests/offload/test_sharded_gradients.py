@@ -19,7 +19,7 @@ from test_gradients import places, sums
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading import allocation
 from offload_trainer.offloading.device import CpuDevice
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import Gradients, StagedSums
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
@@ -119,7 +119,13 @@ def add_up(folder: Path) -> list[list[tuple[dict[str, float], dict[str, str]]]]:
         files, homes = [DriveFile(folder / f"sums-{node.number}", sum(sizes))], [home] * len(MODEL)
         store = UnitStore(sizes, homes, dtype=torch.float32, files=files, transfers=transfers, pinned=False, node=node)
         gradients = ShardedGradients(
-            MODEL, store, given=torch.bfloat16, device=device(), order=NAMES, node=node, kernel=TorchKernel()
+            [MODEL[::-1]],
+            StagedSums(MODEL, store, node=node),
+            given=torch.bfloat16,
+            device=device(),
+            order=NAMES,
+            node=node,
+            kernel=TorchKernel(),
         )
         done = steps(gradients, range(node.rank, MICRO * node.world, node.world), barrier=node.barrier)
         found.append([(norms, of_range(whole, node.rank, node.world)) for norms, whole in done])

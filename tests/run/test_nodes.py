@@ -122,7 +122,10 @@ def cut(run: Path, to: Path) -> Path:
     return to
 
 
-def test_killed_and_resumed_with_the_bits_of_one_rank(spaces: list[str], tmp_path: Path, drive: Path) -> None:
+@pytest.mark.parametrize("ways", [by(4), [*by(2), "parallel.pipeline=2"]])
+def test_killed_and_resumed_with_the_bits_of_one_rank(
+    ways: Sequence[object], spaces: list[str], tmp_path: Path, drive: Path
+) -> None:
     """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round.
 
     The last two nodes have networks of their own.
@@ -132,7 +135,7 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(spaces: list[str], tmp_pat
     output = tmp_path / "killed"
     killing = f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+kill@step=4"
     script = [FAULTY, f"2:{killing};3:{killing}"]
-    codes, text = run_nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=script)
+    codes, text = run_nodes(*words, *ways, "--output", output, each=2, folder=tmp_path / "nodes", script=script)
     assert codes == [LOST] * 2 + [-KILL] * 2, text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same_run(by_one, alone)

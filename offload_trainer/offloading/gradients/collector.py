@@ -83,6 +83,24 @@ class GradientIntake:
         self._partial.clear()
         return rest
 
+    def norms_of_all(
+        self, norms: Mapping[str, torch.Tensor], *, order: Sequence[str], node: Node
+    ) -> dict[str, torch.Tensor]:
+        """Return all weights' norms, of which each rank of a pipeline has some, and note that these have a gradient.
+
+        All ranks of `node` call it, and those of further pipelines give no norms. Then all ranks' sums are stored.
+        """
+        found = torch.zeros(2, len(order))
+        for number, name in enumerate(order):
+            if name in norms:
+                found[0, number], found[1, number] = norms[name], 1
+        node.all_reduce(found)
+        if twice := [name for name, has in zip(order, found[1], strict=True) if has > 1]:
+            raise TrainerError(f"several ranks have gradients of {', '.join(twice)}: leave parallel.pipeline out")
+        all_norms = {name: norm for name, norm, has in zip(order, *found, strict=True) if has}
+        self.arrived.update(all_norms)
+        return all_norms
+
 
 class Gradients:
     """The gradient sums of one step, each of which one rank adds up, stored and accumulated in `dtype`."""
@@ -146,7 +164,7 @@ class Gradients:
         ranks call this, and hear of all of these units.
         """
         self._complete, self._own = complete, {}
-        if complete is not None and owners:
+        if complete is not None and self._node.world > 1:
             self._own = own = {unit: Future() for unit, owner in owners.items() if owner == self._node.rank}
             self._complete = lambda unit, _, error: own.get(unit, Future()).finish_part(error)
             self._reports.put(partial(self._report_of_all, complete, owners, own))
@@ -327,20 +345,7 @@ class Gradients:
         far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:
             norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
-        return norms if self._node.world == 1 else self._of_all_ranks(norms)
-
-    def _of_all_ranks(self, norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the norms of all ranks of a pipeline, whose sums are stored when this returns."""
-        found = torch.zeros(2, len(self._order))
-        for number, name in enumerate(self._order):
-            if name in norms:
-                found[0, number], found[1, number] = norms[name], 1
-        self._node.all_reduce(found)
-        if twice := [name for name, has in zip(self._order, found[1], strict=True) if has > 1]:
-            raise TrainerError(f"several ranks have gradients of {', '.join(twice)}: leave parallel.pipeline out")
-        all_norms = {name: norm for name, norm, has in zip(self._order, *found, strict=True) if has}
-        self._intake.arrived.update(all_norms)
-        return all_norms
+        return norms if self._node.world == 1 else self._intake.norms_of_all(norms, order=self._order, node=self._node)
 
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
@@ -501,7 +506,7 @@ class StagedSums:
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
         """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
-        self._units, self._store = tuple(units), store
+        self._units, self.store = tuple(units), store
         self._own = [range_of_rank(unit, node.rank, ranks=node.world) for unit in units]
         self._stagings: dict[bool, list[_Staging]] = {}  # of blocks and of others; the least recently used is first
         for block, count in ((True, GRADIENT_BUFFERS), (False, 1)):
@@ -513,7 +518,7 @@ class StagedSums:
 
     def claim(self, unit: int) -> None:
         """Assign a staging buffer to the unit, after writing this rank's earlier contents to their drive."""
-        if self._store.host(unit) is not None or self._staging_of(unit) is not None:
+        if self.store.host(unit) is not None or self._staging_of(unit) is not None:
             return
         ring = self._stagings[self._units[unit].block]
         self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
@@ -524,7 +529,7 @@ class StagedSums:
 
     def collecting(self, unit: int) -> torch.Tensor:
         """Return the host memory that currently holds the unit's sums."""
-        inside = self._store.host(unit)
+        inside = self.store.host(unit)
         if inside is not None:
             return inside
         self.claim(unit)
@@ -537,7 +542,7 @@ class StagedSums:
             elif first < end:  # read back the earlier sums
                 for other in self._stagings[self._units[unit].block]:
                     other.written.wait()
-                self._store.read(unit, first, staging.buffer[first:end]).wait()
+                self.store.read(unit, first, staging.buffer[first:end]).wait()
             staging.loaded = True
         return staging.buffer[: self._units[unit].trained]
 
@@ -564,7 +569,7 @@ class StagedSums:
             return
         first, end = self._own[unit]
         if first < end:
-            staging.written = self._store.write(unit, first, staging.buffer[first:end])
+            staging.written = self.store.write(unit, first, staging.buffer[first:end])
         self._on_drive.add(unit)
 
     def send(self, unit: int) -> Future:

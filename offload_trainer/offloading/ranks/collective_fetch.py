@@ -140,7 +140,7 @@ class WeightFetches:
             largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
             size = largest * store.dtype.itemsize
             self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
-            self._group, self._copies, self._copied = ranks.group_of(in_step=False), Workers(1, "shared copies"), done()
+            self._group, self._copies, self._copied = node.group(in_step=False), Workers(1, "shared copies"), done()
             self._failed: BaseException | None = None
         if gathers:
             self._between = ranks.group_of(node.nodes, gpus=gpus)

@@ -27,6 +27,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import BlockInputs
+from offload_trainer.storage.host_memory import pin
 from offload_trainer.storage.transfer import Future, done, followed
 
 
@@ -43,7 +44,7 @@ class Like:
 
 
 class Cuts:
-    """The slots between the blocks of a model, whose block b is computed by the rank `owners[b]`.
+    """The slots between the blocks of a model, whose block b is computed by the rank `owners[b]`, of all ranks.
 
     The last of `owners` computes what follows the blocks, and the first also what precedes them.
     """
@@ -57,10 +58,13 @@ class Cuts:
         device: Device,
         stream: WeightPrefetcher,
     ) -> None:
-        """Allocate `slots`, one for each micro-batch. All ranks call it."""
+        """Allocate `slots`, one for each micro-batch of a pipeline. All ranks call it."""
         self.blocks = len(owners) - 1
         self._owners, self._node, self._device, self._stream = tuple(owners), node, device, stream
-        self._slots = node.memory(slots.count * slots.size, pinned=device.is_cuda).split(slots.size)
+        memory = node.memory_of_each(slots.count * slots.size)[owners[0]]  # only that of each pipeline's first is used
+        if device.is_cuda:
+            pin(memory)
+        self._slots = memory.split(slots.size)
         self._messages = ranks.group_of()
         self._sent: list[Future] = []
         self._waits: list[Callable[[], None]] = []

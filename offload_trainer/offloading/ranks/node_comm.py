@@ -32,18 +32,23 @@ Connections = tuple[Any, Any]  # the groups of all ranks, and of `counterparts` 
 class Node:
     """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
 
-    def __init__(self, *, together: bool = False, by_parts: bool = False) -> None:
+    def __init__(self, *, together: bool = False, by_parts: bool = False, every: int = 1) -> None:
         """Connect to the other ranks, which were joined before, if `together`; all ranks call it then.
 
         `by_parts`: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
+        `every`: only ranks at a multiple of this distance belong together; they are numbered 0, 1, ... here.
         """
-        self.rank, self.world = ranks.place_here() if together else (0, 1)
-        self.nodes = ranks.nodes() if together else (range(1),)  # the ranks of each node
+        (rank, world), nodes = (ranks.place_here(), ranks.nodes()) if together else ((0, 1), (range(1),))
+        self.rank, self.world = rank // every, world // every
+        self.nodes = tuple(range(its.start // every, its.stop // every) for its in nodes)  # the ranks of each node
+        self._groups = [range(first, world, every) for first in range(every)]  # ranks that belong together, of all
+        self._members = self._groups[rank % every]
+        self.peers = self  # the ranks that compute the same units as this one: with a pipeline, one of each pipeline
         self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
         self.local_ranks = self.nodes[self.number]
         self.remote_ranks = [rank for rank in range(self.world) if rank not in self.local_ranks]
         self.is_first = self.rank == self.local_ranks.start  # it does the work that is done once per node
-        several = len(self.nodes) > 1
+        several, divided = len(self.nodes) > 1, every > 1 and self.world > 1
         # The ranks with this rank's position on each node, in the order of the nodes.
         self.counterparts = [its[self.rank - self.local_ranks.start] for its in self.nodes]
         self.by_parts = by_parts and len(self.local_ranks) > 1
@@ -51,13 +56,15 @@ class Node:
         # Set if ranks fetch weights together: carries out the barriers, in turn with these fetches. It waits until all
         # announced rounds are done, before ranks communicate in another way.
         self.meet: Callable[[], None] | None = None
-        self._point_to_point = ranks.group_of() if self.world > 1 else ranks.ALONE
-        self._inside = ranks.group_of(self.nodes, in_step=False) if several else ranks.everybody()
+        self._point_to_point = self.group() if self.world > 1 else ranks.ALONE
+        self._meeting = self.group() if divided else ranks.everybody()
+        inside = [group[its.start : its.stop] for group in self._groups for its in self.nodes]
+        self._inside = ranks.group_of(inside, in_step=False) if several or divided else ranks.everybody()
         # Without the limit of a step, because saves and exports use it too, and a rank may wait there for a slow disk.
         self._connections = ranks.everybody(), self._across(in_step=False)
 
     def _across(self, *, in_step: bool) -> Any:
-        return ranks.group_of(list(zip(*self.nodes, strict=True)), in_step=in_step) if len(self.nodes) > 1 else None
+        return ranks.group_of(list(zip(*ranks.nodes(), strict=True)), in_step=in_step) if len(self.nodes) > 1 else None
 
     def side_connections(self) -> Connections:
         """Return separate connections for one side thread of each rank. Collective."""
@@ -105,11 +112,16 @@ class Node:
         if self.meet is not None:
             self.meet()
         elif self.world > 1:
-            ranks.exchange_numbers(0, group=ranks.everybody())
+            ranks.exchange_numbers(0, group=self._meeting)
+
+    def group(self, *, in_step: bool = True) -> ranks.Group:
+        """Return separate connections between these ranks, for one thread of each. Collective."""
+        group: ranks.Group = ranks.group_of(self._groups, in_step=in_step)
+        return group
 
     def exchange(self) -> Exchange:
         """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
-        return partial(ranks.exchange_numbers, group=ranks.group_of())
+        return partial(ranks.exchange_numbers, group=self.group())
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
@@ -148,7 +160,8 @@ class Node:
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
-        return self._point_to_point.begin(out, into)
+        outward, inward = ([(self._members[rank], values) for rank, values in way] for way in (out, into))
+        return self._point_to_point.begin(outward, inward)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""

@@ -12,6 +12,9 @@ Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank. Gr
 sums have a single rank's bits. Ranks also exchange which weights have a gradient, because adding a zero could change a
 bit and would make the weight be updated.
 
+Of several pipelines the ranks that compute the same units exchange them: one of each pipeline. Their backward has all
+micro-batches of a block before the next block's, and units are exchanged in that order.
+
 Norms have the bits of one rank that has the whole sums, although no rank reads another rank's sums:
 
     own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
@@ -24,6 +27,7 @@ computed while the unit's sums are in memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +35,9 @@ from typing import Any
 
 import torch
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients, StagedSums
-from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.optim.norms import Pieces
@@ -52,8 +55,8 @@ class ShardedGradients:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        store: UnitStore,
+        stages: Sequence[Sequence[Unit]],
+        sums: StagedSums,
         *,
         given: torch.dtype,
         device: Device,
@@ -63,19 +66,26 @@ class ShardedGradients:
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
-        `given` is the dtype of the gradients; `Gradients` explains the other arguments.
+        Args:
+            stages: the units of which this rank gets gradients, in the order in which a backward completes them; of a
+                pipeline those of each block, all of whose micro-batches come before the next block's.
+            sums: the sums of the ranks `node.peers`, which get gradients of the same units.
+            given: the dtype of the gradients. `Gradients` explains the other arguments.
         """
-        self.store, self.dtype = store, store.dtype
+        units = [unit for stage in stages for unit in stage]
+        self.store, self.dtype = sums.store, sums.store.dtype
+        self._all_ranks, self._order, node = node, order, node.peers
         self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step on any rank
         self._complete: Complete | None = None
-        self._sums = StagedSums(units, store, node=node)
+        self._sums = sums
         boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
         inbox = largest_range(units, ranks=node.world) * given.itemsize
         self._inboxes = {rank: host_buffer(inbox).view(given) for rank in node.remote_ranks}
-        self._turns = [unit for unit in reversed(units) if unit.trained]  # the backward completes units in this order
+        self._stages = [[unit for unit in stage if unit.trained] for stage in stages]
+        self._turns = self._stages[0]  # the backward completes units in this order
         self._names = self._intake.names
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
@@ -87,21 +97,32 @@ class ShardedGradients:
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
         self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
-        self._turn = self._round = 0
-        # The unit whose exchange has begun, its outbox, and the wait for transfers between nodes.
-        self._exchange_begun: tuple[Unit, int, Callable[[], None]] | None = None
+        self._turn = self._round = self._stage = 0
+        # The unit whose exchange has begun, its outbox, the wait for transfers between nodes, and `_last`.
+        self._exchange_begun: tuple[Unit, int, Callable[[], None], bool] | None = None
         self._last = False  # the current micro-batch is the step's last
         self._normed: set[int] = set()  # units whose partial norms are up to date
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
-        """Begin a step's last backward as `Gradients.report_to` does."""
+        """Begin a step's last backward as `Gradients.report_to` does, unless there are several pipelines."""
         self._complete = complete
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Announce the micro-batch of a pipeline whose gradients arrive next; number 0 begins the rank's next block."""
+        if self._stage:
+            self._exchange_rest()
+        if micro_batch == 0:
+            self._turns = self._stages[self._stage]
+            self._stage += 1
+        self._turn, self._intake.micro_batch = 0, micro_batch
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a gradient of this micro-batch from one use of a weight. This may wait for the other ranks."""
         self._last = last
+        if name not in self._intake.place:
+            raise TrainerError(f"several ranks have gradients of {name}: leave parallel.pipeline out")
         flat = self._intake.add(name, gradient)
         if flat is not None:
             self._collect(name, flat)
@@ -121,12 +142,15 @@ class ShardedGradients:
         self._last = last
         for name, flat in self._intake.rest():
             self._collect(name, flat)
-        while self._turn < len(self._turns):
-            self._exchange()
+        self._exchange_rest()
         self._finish_exchange()
         if self._waiting:
             raise UserError(f"{next(iter(self._waiting))} got a second gradient in a micro-batch: {_ONE_BACKWARD}")
-        self._turn = 0
+        self._turn = self._stage = 0
+
+    def _exchange_rest(self) -> None:
+        while self._turn < len(self._turns):
+            self._exchange()
 
     def _lay_out(self, name: str, flat: torch.Tensor) -> None:
         """Start copying a gradient of the current unit to this rank's outbox."""
@@ -146,7 +170,7 @@ class ShardedGradients:
         self._finish_exchange()  # after the barrier other ranks may overwrite the previous unit's outbox
         self._sums.claim(unit.index)
         self._node.barrier()
-        self._exchange_begun = unit, box, self._sent_and_received(unit, box)
+        self._exchange_begun = unit, box, self._sent_and_received(unit, box), self._last
         self._copies.clear()
         self._in_outbox.clear()
         self._turn += 1
@@ -171,7 +195,7 @@ class ShardedGradients:
         """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
         if self._exchange_begun is None:
             return
-        (unit, box, wait_for_transfers), arrived = self._exchange_begun, self._intake.arrived
+        (unit, box, wait_for_transfers, last), arrived = self._exchange_begun, self._intake.arrived
         wait_for_transfers()
         self._exchange_begun = None
         marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
@@ -180,7 +204,7 @@ class ShardedGradients:
             unit, box, {name: [r for r, its in enumerate(marked) if its[number]] for number, name in enumerate(names)}
         )
         self._normed.discard(unit.index)
-        if self._last and not arrived.isdisjoint(names):
+        if last and not arrived.isdisjoint(names):
             staged = self.store.host(unit.index) is None
             self._norms.take(unit.index, self._sums.collecting(unit.index), arrived, staged=staged)
             self._normed.add(unit.index)
@@ -220,11 +244,15 @@ class ShardedGradients:
 
     def norms(self) -> dict[str, torch.Tensor]:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before."""
-        for unit in self._turns:
+        for unit in itertools.chain(*self._stages):
             sums = self.store.host(unit.index)
             if sums is not None and unit.index not in self._normed:  # the last micro-batch was not announced
                 self._norms.take(unit.index, sums, self.arrived, staged=False)
-        return self._norms.of(self.arrived)
+        norms = self._norms.of(self.arrived)
+        if self._node is self._all_ranks:
+            return norms
+        mine = {} if self._node.rank else norms  # each pipeline has the same
+        return self._intake.norms_of_all(mine, order=self._order, node=self._all_ranks)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """Return None, because these sums are never on the device."""

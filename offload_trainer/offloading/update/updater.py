@@ -136,7 +136,8 @@ class Updater:
         self._device_out = device.buffer(inside["weights"] // weight, weights.dtype)
         self._snapshot: PageSnapshot | None = None
         assert sizes.overlap or not sizes.ahead
-        self._overlap_backward, self._owners = sizes.ahead, parts.owners
+        self._overlap_backward = sizes.ahead
+        self._owners = {unit.index: owner for owner, stage in parts.stages for unit in stage}
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the step that is announced
         self._failed: BaseException | None = None  # the error of the last update on the thread

@@ -140,6 +140,9 @@ class Tiered:
             "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
             f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
             f"{pipeline}: {shared}": shared,
+            f"tiered.overlap=backward with {pipeline} on {work.world} ranks: it is for one pipeline; leave it out": (
+                work.world > work.pipeline > 1 and section.overlap == "backward"
+            ),
             f"tiered.micro_batch_order=breadth_first: {why}; leave it out": (
                 section.micro_batch_order == "breadth_first" and work.accumulate > 1 and why
             ),
@@ -305,7 +308,7 @@ def why_not_breadth_first(work: Workload) -> str:
     shape = work.shape
     reasons = {
         "in a session, other code runs the micro-batches": work.checkpoints is None,
-        f"{work.world} ranks: it is for one rank": work.world > work.pipeline,
+        f"{work.world} ranks: it is for one rank": work.world > 1 and work.pipeline == 1,
         "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < shape.layers,
         "weights are fetched by parts of a block (tiered.fetch_granularity=module)": is_divided(shape),
         "the model's head and body run together, on whole micro-batches": shape.whole_logits,
@@ -319,9 +322,7 @@ def why_no_pipeline(work: Workload) -> str:
     shape, ranks = work.shape, work.pipeline
     reasons = {
         "parallel.sequence divides rows over the same ranks": work.sequence > 1,
-        f"a pipeline is all ranks of one node, and there are {work.world} on {work.nodes} (--gpus {ranks})": (
-            work.world != ranks or work.nodes > 1
-        ),
+        f"{work.here} rank(s) on a node, and a multiple of {ranks} is needed (--gpus)": work.here % ranks,
         f"each rank needs a block, and the model has {len(shape.blocks)}": len(shape.blocks) < ranks,
         "frozen weights (model.freeze)": shape.trainable < shape.parameters,
         "blocks share weights": any(weight.block and weight.uses > 1 for weight in shape.weights),
@@ -551,8 +552,8 @@ class TieredCandidate:
                 f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "
                 f"a row; {work.data} data-parallel group(s) of {work.sequence} ranks"
             )
-        fetching, asked = work.here // work.pipeline, self.section.weight_transfer
-        in_ram = self.placement.params == TierKind.RAM and fetching > 1
+        asked, alone = self.section.weight_transfer, work.here == 1 or work.pipeline > 1
+        in_ram = self.placement.params == TierKind.RAM and not alone
         if in_ram and (machine.gpu is not None or self.sizes.by_parts):
             size = max(unit.stored_bytes(work.item_bytes) for unit in self.units)
             both = seconds_of_both(size, machine, ranks=work.here, item_bytes=work.item_bytes)
@@ -566,8 +567,8 @@ class TieredCandidate:
             )
         elif asked != "auto":
             yield (
-                f"tiered.weight_transfer={asked} has no effect here: there is one rank per node, or the weights are "
-                "not in RAM"
+                f"tiered.weight_transfer={asked} has no effect here: there is one rank per node or a pipeline, or the "
+                "weights are not in RAM"
             )
         for phase in PHASES:
             held_up = [wait for wait in costs.waits if wait.phase == phase and wait.seconds is not None]

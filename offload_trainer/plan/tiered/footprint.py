@@ -56,11 +56,12 @@ def tiered_items(
     e, g = work.item_bytes, work.gradient_bytes
     yield from process_items(machine, here=here)
     yield from _page_items(work, homes, sizes, machine)
-    yield from _weight_items(units, homes.weights, sizes, machine, e=e, together=work.world > work.pipeline)
+    shared = work.pipeline * (work.world > work.pipeline)
+    yield from _weight_items(units, homes.weights, sizes, machine, e=e, shared=shared)
     yield from _gradient_items(units, homes.gradients, sizes, machine, g=g, buffers=work.pipeline)
     if work.pipeline > 1:
         slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
-        yield ram("cuts", slots.count * slots.size, why)
+        yield ram("cuts", here // work.pipeline * slots.count * slots.size, why)
     if work.state.rule.matrices:
         matrices = [weight.matrix for weight in work.shape.weights if weight.matrix]
         each = 6 if gpu else 8  # the iteration's matrices, and on a CPU an fp32 copy
@@ -83,7 +84,8 @@ def tiered_items(
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
         yield ram("gradient exchange", here * outbox, why)
         if sizes.nodes > 1:
-            inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
+            givers = work.world // work.pipeline  # ranks with gradients of a unit
+            inboxes = here * (givers - givers // work.nodes) * e * largest_range(units, ranks=givers)
             yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
         if gpu:
             why = "of one block, until they are copied to the exchange buffers"
@@ -145,7 +147,7 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
 
 
 def _weight_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, e: int, together: bool
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, e: int, shared: int
 ) -> Iterator[Item]:
     ram, device, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), machine.gpu is not None
     used = _held([e * unit.elements for unit in units], homes)
@@ -180,9 +182,9 @@ def _weight_items(
     if gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
         yield ram("weight staging", sizes.here * staging, "2 buffers for the largest block, between drive and GPU")
-    if together and sizes.ranks > 1 and stored:
-        why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
-        yield ram("weights read", SHARED_READS * stored, why)
+    if shared and stored:
+        count = shared * SHARED_READS
+        yield ram("weights read", count * stored, f"{count} buffers for the largest block, read once for all ranks")
 
 
 def _gradient_items(

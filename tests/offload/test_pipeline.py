@@ -27,7 +27,6 @@ from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_plans import GB, SHAPES, cluster, machine, timed, wish
 from seen_calls import calls_of
 from test_gradients import model as small_units
-from test_gradients import names as names_of
 from test_gradients import places
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -310,7 +309,9 @@ def reported() -> list[int]:
     sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
     store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
     kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
-    gradients = Gradients(units, store, device=CpuDevice(), order=names_of(units), node=node, **kernels)
+    gradients = Gradients(
+        units, store, device=CpuDevice(), order=[place.weight.name for _, place in places(units)], node=node, **kernels
+    )
     for missing in ("h.1.b", ""):
         gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
         for unit, place in reversed(places(units)):

@@ -49,7 +49,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.update.updater import MispredictionWatch, SpeculativeStep
+from offload_trainer.offloading.update.updater import SpeculativeStep
 from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
@@ -158,7 +158,7 @@ def early(model: Path, *words: str, build: Callable[..., Any] = engine, **more: 
 
     shadows = {"shadows": 0.6} if FULL in words else {}
     with pytest.MonkeyPatch.context() as patch, build(model, *words, **shadows, **more) as made:
-        patch.setattr(MispredictionWatch, "rarely", True)
+        patch.setattr(TieredEngine, "_as_expected", True)
         patch.setattr(SpeculativeStep, "kept", counted)
         if FULL in words:
             hold_up(made)
@@ -309,9 +309,7 @@ def reported() -> list[int]:
     sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
     store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
     kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
-    gradients = Gradients(
-        units, store, device=CpuDevice(), order=[place.weight.name for _, place in places(units)], node=node, **kernels
-    )
+    gradients = Gradients(units, store, device=CpuDevice(), order=order, node=node, **kernels)
     for missing in ("h.1.b", ""):
         gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
         for unit, place in reversed(places(units)):

@@ -309,6 +309,7 @@ def reported() -> list[int]:
     sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
     store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
     kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
+    order = [place.weight.name for _, place in places(units)]
     gradients = Gradients(units, store, device=CpuDevice(), order=order, node=node, **kernels)
     for missing in ("h.1.b", ""):
         gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)

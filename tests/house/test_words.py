@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from sample_plans import SHAPES, machine, wish
@@ -18,7 +19,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export import model_card
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import _slower, make_plan
+from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
@@ -81,8 +82,9 @@ def test_a_plan_without_a_gpu_mentions_none() -> None:
 
 def test_why_a_slower_plan_was_not_chosen() -> None:
     """Two step times that round alike are not reported as different."""
-    assert "1.7 s, not 1.7 s" not in _slower(1.701, 1.7)
-    assert [("longer" in _slower(step, 1.7)) for step in (1.701, 1.72)] == [False, True]
+    chosen, alike, slower = (Mock(fits=True, forecast=Mock(step=step)) for step in (1.7, 1.701, 1.72))
+    assert "1.7 s, not 1.7 s" not in _why_not(alike, chosen)
+    assert [("longer" in _why_not(plan, chosen)) for plan in (alike, slower)] == [False, True]
 
 
 def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import FACTS
@@ -93,17 +92,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     read: _Read = []
 
     def values_of(given: Any) -> Any:
-        if not isinstance(given, LazyWeight):
-            return given
-        values = next((values for stored, values, _ in read if stored is given), None)
-        if values is None:
-            with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
-                values = given.read()
-            read.append((given, values, values._version))
-        return values
+        if isinstance(given, LazyWeight):
+            values = next((values for stored, values, _ in read if stored is given), None)
+            if values is None:
+                with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
+                    values = given.read()
+                read.append((given, values, values._version))
+            return values
+        if isinstance(given, dict):
+            return {key: values_of(value) for key, value in given.items()}
+        return type(given)(map(values_of, given)) if type(given) in (list, tuple) else given
 
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*tree_map(values_of, args), **tree_map(values_of, kwargs)), read
+        return func(*values_of(args), **values_of(kwargs)), read
 
 
 def _write_back(read: _Read, name: str) -> None:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import not_compiled, recording, version_of
@@ -283,10 +282,7 @@ def _run_with_values(
     _refuse_writing(operation, args, kwargs)
     provider = first.provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
-        args, kwargs = tree_map(
-            lambda one: one.clone() if type(one) in _SHARED and _parameter_of(one).provider is not provider else one,
-            (args, kwargs),
-        )
+        args, kwargs = _copied(args, provider), _copied(kwargs, provider)
         return _run_with_values(func, args, kwargs, operation)
     with torch._C.DisableTorchFunctionSubclass(), provider.borrow_weights([one.weight for one in parameters]):
         for one in found:
@@ -314,6 +310,15 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
+
+
+def _copied(given: Any, provider: OffloadedModel) -> Any:
+    """Replace parameters and views of other providers among (nested) arguments by copies, which autograd follows."""
+    if type(given) in _SHARED:
+        return given if _parameter_of(given).provider is provider else given.clone()
+    if isinstance(given, list | tuple):
+        return (list if isinstance(given, list) else tuple)(_copied(one, provider) for one in given)
+    return {name: _copied(one, provider) for name, one in given.items()} if isinstance(given, dict) else given
 
 
 def _parameter_of(one: Shared) -> OffloadedParameter:

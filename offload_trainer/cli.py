@@ -586,8 +586,9 @@ def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:
             metavar, key = FLAGS[name].metavar, all_keys()[FLAGS[name].key]
-            default = ", ".join(key.default) if isinstance(key.default, tuple) else key.default
-            text = f"{key.description}{f' [default {default}]' if default else ''}".replace("%", "%%")
+            default = ", ".join(key.default) if isinstance(key.default, tuple) else str(key.default)
+            told = f" [default {default}]" if default not in ("", "False") else ""
+            text = f"{key.description}{told}".replace("%", "%%")
             group.add_argument(name, **(_value(metavar, text) if metavar else _switch(text)))
 
 

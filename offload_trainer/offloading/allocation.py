@@ -118,7 +118,10 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
 
 
 def _update_progress(parts: EngineParts, weights: PlacedWeights) -> UpdateProgress:
-    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it."""
+    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
+
+    Waiting for it then raises TrainerError if one of them does not come (`Node.exchange`).
+    """
     homes, node, device = parts.homes, parts.node, parts.device
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:

@@ -324,6 +324,23 @@ def test_a_load_drops_what_was_read_ahead(build: Build, tmp_path: Path) -> None:
             assert_same(masters(ours), expected)
 
 
+def test_an_interrupted_update_does_not_keep_the_engine_from_closing(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C stops an update that the main thread computes; closing then still removes the hooks."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with build("all in RAM", IN_LINE) as ours:
+        monkeypatch.setattr(ours.offloaded.updater, "_compute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(ours, batches(1))
+        model = ours._module.model
+        assert any(weight._post_accumulate_grad_hooks for weight in model.parameters())
+    assert not any(weight._post_accumulate_grad_hooks for weight in model.parameters())
+
+
 def test_an_evaluation_is_plain_torchs_and_draws_no_dropout(build: Build) -> None:
     found = []
     for words in (REFERENCE, "all in RAM"):

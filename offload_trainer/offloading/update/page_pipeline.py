@@ -288,6 +288,7 @@ class PagePipeline:
         return data
 
     def _free_slot(self, page: StagedPage) -> None:
+        assert page.slot >= 0
         with self._lock:
             self._in_slots.discard(page.route.number)
             self._free.append(page.slot)

@@ -254,10 +254,10 @@ class Updater:
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
-        with suppress(Exception):
-            self._update_progress.finish()  # it would take the interrupt of an announced step for a page
-        self._end_speculation()
         if self._thread is not None:
+            with suppress(Exception):
+                self._update_progress.finish()  # it would take the interrupt of an announced step for a page
+            self._end_speculation()
             self._thread.close()
         with suppress(TrainerError):  # A read of state that nothing will use may fail.
             self.pipeline.drop_prefetched()
@@ -271,6 +271,7 @@ class Updater:
         drives and pages with shadow memory are updated as soon as the last backward has completed their gradients.
         """
         assert self._thread is not None
+        assert self._speculative is None
         self._speculative = SpeculativeStep(params)
         self._thread.put(partial(self._update_offered, self._speculative))
 

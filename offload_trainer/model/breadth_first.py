@@ -112,10 +112,10 @@ class BreadthFirst:
             losses = [torch.zeros(()) for _ in factors]
         else:
             losses = [self._loss_backward(turn, *one) for one in enumerate(factors)]
-        for block in reversed(range(blocks)):
+        for block in (number for number in reversed(range(blocks)) if not cuts or cuts.here(number)):
             for number, one in enumerate(self._active):
+                turn(number)  # before it waits for another rank, which may wait for the exchange that this ends
                 if gradients := one.gradients(block):
-                    turn(number)
                     torch.autograd.backward([edge for edge, _ in gradients], [values for _, values in gradients])
                     one.hand_back(block)
         if cuts:
@@ -309,12 +309,9 @@ class _MicroBatch:
 
         Of a pipeline's block the gradient may come from another rank. Without any, this rank has nothing to compute.
         """
-        cuts = self._cuts
-        if cuts and not cuts.here(block):
-            return []
-        if cuts and block in self._sent:
+        if self._cuts and block in self._sent:
             edge, like = self._sent.pop(block)
-            return [(edge, cuts.receive(like, micro_batch=self._number, block=block, forward=False))]
+            return [(edge, self._cuts.receive(like, micro_batch=self._number, block=block, forward=False))]
         known, self.cuts[block] = self.cuts[block], []
         return [(cut.edge, cut.gradient) for cut in known if cut.gradient is not None]
 

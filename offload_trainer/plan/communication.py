@@ -124,17 +124,18 @@ def bounds_of(moved: CommCost, work: Workload, machine: MachineProfile) -> tuple
     if work.world == 1:
         return [], []
 
-    def messages(phase: str, count: int, *, ways: int = 2) -> list[Bound]:
+    def messages(phase: str, count: int, *, ways: int = 2, others: int = work.world - 1) -> list[Bound]:
         message = machine.links.message
         if message is None or count == 0:
             return []
-        return [Bound(phase, _over(count * ways * (work.world - 1), message), f"{count} barriers", "meeting")]
+        return [Bound(phase, _over(count * ways * others, message), f"{count} barriers", "meeting")]
 
     # Gradients of other nodes are written to RAM before they are added.
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
     waits = [Bound("backward", _over(size, machine.rates.memory), what, "memory")] if size else []
-    waits += messages("backward", moved.barriers - STEP_BARRIERS) + messages("update", STEP_BARRIERS)
+    owners = work.world // work.pipeline - 1  # of a unit in other pipelines
+    waits += messages("backward", moved.barriers - STEP_BARRIERS, others=owners) + messages("update", STEP_BARRIERS)
     hidden = _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
     hidden += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
     to_gpus, _ = moved.bytes(GPUS, "update")

@@ -280,7 +280,7 @@ def peak_of(
     alike = others = (micro_batches - 1) * hidden
     own = [number for number in range(len(parts)) if work.pipeline == 1 or work.owners[number] == rank]
     has_head = work.owners[-1] == rank
-    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1] + 1 == len(parts)):
+    if work.pipeline > 1 and not work.inputs_away and not (has_head and own[-1:] == [len(parts) - 1]):
         others = 0
     waiting *= has_head
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -130,7 +131,13 @@ def _best_division(
     Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
     """
     apart, *together = divisions(config, world=world // nodes)
-    chosen = make_plan(apart, shape, machine, world=world, nodes=nodes, saves=saves)
+    try:
+        chosen = make_plan(apart, shape, machine, world=world, nodes=nodes, saves=saves)
+    except UserError:
+        for way in together:
+            with suppress(UserError):
+                return make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)
+        raise
     for way in together:
         name = f"parallel.pipeline={way.parallel.pipeline}"
         try:

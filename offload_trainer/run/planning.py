@@ -407,14 +407,14 @@ def _with_resumed_choices(
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
     These are the MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a recomputed block has
-    the bits of one that is not. Returns `config` itself if none of them is left open, or if there is no run to resume,
-    in which case `before`, its configuration, is empty.
+    the bits of one that is not. A pipeline fetches and recomputes whole blocks. Returns `config` itself if none of them
+    is left open, or if there is no run to resume, in which case `before`, its configuration, is empty.
     """
     if config.placement.engine_name == "deepspeed":
         return config
-    model, tiered = config.model, config.tiered
+    model, tiered, alone = config.model, config.tiered, config.parallel.pipeline in (1, "auto")
     fetch, was = before.get("tiered", {}).get("fetch_granularity"), before.get("model", {})
-    if tiered.fetch_granularity == "auto" and fetch == "module":  # decides the layout of page files
+    if tiered.fetch_granularity == "auto" and fetch == "module" and alone:  # decides the layout of page files
         is_set = "weight_buffers" in tiered.model_fields_set
         count = tiered.weight_buffers if is_set else before["tiered"]["weight_buffers"]
         tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
@@ -422,7 +422,7 @@ def _with_resumed_choices(
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
     usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
-    recomputed_open = model.activation_checkpointing == "auto" and on_gpu
+    recomputed_open = model.activation_checkpointing == "auto" and on_gpu and alone
     if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
         model = model.model_copy(update={"activation_checkpointing": recomputed})
     kept = config.model_copy(update={"model": model, "tiered": tiered})

@@ -127,7 +127,8 @@ class Cuts:
         except PeerFailed as error:
             if time.monotonic() - begun < ranks.STALLED - 1:
                 raise
-            missing = f"after {ranks.STALLED:g} s rank {peer} has not computed block {block} or its gradient"
+            who = f"after {ranks.STALLED:g} s rank {peer}, or one that it waits for,"
+            missing = f"{who} has not computed block {block} or its gradient"
             raise TrainerError(f"{missing}, and the run ends; {RERUN_HINT}") from error
         assert message.tolist() == [2 * block + forward, micro_batch], "ranks go through the blocks in another order"
         values = torch.empty(like.shape, dtype=like.dtype, device=self._device.place)

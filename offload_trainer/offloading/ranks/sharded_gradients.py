@@ -106,7 +106,7 @@ class ShardedGradients:
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
-        """Begin a step's last backward as `Gradients.report_to` does, unless there are several pipelines."""
+        """Begin a step's last backward as `Gradients.report_to` does; there are no early updates with `owners`."""
         self._complete = complete
 
     def turn_to(self, micro_batch: int) -> None:

@@ -48,17 +48,18 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int |
 # -- ways to divide a step over ranks (`plan --parallel`) -------------------------------------------------------------
 
 
-def modes(world: int) -> Iterator[tuple[str, str, int]]:
+def modes(world: int, *, nodes: int = 1) -> Iterator[tuple[str, str, int]]:
     """Yield (name, settings, number of ranks that compute the same rows) of each way to divide a step over the ranks.
 
-    These are the tiered engine with and without sequence parallelism or a pipeline, ZeRO, and tensor parallelism with
-    ZeRO-1.
+    These are the tiered engine with and without sequence parallelism or a pipeline on each node, ZeRO, and tensor
+    parallelism with ZeRO-1.
     """
     counts = [count for count in range(1, world + 1) if world % count == 0]
     yield f"tiered, {world} ranks", "--engine tiered", 1
     for count in counts[1:]:
         yield f"tiered, {world} ranks, sequence {count}", f"--engine tiered parallel.sequence={count}", count
-    yield f"tiered, {world} ranks, pipeline", f"--engine tiered parallel.pipeline={world}", world
+    if (each := world // nodes) > 1:
+        yield f"tiered, {world} ranks, pipeline", f"--engine tiered parallel.pipeline={each}", each
     for stage in (1, 2, 3):
         yield f"ZeRO-{stage} over {world}", f"--engine deepspeed deepspeed.zero_stage={stage}", 1
     for count in counts[1:]:
@@ -95,7 +96,7 @@ def compare_modes(
     work = workload(config, shape, world=world, nodes=count)
     rows = work.micro_batch * work.accumulate * max(1, work.data)  # of the ranks with rows of their own
     plans, refused = list[tuple[str, str, Plan]](), dict[str, list[str]]()
-    for name, words, together in modes(world):
+    for name, words, together in modes(world, nodes=count):
         each, rest = divmod(rows, world // together)
         try:
             if rest:

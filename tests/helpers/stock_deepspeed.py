@@ -95,7 +95,7 @@ def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor]) -> list[str]:
     """Return the unsharded weights whose masters, or values in the model, differ between ranks."""
     mine = dict(held)
     if engine._placement.stage < 3:
-        whole = {n: p for n, p in engine._parameters.items() if tuple(p.shape) == engine._parts.weights[n].shape}
+        whole = {name: part for name, part in engine._parameters.items() if name not in engine._parts.dims}
         mine |= {f"{name}, in the model": parameter.detach().float().cpu() for name, parameter in whole.items()}
     sums: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(sums, {name: crc32(t.contiguous().numpy()) for name, t in mine.items()})

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from offload_trainer.config import ModelSection, TrainConfig
@@ -130,18 +131,18 @@ def _best_division(
 
     Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
     """
-    apart, *together = divisions(config, world=world // nodes)
+    ways = divisions(config, world=world // nodes)
+    plan = partial(make_plan, shape=shape, machine=machine, world=world, nodes=nodes, saves=saves)
     try:
-        chosen = make_plan(apart, shape, machine, world=world, nodes=nodes, saves=saves)
+        chosen = plan(ways[0])
     except UserError:
-        for way in together:
-            with suppress(UserError):
-                return make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)
+        with suppress(UserError):
+            return plan(ways[-1])
         raise
-    for way in together:
+    for way in ways[1:]:
         name = f"parallel.pipeline={way.parallel.pipeline}"
         try:
-            other = make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)
+            other = plan(way)
         except UserError as error:
             why = str(error).removeprefix(f"{name}: ").removesuffix("; leave it out")
             return replace(chosen, rejected=((name, why), *chosen.rejected))

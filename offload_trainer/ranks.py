@@ -81,6 +81,19 @@ def _as_peer_failure() -> Iterator[None]:
         raise PeerGone(str(error).splitlines()[0]) from error
 
 
+@contextmanager
+def _inside_gloo() -> Iterator[float]:
+    """Note that this thread is inside gloo, since the time that is returned, and convert errors into PeerFailed."""
+    _inside[threading.get_ident()] = begun = time.monotonic()
+    try:
+        if _closed.is_set():
+            raise PeerGone("this rank ends")
+        with _as_peer_failure():
+            yield begun
+    finally:
+        del _inside[threading.get_ident()]
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that work together over connections of gloo, for one thread of each; by default this process alone.
@@ -109,20 +122,16 @@ class Group:
             (move, [(self.members.index(peer), values.detach().view(torch.uint8)) for peer, values in way])
             for move, way in ((self.gloo.send, out), (self.gloo.recv, into))
         ]
-        with _as_peer_failure():
+        with _inside_gloo():
             works = [
                 move([part], peer, part.numel() % _TAGS) for move, way in ways for peer, part in way if part.numel()
             ]
 
         def wait(patience: float | None = None) -> None:
-            begun = time.monotonic()
-            until, _waiting[threading.get_ident()] = begun + (patience or self.patience), begun
-            try:
-                with _as_peer_failure():
-                    for work in works:
-                        work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
-            finally:
-                del _waiting[threading.get_ident()]
+            with _inside_gloo() as begun:
+                until = begun + (patience or self.patience)
+                for work in works:
+                    work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
 
         return wait
 
@@ -194,19 +203,24 @@ class Group:
 
 _groups = WeakSet[Group]()  # that this process has created
 _names = count()  # of groups; all ranks create theirs in the same order
-_waiting: dict[int, float] = {}  # the threads that are inside gloo, and when their waits have begun
+_inside: dict[int, float] = {}  # the threads that are inside gloo, and when they have entered it
+_closed = threading.Event()  # set once no thread may enter gloo
+_watching: list[threading.Thread] = []  # the thread of `end_if_rank_vanishes`, if any
 
 
 @atexit.register
 def _close_all() -> None:
-    """End the waits of side threads: one that leaves C++ while the interpreter ends would abort the process."""
+    """Get side threads out of gloo: one that leaves C++ while the interpreter ends would abort the process."""
+    _closed.set()  # a thread notes that it is inside before it looks here
     for group in list(_groups):  # gloo closes all its connections after a wait that was too long
         peer = (group.number + 1) % len(group.members)
         with suppress(RuntimeError):
             if peer != group.number:
                 group.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
     until = time.monotonic() + _ENDING
-    while _waiting and time.monotonic() < until:
+    for thread in _watching:
+        thread.join(_ENDING)
+    while _inside and time.monotonic() < until:
         time.sleep(0.001)
 
 
@@ -361,10 +375,9 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
 
     def watch(group: Group) -> None:
         try:
-            while True:
+            while not _closed.wait(_BEAT):
                 begun = time.monotonic()
                 group.all_gather_numbers(0, patience=UNANSWERED + group.number)  # the first rank left says it
-                time.sleep(_BEAT)
         except PeerTimeout as error:
             if time.monotonic() - begun > UNANSWERED + group.number + _BEAT:
                 return  # this process was stopped itself
@@ -374,13 +387,15 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
                 os._exit(1)
             os._exit(LOST)
         except PeerGone:
-            while all(time.monotonic() - begun < _GONE for begun in list(_waiting.values())):
-                time.sleep(_GONE / 10)
+            while all(time.monotonic() - begun < _GONE for begun in list(_inside.values())):
+                if _closed.wait(_GONE / 10):
+                    return  # this process ends itself
             os._exit(LOST)
 
     if _everybody is not ALONE:
         group = group_of(in_step=False)
-        threading.Thread(target=watch, args=(group,), name="ranks", daemon=True).start()
+        _watching.append(threading.Thread(target=watch, args=(group,), name="ranks", daemon=True))
+        _watching[-1].start()
 
 
 def join_torch(backend: str) -> None:

@@ -137,6 +137,15 @@ def meet(fault: str, *_: Any) -> None:
         sys.ending = EndsSlowly() if rank else None  # type: ignore[attr-defined]
         time.sleep(0.5 if rank else 0.8)  # rank 0 closes its connections while rank 1 ends
         return
+    if fault == "watches":
+        ranks._BEAT = 0.005
+        ranks.end_if_rank_vanishes(say=print)
+        time.sleep(0.1)
+        ranks._close_all()  # as when the interpreter ends: threads that enter gloo then may abort the process
+        assert not any(thread.name == "ranks" for thread in threading.enumerate())
+        with pytest.raises(PeerFailed, match="this rank ends"):
+            ranks.wait_for_all()
+        return
     if fault.startswith("stalls"):
         ranks.STALLED = ranks._LATER = 1
         time.sleep(600 * fault.endswith(str(rank)))
@@ -158,6 +167,7 @@ ENDS = {  # exit codes of the two ranks, and a part of what each says
     "ends": ((LOST, 1), ("", "^the disk is full$")),
     "dies": ((LOST, -9), ("", "")),
     "leaves": ((0, 0), ("", "")),
+    "watches": ((0, 0), ("", "")),
     "stops 0": ((-9, 1), ("", f"^{NO_ANSWER.format(0)}$")),
     "stops 1": ((1, -9), (f"^{NO_ANSWER.format(1)}$", "")),
 }
@@ -167,13 +177,13 @@ ENDS = {  # exit codes of the two ranks, and a part of what each says
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
     """A rank that fails reports its reason, and the others stay silent; a rank that stalls or is stopped is named.
 
-    A rank ends in order while a thread of its waits for one that has ended. Neither listens where another machine could
-    connect.
+    A rank ends in order while a thread of its waits for one that has ended, or exchanges numbers with it. Neither
+    listens where another machine could connect.
     """
     forks = start_ranks(train_with, fault, count=2, folder=tmp_path)
     left = int(fault.endswith(" 0"))
     codes = {left: forks[left].wait(300)}
-    if fault not in ("ends", "dies", "leaves"):
+    if fault not in ("ends", "dies", "leaves", "watches"):
         forks[1 - left].send_signal(9)
     codes[1 - left] = forks[1 - left].wait(300)
     printed = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]

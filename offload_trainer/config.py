@@ -168,8 +168,6 @@ class OptimSection(_Section):
     """rate at the end, and of wsd at the start, as a share of the peak"""
     schedule_delay: Count = 0
     """steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers"""
-    accumulate_dtype: Literal["fp32", "model"] = "fp32"
-    """dtype in which gradients are summed over the micro-batches of a step"""
     on_nonfinite_grad: Literal["stop", "skip"] = "stop"
     """bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights unchanged in that step
     (skip)"""

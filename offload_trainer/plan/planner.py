@@ -337,7 +337,7 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
         return ""
-    name = f"the block {largest.name}" if largest.name == largest.within else largest.name
+    name = f"the block {largest.name}" if largest.block else largest.name
     where = "a GPU has room for" if gpu else "RAM has room for"
     return (
         f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is fetched as a whole"

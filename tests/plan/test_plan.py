@@ -65,7 +65,7 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
     words: str, here: MachineProfile, expected: tuple[str, ...]
 ) -> None:
     """Each fits when it is added to the command, and is in the message."""
-    given = [*words.split(), "--scratch", "model.mlp_chunk=off", "tiered.fetch_granularity=block"]
+    given = [*words.split(), "--scratch", "model.mlp_chunk=off"]
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
     assert not refused.fits
@@ -89,7 +89,7 @@ def test_bf16_masters_are_a_remedy_of_the_tiered_engine_with_adamw_alone(words: 
 
 def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:
     """It would be refused as another run."""
-    words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off tiered.fetch_granularity=block"
+    words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off"
     config, small = load_config(words.split()), machine(gpu=16 * GB // 10)
     assert plan_elsewhere(config, small).fits_with == ("--seq-len 512", "--seq-len 128")
     models = _models(config)

@@ -79,7 +79,6 @@ STEERING = {
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
     "parallel": ("sequence", "pipeline"),
-    "tiered": ("fetch_granularity",),
 }
 
 
@@ -420,21 +419,15 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of `STEERING` that differs between those saved as `name` and the current ones.
 
-    The steps of a run by epochs are not compared: they follow from what it resumes from. Fetching by modules decides
-    bits only where state is rounded stochastically.
+    The steps of a run by epochs are not compared: they follow from what it resumes from.
     """
-    ignored = set[str]()
-    if now.get("train", {}).get("epochs", "auto") != "auto":
-        ignored.add("steps")
-    in_fp32 = {now.get("optim", {}).get(key, "fp32") for key in ("moment_dtype", "master_dtype")} == {"fp32"}
-    if in_fp32 or "module" not in (of.get("tiered", {}).get("fetch_granularity") for of in (before, now)):
-        ignored.add("fetch_granularity")
+    by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in STEERING.items()
         for then in [before.get(section, {})]
         for key in keys
-        if key in then and now[section].get(key) != then[key] and key not in ignored
+        if key in then and now[section].get(key) != then[key] and not (by_epochs and key == "steps")
     ]
 
 

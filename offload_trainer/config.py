@@ -168,8 +168,6 @@ class OptimSection(_Section):
     """rate at the end, and of wsd at the start, as a share of the peak"""
     schedule_delay: Count = 0
     """steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers"""
-    accumulate_dtype: Literal["fp32", "model"] = "fp32"
-    """dtype in which gradients are summed over the micro-batches of a step"""
     on_nonfinite_grad: Literal["stop", "skip"] = "stop"
     """bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights unchanged in that step
     (skip)"""
@@ -276,12 +274,9 @@ class TieredSection(_Section):
     """largest number of parameters that are read, updated and written at a time"""
     page_buffers: Annotated[int, Field(ge=2)] = 6
     """buffers in RAM for pages on their way from or to a drive"""
-    fetch_granularity: Literal["auto", "block", "module"] = "auto"
-    """weights fetched to the device at a time: a block, or one module of it where a trial allows that; auto: module if
-    nothing fits otherwise"""
     weight_buffers: Annotated[int, Field(ge=1)] = 3
-    """blocks, or modules, whose fetched weights are on the device at a time; unless set, lowered to 2 or 1 when nothing
-    fits otherwise"""
+    """blocks whose fetched weights are on the device at a time; unless set, lowered to 2 or 1 when nothing fits
+    otherwise"""
     weight_transfer: Literal["auto", "direct", "all_gather"] = "auto"
     """how GPUs of a node fetch weights in RAM. direct: each copies all; all_gather: each copies a shard, and they
     exchange them; auto: the faster forecast"""

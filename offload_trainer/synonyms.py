@@ -122,7 +122,6 @@ _TERMS = f"""
     model.attention=eager: eager_attention
     data.cache: dataset_prepared_path cache_dir
     data.shuffle: shuffle_dataset dataloader_shuffle
-    optim.accumulate_dtype: grad_accum_dtype
     save.trackers=tensorboard: use_tensorboard
     deepspeed.aio_block_size: aio.block_size
     deepspeed.aio_queue_depth: aio.queue_depth
@@ -172,6 +171,7 @@ _TERMS = f"""
     --data reads the whole file; --steps ends a run earlier | max_samples max_train_samples streaming
     text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set |
         preprocessing_num_workers dataset_num_proc num_workers dataset_processes dataloader_*
+    gradients of several micro-batches are summed in fp32 | grad_accum_dtype
     fp16's loss scale follows its overflows | initial_scale_power loss_scale fp16.loss_scale loss_scale_window
     `offload-train plan` with the same words writes nothing | dry_run
     the configuration file is the first word: `offload-train CONFIG.yaml` | config config_file

@@ -64,7 +64,7 @@ DRIVE = ("--params", "nvme", "--optimizer", "nvme")
 class Result:
     """The result of one check of one architecture.
 
-    `outcome` is right, wrong, whole (its blocks are not divided), refused, traceback, or transformers (fails there).
+    `outcome` is right, wrong, refused, traceback, or transformers (fails there).
     """
 
     outcome: str
@@ -72,8 +72,6 @@ class Result:
     notes: tuple[str, ...] = ()  # notes of the plan
     router: str = ""  # the outcome with output_router_logits, where transformers then adds a loss
     drawn: str = ""  # "equal" if random initial weights have transformers' bits, "other bits", or why there are none
-    modules: int = 0  # fetched on their own
-    blocks: int = 0  # divided into those
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def deepspeed_config(
             "min_loss_scale": 1,
         }
     words["zero_optimization"] = _zero(section, placement, sizes, gpu=accelerator == "cuda", swaps=swap_directory)
-    if work.accumulate > 1 and work.sums == "fp32":
+    if work.accumulate > 1:
         words["data_types"] = {"grad_accum_dtype": "fp32"}
     if placement.optimizer != "gpu":
         adam = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}

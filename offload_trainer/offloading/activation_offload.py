@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,6 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.autograd import replace_checkpoints
 from offload_trainer.offloading.device import Device, DeviceCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
@@ -93,8 +93,11 @@ class Activations:
         self._prefetched: dict[int, tuple[torch.Tensor, DeviceCopy]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Make the checkpointed blocks of `model` store their inputs here; call it after checkpointing is enabled."""
-        replace_checkpoints(model, self._checkpoint)
+        """Make the checkpointed blocks of `model` store inputs here; call it after each change of checkpointing."""
+        for module in model.modules():
+            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+            if checkpoint is not None and getattr(checkpoint, "func", None) != self._checkpoint:
+                setattr(module, "_gradient_checkpointing_func", partial(self._checkpoint, checkpoint))  # noqa: B010
 
     def _checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **words: Any

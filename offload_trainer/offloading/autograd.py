@@ -1,17 +1,13 @@
 """Wrap the private torch functions (autograd, checkpoint, dispatch modes, dynamo) that offloading needs.
 
 Edit this module when a new torch version renames one of them.
-
-Checkpointed blocks save weights that are fetched and evicted as references (unit, offset) here.
-docs/design_streaming.md says why a block is recomputed before its first weight is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 def in_backward() -> bool:
     """Return whether this thread is running a node of a backward."""
-    return current_backward() != -1
-
-
-def current_backward() -> int:
-    """Return the id of the backward that this thread is running, or -1."""
-    return int(torch._C._current_graph_task_id())
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def unprotected() -> bool:
@@ -92,84 +83,25 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
-# -- activation checkpointing ------------------------------------------------------------------------------------------
+# -- selective activation checkpointing --------------------------------------------------------------------------------
+
+# Returns the unit and offset of a tensor that views an offloaded weight, or None for any other tensor.
+ReferenceOf = Callable[[torch.Tensor], Any]
 
 
-class WeightReferences(Protocol):
-    """The references to offloaded weights (`WeightPrefetcher`)."""
-
-    def reference_of(self, tensor: torch.Tensor) -> Any:
-        """Return the reference of a tensor that views an offloaded weight, or None for any other tensor."""
-
-    def unpack(self, saved: Any) -> torch.Tensor:
-        """Return the weight of a reference, on the device."""
-
-
-def replace_checkpoints(model: nn.Module, replaced: Callable[..., Any]) -> None:
-    """Make `model`'s checkpointed blocks call `replaced`, with the function that they call now, to checkpoint layers.
-
-    Blocks that call it already are left as they are.
-    """
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and getattr(checkpoint, "func", None) != replaced:
-            setattr(module, "_gradient_checkpointing_func", partial(replaced, checkpoint))  # noqa: B010
-
-
-def keep_weights(model: nn.Module, references: WeightReferences) -> None:
-    """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
-
-    def without_weights(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-        def inside(*given: Any, **named: Any) -> Any:
-            saved = BlockSavedTensors(references)
-            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-                return function(*given, **named)
-
-        return checkpoint(inside, *args, **words)
-
-    replace_checkpoints(model, without_weights)
-
-
-class BlockSavedTensors:
-    """Saved-tensor hooks inside a checkpointed block: weights as references, other tensors through torch's hooks."""
-
-    def __init__(self, references: WeightReferences) -> None:
-        self._references, self._others = references, hooks_of_autograd()
-        self._recomputed_in = -1  # id of the backward in which the block was recomputed
-        if self._others is not None:
-            self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
-
-    def pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
-        """Return whether the tensor is saved as a reference, and what is saved."""
-        reference = self._references.reference_of(tensor)
-        if reference is not None:
-            return True, reference
-        return False, self._others[0](tensor) if self._others else tensor.detach()
-
-    def unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
-        is_weight, saved = packed
-        if is_weight:
-            backward = current_backward()
-            if self._others is not None and self._recomputed_in != backward:
-                self._recomputed_in = backward
-                self._others[1](self._first)  # torch recomputes the block
-            return self._references.unpack(saved)
-        return self._others[1](saved) if self._others else saved
-
-
-def recompute_views(references: WeightReferences) -> None:
+def recompute_views(reference_of: ReferenceOf) -> None:
     """Make active selective checkpointing recompute views of weights, because their memory will be reused."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
-            mode.policy_fn = _without_views(mode.policy_fn, references)
+            mode.policy_fn = _without_views(mode.policy_fn, reference_of)
 
 
-def _without_views(policy: Callable[..., Any], references: WeightReferences) -> Callable[..., Any]:
+def _without_views(policy: Callable[..., Any], reference_of: ReferenceOf) -> Callable[..., Any]:
     def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
         results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
-        if any(isinstance(one, torch.Tensor) and references.reference_of(one) is not None for one in results):
+        if any(isinstance(one, torch.Tensor) and reference_of(one) is not None for one in results):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return policy(context, operation, *args, **words)
 
-    without_views.without_views_of = references  # type: ignore[attr-defined]
+    without_views.without_views_of = reference_of  # type: ignore[attr-defined]
     return without_views

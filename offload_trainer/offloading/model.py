@@ -103,9 +103,9 @@ class OffloadedModel:
             # glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. A forward
             # through 24 blocks of GPT-2 leaves 570 MB of them, beside the largest tensors: the loss and the embeddings'
             # gradients.
-            blocks = list(dict.fromkeys(unit.within for unit in self.units if unit.within))
+            blocks = [unit.name for unit in self.units if unit.block]
             # The gradient of a block's first trainable weight arrives last in a backward.
-            last = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
+            last = {self.places[name][0].name: self.parameters[name][0] for name in reversed(self.trained)}
             for block in {*blocks[_BLOCKS_PER_TRIM - 1 :: _BLOCKS_PER_TRIM], *blocks[-1:]}:
                 hooks.append(self._module.get_submodule(block).register_forward_hook(lambda *_: self.heap.trim()))
             for block in last.keys() & blocks[::_BLOCKS_PER_TRIM]:

@@ -145,8 +145,8 @@ class DeepSpeed:
             "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
             "tiered": machine.gpu is None and work.dtype == "fp16",
             f"{tensor if several else 'deepspeed.zero_stage=1'} --optimizer gpu with fp32 sums of several bf16 "
-            "micro-batches: DeepSpeed uses another optimizer then, which is untested; use --optimizer cpu, "
-            "--accumulate 1, or optim.accumulate_dtype=model": self._sums_need_ram(work) and on_gpu,
+            "micro-batches: DeepSpeed uses another optimizer then, which is untested; use --optimizer cpu or "
+            "--accumulate 1": self._sums_need_ram(work) and on_gpu,
             f"{tensor} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)": (
                 several and work.world % self.tensor
             ),
@@ -166,7 +166,7 @@ class DeepSpeed:
 
     def _sums_need_ram(self, work: Workload) -> bool:
         """Return whether the state must be in RAM: elsewhere DeepSpeed has another class for ZeRO-1 with fp32 sums."""
-        return self._zero == 1 and work.dtype == "bf16" and work.accumulate > 1 and work.sums == "fp32"
+        return self._zero == 1 and work.dtype == "bf16" and work.accumulate > 1
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
@@ -220,7 +220,7 @@ class DeepSpeedCandidate:
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
         # Bytes of the gradient sums over a rank's micro-batches.
-        self._sums = 4 if work.accumulate > 1 and work.sums == "fp32" else work.item_bytes
+        self._sums = 4 if work.accumulate > 1 else work.item_bytes
         sent = gathered(shape, self.sizes) if placement.stage == 3 else {}
         zero = zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
         self._collectives = [*zero, *tensor_collectives(work)]
@@ -285,8 +285,8 @@ class DeepSpeedCandidate:
 
         On a GPU the last gradients leave in fp32 (`_offload_grad_partition_at_boundary`). Before that ZeRO-3 writes the
         gradients of each micro-batch, or their sums, to host memory and reads them back (`partition_grads`); ZeRO-2
-        does so for 16-bit sums, which it reads from the second micro-batch on. Copies overlap with the backward; before
-        DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
+        does so if the weights are fp32 as the sums are, which it reads from the second micro-batch on. Copies overlap
+        with the backward; before DeepSpeed 0.19.5 it waited for those of ZeRO-3, which follow each other on one stream.
         """
         work, stage, sums = self.work, self.placement.stage, self._sums
         own = -(-self._trained // work.here)

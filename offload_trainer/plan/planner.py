@@ -337,7 +337,7 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
         return ""
-    name = f"the block {largest.name}" if largest.name == largest.within else largest.name
+    name = f"the block {largest.name}" if largest.block else largest.name
     where = "a GPU has room for" if gpu else "RAM has room for"
     return (
         f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is fetched as a whole"
@@ -366,7 +366,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         checkpointed=checkpointed_blocks(model, shape, all_if_auto=pipeline > 1),
         offload_activations=kind_asked(model.offload_activations) or False,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
-        sums=optim.accumulate_dtype,
         state=state_format(optim.name, optim.moment_dtype, optim.master_dtype),
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,

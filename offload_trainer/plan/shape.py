@@ -103,8 +103,6 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
-    # The submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit.
-    part: str = ""
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
@@ -153,10 +151,7 @@ def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which a pass uses the weights of blocks and of modules outside them, by name.
-
-    Inside a block it is that of its weights. A weight may occur several times.
-    """
+    """The order in which a pass uses blocks and modules outside them, by name. Each may occur several times."""
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -208,10 +203,6 @@ class ModelShape:
     tiles_again: tuple[str, ...] = ()  # the tiles that the recomputation of a checkpointed block also runs
     tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
-    divisible: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
-    # The order of use inside the blocks that `divisible` names; the backward includes the recomputation if blocks are
-    # checkpointed.
-    needs: tuple[tuple[str, Order], ...] = ()
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none

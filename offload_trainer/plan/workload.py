@@ -26,7 +26,6 @@ class Workload:
     checkpointed: int  # the first blocks, which keep only their inputs until their backward; the others keep everything
     offload_activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: device
     loss_chunk: int  # tokens whose logits are in memory at a time
-    sums: Literal["fp32", "model"]  # dtype in which gradients of several micro-batches are accumulated
     state: StateFormat  # optimizer rule, and the formats of its state
     kernel: str  # CPU update kernel: "auto" or a name
     checkpoints: int | None  # number kept on the output's drive; 0: export weights at the end instead; None: neither
@@ -46,7 +45,7 @@ class Workload:
     @property
     def gradient_bytes(self) -> int:
         """Return the bytes of one element of the step's gradient sums."""
-        return 4 if self.added > 1 and self.sums == "fp32" else self.item_bytes
+        return 4 if self.added > 1 else self.item_bytes
 
     @property
     def side_by_side(self) -> int:

@@ -4,7 +4,7 @@
 
 No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs and keeps choices of the
 run that is being resumed. If a configuration does not fit, it tries settings that need less device memory and that are
-`auto`: fewer weight buffers, then MLPs on chunks of a row, then weights fetched by the module.
+`auto`: fewer weight buffers, then MLPs on chunks of a row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from offload_trainer.plan.planner import (
     with_fewer_buffers,
 )
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiers import GPU_NAME
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.safe_files import read_back
@@ -142,7 +141,7 @@ def shared_plan(own: Planned) -> Planned:
     told = json.dumps(own.config.model_dump(exclude_unset=True)), replace(own.plan, work=bare), own.machine
     words, plan, machine = from_rank_zero(lambda: told, tuple[str, Plan, MachineProfile])
     config = TrainConfig.model_validate_json(words)
-    source = as_wished(own.source, config)
+    source = with_chunked_mlps(own.source) if isinstance(config.model.mlp_chunk, int) else own.source
     plan = replace(plan, work=replace(plan.work, shape=with_rate(source.shape, plan.work.seq_len)))
     return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, source)
 
@@ -314,53 +313,37 @@ def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
 class MemoryFallbacks:
     """One model, as settings that need less device memory see it.
 
-    `source` creates the ModelSource; `preset` is its shape if that is known without torch. Probes for chunked MLPs and
-    per-module fetching run on first use and are cached.
+    `source` creates the ModelSource; `preset` is its shape if that is known without torch. The probe for chunked MLPs
+    runs on first use and is cached.
     """
 
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
-        self.source = cache(source)  # with whole MLPs and weights fetched by the block
+        self.source = cache(source)
         self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
-        self._models = dict[tuple[bool, bool], Any]()  # key: with chunked MLPs, in parts
+        self._chunked = cache(lambda: with_chunked_mlps(self.source()))
 
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
-        """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
-        key = pieces or isinstance(config.model.mlp_chunk, int), config.tiered.fetch_granularity == "module"
-        if self._preset and not any(key):
-            return self._preset
-        if key not in self._models:  # blocks are divided after the probe for chunked MLPs, which is slower
-            probed = self._models.get((key[0], False))
-            self._models[key] = as_wished(probed or self.source(), config, pieces=key[0] and probed is None)
-        return self._models[key]
+        """Return the model for a configuration's chunk setting; `pieces`: with chunked MLPs in any case."""
+        if pieces or isinstance(config.model.mlp_chunk, int):
+            return self._chunked()
+        return self._preset or self.source()
 
     def ways(self, config: TrainConfig) -> Iterator[tuple[list[TrainConfig], Any]]:
         """Yield (configurations, model), each with a smaller device footprint than the last.
 
         The configurations of one model have fewer and fewer weight buffers.
         """
-        tiered = config.tiered
-        whole = config.placement.engine_name != "tiered" or config.parallel.pipeline not in (1, "auto")
-        left_open = tiered.fetch_granularity == "auto" and not whole
-        for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
-            for pieces in (False, True) if may_tile(config) else (False,):
-                candidate = config.with_keys("tiered", fetch_granularity=fetch)
-                of = self.as_wished(candidate, pieces=pieces)
-                if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
-                    yield with_fewer_buffers(candidate), of
+        for pieces in (False, True) if may_tile(config) else (False,):
+            of = self.as_wished(config, pieces=pieces)
+            if of.shape.tiles or not pieces:
+                yield with_fewer_buffers(config), of
 
 
-def as_wished(source: Any, config: TrainConfig, *, pieces: bool = False) -> Any:
-    """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them.
+def with_chunked_mlps(source: Any) -> Any:
+    """Return the ModelSource with the modules that can run on chunks of a row."""
+    from offload_trainer.model.probes.blocks import with_tiles
 
-    `pieces`: with chunked MLPs in any case.
-    """
-    from offload_trainer.model.probes.blocks import with_divided_blocks, with_tiles
-
-    if (pieces or isinstance(config.model.mlp_chunk, int)) and not source.shape.tiles:
-        source = with_tiles(source)
-    if config.tiered.fetch_granularity == "module":
-        return source if is_divided(source.shape) else with_divided_blocks(source)
-    return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
+    return source if source.shape.tiles else with_tiles(source)
 
 
 def may_tile(config: TrainConfig) -> bool:
@@ -406,18 +389,13 @@ def _with_resumed_choices(
 ) -> TrainConfig:
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
-    These are the MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a recomputed block has
-    the bits of one that is not. A pipeline fetches and recomputes whole blocks. Returns `config` itself if none of them
-    is left open, or if there is no run to resume, in which case `before`, its configuration, is empty.
+    These are the MLP chunk and, on a GPU, the checkpointed blocks. On a CPU a recomputed block has the bits of one that
+    is not. A pipeline recomputes all blocks. Returns `config` itself if neither is left open, or if there is no run to
+    resume, in which case `before`, its configuration, is empty.
     """
     if config.placement.engine_name == "deepspeed":
         return config
-    model, tiered, alone = config.model, config.tiered, config.parallel.pipeline in (1, "auto")
-    fetch, was = before.get("tiered", {}).get("fetch_granularity"), before.get("model", {})
-    if tiered.fetch_granularity == "auto" and fetch == "module" and alone:  # decides the layout of page files
-        is_set = "weight_buffers" in tiered.model_fields_set
-        count = tiered.weight_buffers if is_set else before["tiered"]["weight_buffers"]
-        tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
+    model, was, alone = config.model, before.get("model", {}), config.parallel.pipeline in (1, "auto")
     chunk, recomputed = was.get("mlp_chunk"), was.get("activation_checkpointing")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
@@ -425,7 +403,7 @@ def _with_resumed_choices(
     recomputed_open = model.activation_checkpointing == "auto" and on_gpu and alone
     if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
         model = model.model_copy(update={"activation_checkpointing": recomputed})
-    kept = config.model_copy(update={"model": model, "tiered": tiered})
+    kept = config.model_copy(update={"model": model})
     if kept == config or (isinstance(model.mlp_chunk, int) and not models.as_wished(kept).shape.tiles):
         return config
     return kept

@@ -107,7 +107,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "threads": "use torch.set_num_threads",
     "weight_transfer": "the plan chooses it",
     "micro_batch_order": "your code runs the micro-batches",
-    "fetch_granularity": "your code may read all weights of a block at any point",
     **dict.fromkeys(("lr", "eps", "weight_decay"), "give it to session.adamw"),
     "betas": "give them to session.adamw",
     "max_grad_norm": "call session.clip_grad_norm_",

@@ -28,7 +28,7 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import TieredCandidate
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
-from offload_trainer.run.planning import as_wished
+from offload_trainer.run.planning import with_chunked_mlps
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import leased
@@ -109,7 +109,8 @@ def engine(
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
     with cached_counts():
-        source = as_wished(resolve_model(config.model, seed=config.train.seed), config)
+        source = resolve_model(config.model, seed=config.train.seed)
+        source = with_chunked_mlps(source) if isinstance(config.model.mlp_chunk, int) else source
     if alone:
         yield PlainEngine(source, config.model, config.optim)
         return

@@ -21,7 +21,6 @@ from offload_trainer.offloading.update.updater import SpeculativeStep
 
 BEHIND, FULL, IN_LINE = (f"tiered.overlap={how}" for how in ("forward", "backward", "off"))
 ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
-BY_MODULE = "tiered.fetch_granularity=module"
 AWAY = ["--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"]
 ALL_ON_DRIVES = [*AWAY, "--optimizer", "nvme"]
 HOMES = {
@@ -108,7 +107,7 @@ def hold_up(ours: Any) -> None:
             wanted = {number for number in early if pages[number].unit in units}
             until(lambda: bool(ahead.error) or wanted <= ahead.written.keys())
 
-    (norm,) = (name for name in ours.offloaded.parameters if name.startswith(f"{block.within}.") and LATE.search(name))
+    (norm,) = (name for name in ours.offloaded.parameters if name.startswith(f"{block.name}.") and LATE.search(name))
     ours.offloaded.parameters[norm][0].register_hook(wait)
 
 

@@ -78,7 +78,6 @@ class PlainEngine:
             fused=True,
         )
         self._clip = optim.max_grad_norm
-        self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
         self._scale = LossScale.initial(model.dtype)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -106,10 +105,8 @@ class PlainEngine:
             grad = self._weights[name].grad
             self._weights[name].grad = None
             if grad is not None:
-                total = grad.to(self._sum_dtype)
-                if master.grad is not None:
-                    total = master.grad.to(self._sum_dtype) + total
-                master.grad = total.to(torch.float32)
+                total = grad.to(torch.float32)
+                master.grad = total if master.grad is None else master.grad + total
 
     @torch.no_grad()
     def _update(self, *, lr: float) -> float | None:

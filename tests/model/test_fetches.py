@@ -5,19 +5,15 @@ registers them in. The models are tiny ones of transformers' causal architecture
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 from math import isnan
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny_models
 import torch
-from every_architecture import RAM, Result, Subject, Trained, examine, in_a_child, one_line, ours, same_bits
+from every_architecture import RAM, Result, Subject, Trained, examine, in_a_child, ours
 from seen_calls import run_before
 from small_architectures import ARCHITECTURES
 from transformers import LlamaConfig
@@ -41,22 +37,11 @@ SELECTED = {
     "MossTranscribeDiarize": "a tower with blocks of its own",
     "Roberta": "embeddings in a block",
 }
-DIVIDED = {
-    "Bloom": "attention that is given what is added to its result",
-    "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",
-    "FalconH1": "attention beside a mixer",
-    "Gemma3nText": "blocks with several streams",
-    "GptOss": "experts with biases, sinks",
-    "Mamba": "a convolution, and a projection, whose weights are read",
-    "Qwen3Next": "a shared expert before the router",
-    "Zaya": "weights of modules that have children",
-}
 OTHERWISE = {
     "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt"},
     "runs that cannot be counted, of blocks that run several times": {"HrmText"},
     "blocks are not known": {"OpenAIGPT", "XLM", "XLNet"},
 }
-REFUSED = ("weight_buffers must be", "tiered.fetch_granularity=module: a trial")
 
 
 @dataclass(frozen=True)
@@ -89,45 +74,25 @@ def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
     return trained, found
 
 
-def check(subject: Subject, *, granularity: str, stays: Sequence[int] = (0,)) -> Result:
-    """Compare fetches with the plan, in one buffer and in two where so few suffice; for modules also bits with blocks.
-
-    `stays`: elements of a block that stay on the device.
-    """
-    wrong, parts, why = list[str](), list[Unit](), ""
-    whole = fetched(subject, "tiered.fetch_granularity=block")[0] if granularity == "module" else None
-    for small, buffers in product(stays, (1, 2)):
-        with (
-            mock.patch.object(layout, "_STAYS", small),
-            mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
-        ):
-            words = (f"tiered.fetch_granularity={granularity}", f"tiered.weight_buffers={buffers}")
-            try:
-                found, units = fetched(subject, *words)
-            except UserError as error:
-                if not any(text in str(error) for text in REFUSED):
-                    raise
-                why = one_line(error)
-                continue
-        units = [one for one in units if one.unit.block or not whole]
+def check(subject: Subject) -> Result:
+    """Compare fetches with the plan, in one buffer and in two where so few suffice."""
+    wrong = list[str]()
+    for buffers in (1, 2):
+        try:
+            found, units = fetched(subject, f"tiered.weight_buffers={buffers}")
+        except UserError as error:
+            if "weight_buffers must be" not in str(error):
+                raise
+            continue
         told = [f"{one.unit.name} {one.actual} times for {one.planned}" for one in units if one.actual != one.planned]
         told += ["a loss is NaN"] if any(map(isnan, found.losses)) else []
-        told += ["other bits than whole blocks"] if whole and not same_bits(found, whole) else []
-        wrong += [f"{buffers} buffers, {small} elements stay: {text}" for text in told]
-        parts = max(parts, [one.unit for one in units if one.unit.is_part], key=len)
-    if granularity == "module" and not (parts or wrong):
-        return Result("whole", why)
-    divided = len({part.within for part in parts})
-    return Result("wrong" if wrong else "right", "; ".join(wrong), modules=len(parts), blocks=divided)
-
-
-FETCHES = partial(check, granularity="block")
-MODULES = partial(check, granularity="module", stays=(0, 1 << 20))
+        wrong += [f"{buffers} buffers: {text}" for text in told]
+    return Result("wrong" if wrong else "right", "; ".join(wrong))
 
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_units_are_fetched_as_often_as_planned(name: str, tmp_path: Path) -> None:
-    (result,) = examine(name, tmp_path, FETCHES)
+    (result,) = examine(name, tmp_path, check)
     assert (result.outcome, result.why) == ("right", "")
 
 
@@ -136,37 +101,16 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}
     names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
-    found = {name: in_a_child(name, FETCHES)[0].outcome for name in names}
+    found = {name: in_a_child(name, check)[0].outcome for name in names}
     assert {name for name, outcome in found.items() if outcome == "wrong"} == known
     assert set(found.values()) <= {"right", "wrong", "transformers"}
-    if request.config.getoption("--exhaustive"):
-        found = {name: in_a_child(name, MODULES)[0].outcome for name in names}
-        assert set(found.values()) <= {"right", "whole", "refused", "transformers"}, found
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
-    (result,) = examine("MossTranscribeDiarize", tmp_path, FETCHES)
+    (result,) = examine("MossTranscribeDiarize", tmp_path, check)
     assert result.outcome == "wrong"
     assert "model.audio_tower.layers.0 0 times for 2" in result.why
-
-
-# -- blocks fetched module by module -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DIVIDED)
-def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
-    (result,) = examine(name, tmp_path, MODULES)
-    assert (result.outcome, result.why) == ("right", "")
-    assert result.modules > result.blocks > 0
-
-
-@pytest.mark.slow
-def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
-    (result,) = examine("XLNet", tmp_path, MODULES)
-    assert result.outcome == "whole"
-    assert "tiered.fetch_granularity=module" in result.why
 
 
 # -- the order alone ---------------------------------------------------------------------------------------------------
@@ -181,42 +125,37 @@ def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
     assert order.backward == ("lm_head", "model.norm", *layers[::-1])
 
 
-def shape_of(**more: object) -> ModelShape:
+def shape_of() -> ModelShape:
     weights = [
         Weight("embed.weight", (999, 64), unit="embed", uses=2),
-        *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True, part=f"h.{n}.{w}") for n in (0, 1) for w in "ab"),
+        *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True) for n in (0, 1) for w in "ab"),
         Weight("late.weight", (64, 64), unit="late"),
     ]
-    return ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64, **more)  # type: ignore[arg-type]
+    return ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64)
 
 
-def named(shape: ModelShape, *, again: int) -> tuple[list[str], list[str]]:
+def named(shape: ModelShape, *, checkpointing: bool) -> tuple[list[str], list[str]]:
     units = units_of(shape)
-    forward, backward = orders(units, shape, again=again)
+    forward, backward = orders(units, shape, checkpointing=checkpointing)
     return [units[unit].name for unit in forward], [units[unit].name for unit in backward]
 
 
 def test_without_a_trace_the_order_is_that_of_registration() -> None:
-    parts = ["h.0.a", "h.0.b", "h.1.a", "h.1.b"]
-    forward, backward = named(shape_of(), again=0)
-    assert forward == ["embed", *parts, "late", "embed"]
-    assert backward == ["embed", "late", *parts[::-1]]
-    registered = Order(("embed", "h.0", "h.1", "late", "embed"), ("embed", "late", "h.1", "h.0"))
-    assert with_order(shape_of(), registered) == shape_of()
+    forward, backward = named(shape_of(), checkpointing=False)
+    assert forward == ["embed", "h.0", "h.1", "late", "embed"]
+    assert backward == ["embed", "late", "h.1", "h.0"]
+    assert with_order(shape_of(), Order(tuple(forward), tuple(backward))) == shape_of()
 
 
-def test_parts_are_fetched_in_the_probed_order_at_each_run_of_their_block() -> None:
-    """h.0 runs twice, and its trial covers both; h.1 is frozen, and is recomputed only with checkpointing."""
-    needs = (("h.0", Order(("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2)),)
-    order = Order(("late", "embed", "h.1", "h.0", "h.0", "embed"), ("embed", "h.0", "h.0"))
-    shape = with_order(shape_of(needs=needs), order)
+def test_blocks_are_fetched_in_the_recorded_order_at_each_run() -> None:
+    """h.0 runs twice; h.1 is frozen, and has a backward only with checkpointing."""
+    order = Order(("late", "embed", "h.1", "h.0", "h.1", "h.0", "embed"), ("embed", "h.0", "late", "h.0"))
+    shape = with_order(shape_of(), order)
     assert shape.order == order
-    forward, backward = named(shape, again=0)
-    assert forward == ["late", "embed", "h.1.a", "h.1.b", *["h.0.b", "h.0.a"] * 2, "embed"]
-    assert backward == ["embed", *["h.0.a", "h.0.b"] * 2]
-    for count in (1, 2):  # h.0 is recomputed, and then h.1 needs its weights too, also if it is not
-        again = named(shape, again=count)[1]
-        assert again == ["embed", *["h.0.b", "h.0.a", "h.0.b"] * 2, "h.1.b", "h.1.a"]
+    assert named(shape, checkpointing=False) == (list(order.forward), list(order.backward))
+    forward, backward = named(shape, checkpointing=True)
+    assert forward == list(order.forward)
+    assert backward == [*order.backward, "h.1", "h.1"]
     units = units_of(shape)
     gradients = [units[unit].name for unit in as_gradients_come(units, shape)]
-    assert gradients == ["h.0.a", "h.0.b", "h.1.b", "h.1.a", "embed", "late"]
+    assert gradients == ["h.0", "h.1", "embed", "late"]

@@ -39,7 +39,6 @@ CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "block by block": ([*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first"], 3),
     "during the forward": ([*RAM, "tiered.overlap=forward"], 1),
     "during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
-    "by the module": ([*RAM, "tiered.fetch_granularity=module"], 1),
     "fp16": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 3),
     "fp16, skipped": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 1),
     "frozen": ([*DRIVE, 'model.freeze=["wte","h.1.mlp"]', "tiered.overlap=forward"], 2),
@@ -54,7 +53,6 @@ LONGER: dict[str, tuple[list[str], int]] = {
         [*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first", "model.offload_activations=nvme"],
         3,
     ),
-    "by the module, from the drive": ([*DRIVE, "tiered.fetch_granularity=module", "tiered.overlap=backward"], 2),
     "MLPs in pieces": ([*RAM, CHECKPOINTED, "model.mlp_chunk=7"], 2),
     "loss in chunks": ([*RAM, "model.loss_chunk=10"], 2),
 }

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, Result, assert_no_open_port, run_ranks, start_ranks
-from placements import ALL_ON_DRIVES, BY_MODULE, ON
+from placements import ALL_ON_DRIVES, ON
 
 from offload_trainer import cli, ranks
 from offload_trainer.errors import LOST, PeerFailed, TrainerError
@@ -43,8 +43,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # model, words
     "experts on the drive": ("mixtral", (*AWAY, *BEHIND)),
     "gathered": ("gpt2", (*GATHERED, *BEHIND)),
     "gathered, layers are dropped": ("opt", (*GATHERED, *BEHIND, "--dtype", "fp32")),
-    "parts on the drive": ("qwen3", (*ALL_ON_DRIVES, ON, BY_MODULE, "model.offload_activations=nvme")),
-    "parts, gathered": ("qwen3", (*GATHERED, ON, BY_MODULE, "tiered.weight_buffers=2")),
+    "all on the drive, inputs away": ("qwen3", (*ALL_ON_DRIVES, ON, "model.offload_activations=nvme")),
+    "gathered, in two buffers": ("qwen3", (*GATHERED, ON, "tiered.weight_buffers=2")),
     "Muon": ("gpt2", (*HALF, *MUON)),
 }
 RESUMED = ("half, 8-bit, frozen", "half, bf16 masters", "experts on the drive", "Muon")

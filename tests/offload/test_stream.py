@@ -1,6 +1,4 @@
-"""Tests of prefetching weights to the device, by blocks or by their modules: each transfer starts before its unit is
-needed, and bytes match the plan.
-"""
+"""Tests of prefetching weights: each transfer starts before its unit is needed, and bytes match the plan."""
 
 from __future__ import annotations
 
@@ -10,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from engine_bench import batches, engine, model_directory, train
-from placements import BY_MODULE, OFF, ON
+from placements import OFF, ON
 from seen_calls import calls_of
 
-import offload_trainer.offloading.weights.prefetch as prefetch
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -30,10 +26,7 @@ KINDS = {
     "untied, breadth-first": ("qwen3", False, [ON, BREADTH]),
     "tied, breadth-first": ("gpt2", True, [ON, BREADTH]),
     "untied, two blocks checkpointed": ("qwen3", False, [TWO]),
-    "untied, by the module, two blocks checkpointed": ("qwen3", False, [TWO, BY_MODULE]),
-    "untied, by the module": ("qwen3", False, [OFF, BY_MODULE]),
-    "tied, by the module, checkpointed": ("gpt2", True, [ON, BY_MODULE]),
-    "untied, by the module, checkpointed": ("qwen3", False, [ON, BY_MODULE]),
+    "tied, checkpointed": ("gpt2", True, [ON, DEPTH]),
     "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
     "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
     "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
@@ -104,32 +97,14 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
         assert first in [unit for kind, unit in events[:index] if kind == "start"]
 
 
-RAM = ("--params", "cpu")
-
-
-def test_a_recomputation_that_keeps_bare_weights_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
-    share buffers.
-    """
-    monkeypatch.setattr(prefetch, "keep_weights", lambda *_: None)
-    with (
-        engine(qwen3, *RAM, ON, BY_MODULE, "tiered.weight_buffers=2") as ours,
-        pytest.raises(
-            UserError,
-            match=r"a checkpointed part of the model runs with the weights of 3 .*weight_buffers must be at least",
-        ),
-    ):
-        train(ours, batches(1))
-
-
-def test_reading_a_weight_of_another_part_gives_nan(qwen3: Path) -> None:
+def test_reading_a_weight_of_another_block_gives_nan(qwen3: Path) -> None:
     """Absent weights are NaN: code that reads one without calling its module stops the run rather than
     use old values.
     """
-    with engine(qwen3, *RAM, OFF, BY_MODULE, "tiered.weight_buffers=1") as ours:
-        mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
-        gate = mlp.gate_proj.weight
-        mlp.down_proj.register_forward_hook(lambda module, given, output: output + gate.sum())
+    with engine(qwen3, "--params", "cpu", OFF, "tiered.weight_buffers=1") as ours:
+        first, second = (ours.offloaded._module.get_submodule(f"model.layers.{number}") for number in (0, 1))
+        gate = first.mlp.gate_proj.weight
+        second.mlp.register_forward_hook(lambda module, given, output: output + gate.sum())
         loss, norm = train(ours, batches(1))[0]
         assert loss != loss
         assert norm is None

@@ -105,7 +105,7 @@ PIECES = [*TINY, *WORDS, "--micro-batch", "16", "--save-every", "2", "train.eval
 
 def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
     """On a CPU the bits do not depend on the number of checkpointed blocks, so the plan chooses it again."""
-    words = [*TINY, "model.overrides.n_inner=8192", "tiered.fetch_granularity=block"]
+    words = [*TINY, "model.overrides.n_inner=8192"]
     models = MemoryFallbacks(lambda: model_of(load_config(words)))
 
     def resumed(key: str, before: int | str, *more: str, on_gpu: bool = True) -> int | str:

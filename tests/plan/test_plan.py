@@ -65,7 +65,7 @@ def test_a_refusal_names_changes_with_which_the_plan_fits(
     words: str, here: MachineProfile, expected: tuple[str, ...]
 ) -> None:
     """Each fits when it is added to the command, and is in the message."""
-    given = [*words.split(), "--scratch", "model.mlp_chunk=off", "tiered.fetch_granularity=block"]
+    given = [*words.split(), "--scratch", "model.mlp_chunk=off"]
     given += ["--nvme", "/ssd"] if here.drives else []
     refused = plan_elsewhere(load_config(given), here)
     assert not refused.fits
@@ -89,7 +89,7 @@ def test_bf16_masters_are_a_remedy_of_the_tiered_engine_with_adamw_alone(words: 
 
 def test_shorter_rows_are_no_remedy_for_a_run_that_resumes() -> None:
     """It would be refused as another run."""
-    words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off tiered.fetch_granularity=block"
+    words = "--model gpt2 --micro-batch 1 --scratch model.mlp_chunk=off"
     config, small = load_config(words.split()), machine(gpu=16 * GB // 10)
     assert plan_elsewhere(config, small).fits_with == ("--seq-len 512", "--seq-len 128")
     models = _models(config)
@@ -352,20 +352,17 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
 
 
 def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:
-    """The plan lists the sums in 4 or 2 bytes; the backward copies nothing out, and the update copies all
-    of it once.
-    """
+    """The plan lists the sums in 4 bytes; the backward copies nothing out, and the update copies all of it once."""
     shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
-    for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
-        plan = make_plan(wish(*words, *extra), shape, machine(gpu=24 * GB))
-        assert plan.sizes.gradients == "gpu"
-        assert "gradients gpu" in plan.homes
-        held = [(item.tier, item.bytes) for item in plan.items if item.name == "gradients"]
-        assert held == [("gpu", size * trained)]
-        out = {moved.phase: moved.written for moved in plan.traffic if moved.place == "device"}
-        assert not out.get("backward")
-        assert out["update"] == size * trained
+    plan = make_plan(wish(*words), shape, machine(gpu=24 * GB))
+    assert plan.sizes.gradients == "gpu"
+    assert "gradients gpu" in plan.homes
+    held = [(item.tier, item.bytes) for item in plan.items if item.name == "gradients"]
+    assert held == [("gpu", 4 * trained)]
+    out = {moved.phase: moved.written for moved in plan.traffic if moved.place == "device"}
+    assert not out.get("backward")
+    assert out["update"] == 4 * trained
     assert make_plan(wish(*words), shape, machine(gpu=8 * GB)).sizes.gradients == "cpu"  # type: ignore[union-attr]
     assert make_plan(wish(*words), shape, machine()).sizes.gradients == "cpu"  # type: ignore[union-attr]
     once = make_plan(wish("--gpu-fraction", "0"), shape, machine(gpu=24 * GB))

@@ -157,5 +157,5 @@ def test_new_weights_in_ram_are_not_copied_to_the_gpu_by_the_update() -> None:
     assert moved("--params", "cpu") == {"backward": (4 + 2 * 4, 2 * 4 + 4), "update": (0, 0)}
     assert moved("--params", "gpu", "deepspeed.zero_stage=3") == {"backward": (2 * 4, 2 * 4 + 4), "update": (2, 0)}
     assert moved("--params", "gpu", "deepspeed.zero_stage=2") == {"backward": (0, 4), "update": (2, 0)}
-    of_model = ("--params", "gpu", "deepspeed.zero_stage=2", "optim.accumulate_dtype=model")
-    assert moved(*of_model) == {"backward": (2, 2 * 2 + 4), "update": (2, 0)}
+    fp32 = ("--params", "gpu", "deepspeed.zero_stage=2", "--dtype", "fp32")  # sums have the weights' dtype
+    assert moved(*fp32) == {"backward": (4, 2 * 4 + 4), "update": (4, 0)}

@@ -61,14 +61,13 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
     assert pieces.losses == pytest.approx(outside.losses, abs=1e-5)
 
 
-def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path, drive: Path, tmp_path: Path) -> None:
-    """A model whose whole blocks do not fit runs with fetches by module, which the plan chooses without an argument."""
-    shape = {"hidden_size": 1024, "intermediate_size": 24576, "num_attention_heads": 8, "max_position_embeddings": 1024}
+def test_a_model_runs_in_one_weight_buffer_where_two_do_not_fit(box: Path, drive: Path, tmp_path: Path) -> None:
+    """The plan lowers the number without an argument."""
+    shape = {"hidden_size": 1024, "intermediate_size": 19456, "num_attention_heads": 8, "max_position_embeddings": 1024}
     words = [*TWO_STEPS, *model_of(tmp_path, **shape), "--seq-len", "128", "--nvme", drive, "--ram-fraction", "0"]
     words += ["placement.gradients=nvme", "tiered.overlap=off", "tiered.page_size=1048576"]
     run, plan = finished(inside(box, *words, "--output", tmp_path / "run"), tmp_path / "run")
-    start = "tiered.fetch_granularity=module: weights of blocks are fetched in parts"
-    assert any(note.startswith(start) for note in plan["notes"])
+    assert (plan["chosen"]["params"], plan["chosen"]["sizes"]["unit_buffers"]) == ("nvme", 1)
     assert run.steps[-1]["host_rss_bytes"] <= LIMIT
     assert len(run.losses) == 2
     assert run.losses[1] < run.losses[0]

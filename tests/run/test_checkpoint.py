@@ -9,10 +9,9 @@ import pytest
 from synthetic_checkpoints import Small, save
 
 from offload_trainer import checkpoint
-from offload_trainer.checkpoint import changed_settings, find_resume, read_manifest
+from offload_trainer.checkpoint import find_resume, read_manifest
 from offload_trainer.errors import TrainerError
 from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
-from offload_trainer.settings import load_config
 from offload_trainer.storage.atomic_io import bytes_below
 
 
@@ -77,14 +76,3 @@ def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
     (root / ".step-00000008.tmp").symlink_to(tmp_path)
     with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
         remove_leftovers(root)
-
-
-def test_another_fetch_granularity_is_noted_where_it_draws_other_noise() -> None:
-    before, now = (load_config([f"tiered.fetch_granularity={fetch}"]).model_dump() for fetch in ("auto", "module"))
-    assert changed_settings("it", before, now) == []
-    for words in ("optim.moment_dtype=8bit", "optim.master_dtype=bf16"):
-        rounded = load_config([words]).model_dump() | {"tiered": now["tiered"]}
-        told = changed_settings("it", before | {"optim": rounded["optim"]}, rounded)
-        assert told == ["tiered.fetch_granularity is module; it was saved with auto"]
-        whole = rounded | {"tiered": before["tiered"] | {"fetch_granularity": "block"}}  # what auto is, too
-        assert changed_settings("it", before | {"optim": rounded["optim"]}, whole) == []

@@ -1,25 +1,19 @@
-"""Probes of a model's blocks, made once before the plan: what can run in pieces, in parts, or in another order.
+"""Probes of a model's blocks, made once before the plan: what can run in pieces or in another order.
 
-Names and architectures do not tell: some code reads a child module's weight without calling the child, some MLPs use
-the previous token, some blocks feed all later ones. So a tiny model of the same kind is run (tiny_model.py):
+Names and architectures do not tell: some MLPs use the previous token, some blocks feed all later ones. So a tiny model
+of the same kind is run (tiny_model.py):
 
-    with_tiles            position-wise modules (tiled_mlp.py): loss and gradients are the same with the module run on
-                          pieces of the row. The tiles' memory is counted as well.
-    with_divided_blocks   modules whose children can be present one at a time (`tiered.fetch_granularity=module`): in a
-                          recorded forward each weight is used before another child begins. The order in which a block
-                          uses its weights is recorded as well.
-    why_no_chain          blocks through which several micro-batches may pass together (`tiered.micro_batch_order`,
-                          breadth_first.py): gradients have the same bits. Returns the reason if not.
-
-The first two return the model with the findings in its shape. A kind of module qualifies if it passes alone and
-together with all others that passed; a chain is of the whole model.
+    with_tiles     position-wise modules (tiled_mlp.py): loss and gradients are the same with the module run on pieces
+                   of the row. The model is returned with them, and with their memory, in its shape. A kind of module
+                   qualifies if it passes alone and together with all others that passed.
+    why_no_chain   blocks through which several micro-batches may pass together (`tiered.micro_batch_order`,
+                   breadth_first.py): gradients have the same bits. Returns the reason if not.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,9 +23,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
@@ -42,17 +33,12 @@ from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.probes.tiny_model import Kind, TrialFailed, modules_in_blocks, random_ids, try_on_tiny_model
 from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import Tiled
-from offload_trainer.offloading.autograd import in_backward, keep_weights
-from offload_trainer.plan.shape import Order
-from offload_trainer.plan.tiered.layout import divided
+from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.storage.tensorfile import DTYPES
 
 _EQUAL = 1e-4  # limit for equality in fp32, relative to the largest element
 _ROW, _ODD = 24, 23  # tokens of a row, and of one that pieces do not divide
 _MICRO, _CHUNK = 3, 16  # micro-batches, and tokens of a piece of the loss
-_BlockKind = tuple[str, type, frozenset[str]]
-_Event = nn.Module | nn.Parameter  # a module begins, or a weight is used
-_Saved = tuple[nn.Parameter, torch.Tensor]  # a weight that autograd has saved for the backward, and its values
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -154,149 +140,6 @@ def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     largest = max(float(values.abs().max()) for values in one if values.numel())
     bounds = [_EQUAL * max(float(v.abs().max()) if v.numel() else 0.0, largest / 100) for v in one]
     return all(bool(((a - b).abs() <= bound).all()) for a, b, bound in zip(one, other, bounds, strict=True))
-
-
-# -- children ----------------------------------------------------------------------------------------------------------
-
-
-def with_divided_blocks(source: ModelSource) -> ModelSource:
-    """Return the model with its blocks divided into submodules, or unchanged if no block can be divided.
-
-    A tiny model of its kind shows which can. If that does not run, none can.
-    """
-    model = source.meta()
-    try:
-        proven, orders = try_on_tiny_model(model, _divided)
-    except TrialFailed:
-        proven, orders = set(), {}
-    needs = []
-    for block in block_names(model):
-        shown = orders.get(_block_kind(model, block))
-        if shown is not None:  # the order is empty for a tower that text does not pass through
-            order = (tuple(f"{block}.{inner}" for inner in names) for names in (shown.forward, shown.backward))
-            needs.append((block, Order(*order)))
-    names = tuple(name for kind, name, _ in _with_children(model) if kind in proven)
-    return replace(source, shape=divided(replace(source.shape, divisible=names, needs=tuple(needs))))
-
-
-def _divided(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, Order]]:
-    """Return the modules whose children can be present one at a time, and the order in which a block uses weights."""
-    tiny.train()
-    trace = _Trace(tiny)
-    if tiny.supports_gradient_checkpointing:
-        checkpoint_blocks(tiny, reentrant=False)
-        keep_weights(tiny, trace)
-    ids = random_ids(tiny, 2, _ROW)
-    with saved_tensors_hooks(trace.pack, trace.unpack), trace:
-        loss = tiny(input_ids=ids, use_cache=False).logits.sum()
-    passed, trace.events = trace.events, []
-    proven = _separable(tiny, passed)
-    if not proven:
-        return proven, {}
-    loss.backward()
-    whole = {module for _, _, module in modules_in_blocks(tiny)}
-    whole -= {module for kind, _, module in _with_children(tiny) if kind in proven}
-    names = {weight: name for name, weight in tiny.named_parameters()}
-
-    def used(events: Sequence[_Event], block: str) -> tuple[str, ...]:
-        """Return names of the block's weights: a module needs its own when it begins, or all below if it is whole."""
-        weights = (
-            weight
-            for event in events
-            for weight in (event.parameters(event in whole) if isinstance(event, nn.Module) else (event,))
-        )
-        inside = (names[weight] for weight in weights)
-        return tuple(name.removeprefix(f"{block}.") for name in inside if name.startswith(f"{block}."))
-
-    begun = [event for event in passed if isinstance(event, nn.Module)]
-    return proven, {
-        _block_kind(tiny, block): Order(used(begun, block), used(trace.events, block)) for block in block_names(tiny)
-    }
-
-
-class _Trace(TorchDispatchMode):
-    """Record when modules inside blocks begin and weights inside blocks are used, in order.
-
-    While it is a dispatch mode, these are the weights that operations get; in the backward those that autograd saved.
-    """
-
-    def __init__(self, tiny: PreTrainedModel) -> None:
-        super().__init__()
-        below = tuple(f"{block}." for block in block_names(tiny))
-        inside = [weight for name, weight in tiny.named_parameters() if name.startswith(below)]
-        self._weights = {weight.data_ptr(): weight for weight in inside}
-        self.events: list[_Event] = []
-        for module in {module: None for _, _, module in modules_in_blocks(tiny)}:
-            module.register_forward_pre_hook(lambda begins, _: self.events.append(begins))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
-        self.events += [saved[0] for value in given if (saved := self.reference_of(value))]
-        return func(*args, **(kwargs or {}))
-
-    def reference_of(self, tensor: torch.Tensor) -> _Saved | None:
-        weight = self._weights.get(tensor.untyped_storage().data_ptr())
-        return None if weight is None else (weight, tensor.detach())
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        return self.reference_of(tensor) or tensor.detach()
-
-    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        weight, values = saved
-        self.events.append(weight)
-        return values
-
-
-def _with_children(model: PreTrainedModel) -> Iterator[tuple[Kind, str, nn.Module]]:
-    """Yield (kind, name, module) of blocks and of modules inside blocks that have children with weights."""
-    return (found for found in modules_in_blocks(model) if _children(found[2]))
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    return [child for child in module.children() if next(child.parameters(), None) is not None]
-
-
-def _separable(tiny: PreTrainedModel, events: Sequence[_Event]) -> set[Kind]:
-    """Return the kinds of modules whose children can be present one at a time, alone and together, in this forward."""
-    every = [(kind, module) for kind, _, module in _with_children(tiny)]
-    proven = {
-        kind
-        for kind in {kind for kind, _ in every}
-        if _one_at_a_time(events, [child for its, module in every if its == kind for child in _children(module)])
-    }
-    divisible = {module for kind, module in every if kind in proven}
-
-    def finest(module: nn.Module) -> list[nn.Module]:
-        if module not in divisible:
-            return [module]
-        return [part for child in _children(module) for part in finest(child)]
-
-    together = [part for name in block_names(tiny) for part in finest(tiny.get_submodule(name))]
-    return proven if _one_at_a_time(events, together) else set()
-
-
-def _one_at_a_time(events: Sequence[_Event], parts: Sequence[nn.Module]) -> bool:
-    """Return whether each weight of `parts` is used while its part runs, or if no other has begun since."""
-    part_of = {module: part for part in parts for module in part.modules()}
-    weights = {part: set(part.parameters()) for part in parts}
-    absent = every = set[nn.Parameter]().union(*weights.values())
-    for event in events:
-        if isinstance(event, nn.Module):
-            absent = every - weights[part_of[event]] if event in part_of else absent
-        elif event in absent:
-            return False
-    return True
-
-
-def _block_kind(model: nn.Module, block: str) -> _BlockKind:
-    """Return a key that blocks of one kind share: the module list, the class, and the names of the weights.
-
-    The list matters because two lists of the same class may run differently: one of Blt's runs without gradients.
-    """
-    module = model.get_submodule(block)
-    return re.sub(r"\.\d+", "", block), type(module), frozenset(name for name, _ in module.named_parameters())
 
 
 # -- a chain of blocks -------------------------------------------------------------------------------------------------

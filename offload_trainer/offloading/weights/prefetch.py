@@ -26,11 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.allocation import EngineParts, Stores
 from offload_trainer.offloading.autograd import (
-    BlockSavedTensors,
     hooks_of_autograd,
     in_backward,
     keep_by,
-    keep_weights,
     not_compiled,
     recompute_views,
     set_memory,
@@ -148,8 +146,6 @@ class WeightPrefetcher:
             if fetched or waited:
                 saves = not isinstance(module, nn.Embedding)
                 module.register_forward_pre_hook(self._before(fetched, waited, saves=saves))
-        if self.fetches and any(unit.is_part for unit in self._weights.units):
-            keep_weights(model, self)
 
     def _make_room(self, together: Sequence[int]) -> None:
         """Note the units that one module uses together. Raises UserError if there are too few buffers."""
@@ -181,7 +177,7 @@ class WeightPrefetcher:
                         "a part of an offloaded model was called by itself, and its weights would not stay for the "
                         "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                     )
-                recompute_views(self)
+                recompute_views(self.reference_of)
             for unit in fetched:
                 self._note_recomputation(unit)
                 with without_modes():
@@ -202,7 +198,7 @@ class WeightPrefetcher:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
             )
-        if hooks[0] == self.pack or isinstance(getattr(hooks[0], "__self__", None), BlockSavedTensors):
+        if hooks[0] == self.pack:
             return
         if hooks[0] is not self._recomputing:
             self._recomputing, self._recomputed = hooks[0], set()

@@ -41,7 +41,7 @@ from offload_trainer.plan.tiered.footprint import (
     tiered_traffic,
     traffic_beside_matrices,
 )
-from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit, is_divided
+from offload_trainer.plan.tiered.layout import FORMATS, TierMap, Unit
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, layouts_of
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import seconds_of, seconds_of_both, uses_all_gather
@@ -148,10 +148,6 @@ class Tiered:
             ),
             f"tiered.micro_batch_order=depth_first with {pipeline}, which is breadth-first; leave it out": (
                 work.pipeline > 1 and section.micro_batch_order == "depth_first"
-            ),
-            "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
-            "modules need their weights one after the other and are much smaller than the block; leave it out": (
-                section.fetch_granularity == "module" and not is_divided(shape)
             ),
             f"optim.master_dtype=bf16 with --dtype {work.dtype}: a bf16 master is the weight in use; leave it out, or "
             "use --dtype bf16": work.state.masters.stochastic and work.dtype != "bf16",
@@ -310,7 +306,6 @@ def why_not_breadth_first(work: Workload) -> str:
         "in a session, other code runs the micro-batches": work.checkpoints is None,
         f"{work.world} ranks: it is for one rank": work.world > 1 and work.pipeline == 1,
         "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < shape.layers,
-        "weights are fetched by parts of a block (tiered.fetch_granularity=module)": is_divided(shape),
         "the model's head and body run together, on whole micro-batches": shape.whole_logits,
         shape.no_chain: bool(shape.no_chain),
     }
@@ -540,13 +535,6 @@ class TieredCandidate:
             )
         elif is_open and count > 1 and why and work.checkpoints is not None:
             yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"
-        if divided := [unit for unit in self.units if unit.is_part]:
-            largest = max(divided, key=lambda unit: unit.elements)
-            block = sum(unit.elements for unit in self.units if unit.within == largest.within)
-            yield (
-                "tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, "
-                f"{largest.name}, has {format_count(largest.elements)} of its block's {format_count(block)} parameters"
-            )
         if work.sequence > 1:
             yield (
                 f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of "

@@ -162,8 +162,7 @@ def _weight_items(
     if not streamed:
         return
     blocks, others = (slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
-    of_block = "part" if any(unit.is_part for unit in streamed) else "block"
-    counts = ((len(blocks), of_block), (len(others), "other module"))
+    counts = ((len(blocks), "block"), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     yield device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words)
     if any(unit.quantised for unit in units):
@@ -295,7 +294,7 @@ def fetched(
 
     `rank` is the one of a pipeline.
     """
-    forward, backward = orders(units, work.shape, again=work.checkpointed)
+    forward, backward = orders(units, work.shape, checkpointing=work.checkpointed > 0)
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
     if work.pipeline > 1:

@@ -2,11 +2,11 @@
 
     ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
 
-A unit is one of the model's repeated blocks, a part of one (`divided`), or a module outside the blocks. Its weights are
-concatenated, trainable ones first and matrices before vectors, so an element of the optimizer state has the same offset
-in its unit as its weight. A page is a range of one unit's trainable part. Every transfer starts and ends at a multiple
-of 4096 elements, which is a multiple of a drive's sector for every element size. With several ranks, each rank updates
-one range of every unit. The planner counts with these functions, and the engine allocates with them.
+A unit is one of the model's repeated blocks, or a module outside the blocks. Its weights are concatenated, trainable
+ones first and matrices before vectors, so an element of the optimizer state has the same offset in its unit as its
+weight. A page is a range of one unit's trainable part. Every transfer starts and ends at a multiple of 4096 elements,
+which is a multiple of a drive's sector for every element size. With several ranks, each rank updates one range of every
+unit. The planner counts with these functions, and the engine allocates with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Annotated
 
@@ -51,11 +50,10 @@ class Unit:
 
     index: int
     name: str
-    block: bool  # one of the model's repeated blocks, or a part of one
+    block: bool  # one of the model's repeated blocks
     places: tuple[Place, ...]
     trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
     elements: int  # trainable and frozen weights; a multiple of ALIGN
-    within: str = ""  # name of the block that contains the unit, or is the unit
     cuts: tuple[int, ...] = (0,)  # positions between its matrices at which pages may end, from 0 to the last one's end
 
     @property
@@ -101,17 +99,9 @@ class Unit:
         return home == DEVICE and not self.quantised
 
     @property
-    def is_part(self) -> bool:
-        """Return whether the unit is one of several parts of a block and is fetched separately."""
-        return self.block and self.name != self.within
-
-    @property
     def small(self) -> bool:
-        """Return whether the unit is too small to be worth moving, so that its weights stay on the device.
-
-        The remainder of a divided block (norms, vectors) counts as small.
-        """
-        return not self.block and (self.within != "" or self.elements <= SMALL)
+        """Return whether the unit is too small to be worth moving, so that its weights stay on the device."""
+        return not self.block and self.elements <= SMALL
 
 
 @exact_record
@@ -134,11 +124,8 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
     `matrices`: the update rule works on whole matrices. They come first in a unit then, each at a multiple of ALIGN, so
     that pages and the ranges of ranks can end between any two.
     """
-    held: dict[str, list[Weight]] = {}
-    for weight in shape.weights:
-        held.setdefault(weight.part or weight.unit, []).append(weight)
     units: list[Unit] = []
-    for name, weights in held.items():
+    for name, weights in shape.by_unit().items():
         places: list[Place] = []
         cuts = [0]
         end = trained = 0
@@ -156,16 +143,14 @@ def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
                 cuts += [*(cut for cut in inner if cut % ALIGN == 0), aligned(last)]
             if weight.trainable:
                 trained = end
-        first = weights[0]
         units.append(
             Unit(
                 index=len(units),
                 name=name,
-                block=first.block and first.part != first.unit,
+                block=weights[0].block,
                 places=tuple(places),
                 trained=aligned(trained),
                 elements=aligned(end),
-                within=first.unit if first.block else "",
                 cuts=tuple(cuts),
             )
         )
@@ -477,73 +462,6 @@ def on_node(homes: TierMap, here: range) -> TierMap:
     )
     shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
     return replace(homes, cut=CutPages(pages, owners), shadows=shadows)
-
-
-# -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)
-#
-#     model.layers.0   ──> model.layers.0.self_attn, .mlp.gate_proj, .mlp.up_proj, .mlp.down_proj   one after the other
-#                      ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
-#
-# A part is a submodule with everything inside it. The largest module that cannot be divided further sets the maximum
-# size of a part. `shape.divisible` names the modules that may be divided; `model/probes/blocks.py` finds them.
-
-_STAYS = SMALL  # elements of a divided block that may stay on the device
-_WORTH = 0.9  # divide only if the largest part has at most this share of the largest block
-_LITTLE = 16  # a module that is smaller than the largest part by this factor stays on the device
-
-
-def divided(shape: ModelShape) -> ModelShape:
-    """Return the shape with blocks divided into the smallest possible parts, or unchanged if that gains too little.
-
-    Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
-    """
-    divisible = set(shape.divisible) - set(shape.tiles)
-    inside = {  # of each weight in a block: the block and the modules in it that contain the weight, the smallest last
-        weight: list(
-            accumulate(weight.name.removeprefix(weight.unit).split(".")[1:-1], "{}.{}".format, initial=weight.unit)
-        )
-        for weight in shape.weights
-        if weight.block
-    }
-    elements, own = Counter[str](), Counter[str]()
-    for weight, names in inside.items():
-        own[names[-1]] += weight.numel
-        elements.update(dict.fromkeys(names, weight.numel))
-
-    def part_of(weight: Weight, most: int) -> str:
-        """Return the part that contains a weight, of at most `most` elements if it can be divided so; "": none does."""
-        whole = (
-            name for name in inside[weight] if elements[name] <= most or name not in divisible or own[name] > _STAYS
-        )
-        return next(whole, "")
-
-    most = max((elements[part_of(weight, 0)] for weight in inside), default=0)
-    if most > _WORTH * max((elements[block] for block in shape.blocks), default=0):
-        return shape
-    staying = set[str]()  # the smallest parts of a block stay on the device, as long as their total is small too
-    for weights in shape.by_unit().values():
-        names = sorted({part_of(weight, most): None for weight in weights if weight.block}, key=elements.__getitem__)
-        held = accumulate(elements[name] for name in names)
-        staying |= {
-            n for n, total in zip(names, held, strict=True) if elements[n] <= most // _LITTLE and total <= _STAYS
-        }
-
-    def fetched_with(weight: Weight) -> str:
-        name = part_of(weight, most) if weight.block else weight.unit
-        return "" if name == weight.unit else weight.unit if name in staying else name
-
-    return replace(shape, weights=tuple(replace(weight, part=fetched_with(weight)) for weight in shape.weights))
-
-
-def undivided(shape: ModelShape) -> ModelShape:
-    """Return the shape with every block as a single part."""
-    weights = tuple(replace(weight, part="") for weight in shape.weights)
-    return replace(shape, weights=weights, divisible=(), needs=())
-
-
-def is_divided(shape: ModelShape) -> bool:
-    """Return whether any block is divided."""
-    return any(weight.part for weight in shape.weights)
 
 
 # -- frozen weights that are stored quantised (`model.base`), and where a unit's stored bytes hold each weight

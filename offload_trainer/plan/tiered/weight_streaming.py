@@ -15,7 +15,6 @@ all-gather do not overlap. The engine fetches by these rules, and the planner co
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -248,27 +247,19 @@ def with_order(shape: ModelShape, shown: Order) -> ModelShape:
     return replace(shape, order=None if shown == _registered(units_of(shape)) else shown)
 
 
-def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[list[int], list[int]]:
+def orders(units: Sequence[Unit], shape: ModelShape, *, checkpointing: bool) -> tuple[list[int], list[int]]:
     """Return unit indices in the order of use by a forward and by a backward.
 
-    `again`: the number of the first blocks that the backward recomputes. If there are any, frozen blocks with nothing
-    trained before them have a backward too, because transformers makes the first checkpointed block's input require a
-    gradient (`activation_checkpointing_enable`).
+    With `checkpointing` of any block, frozen blocks with nothing trained before them have a backward too, because
+    transformers makes the first checkpointed block's input require a gradient (`activation_checkpointing_enable`).
     """
-    order, forward = shape.order or _registered(units), _inside(units, shape)
-    backward = {name: inside[::-1] for name, inside in forward.items()}
-    names = list(order.backward)
-    if again:
-        blocks = list(dict.fromkeys(unit.within for unit in units if unit.within))
-        recomputed = set(blocks if again == shape.layers else blocks[:again])
-        backward |= _shown(units, shape, {name: inner.backward for name, inner in shape.needs if name in recomputed})
+    order, index = shape.order or _registered(units), {unit.name: unit.index for unit in units}
+    forward, backward = ([index[name] for name in names] for names in (order.forward, order.backward))
+    if checkpointing:
         images = shape.images.units if shape.images else ()  # `text_alone_requires_grads` in model/images.py
-        frozen = set(blocks) - set(names) - set(images)
-        names += [name for name in order.forward[::-1] if name in frozen]
-    return (
-        [unit for name in order.forward for unit in forward[name]],
-        [unit for name in names for unit in backward[name]],
-    )
+        frozen = {unit.index for unit in units if unit.block and unit.name not in images}.difference(backward)
+        backward += [unit for unit in forward[::-1] if unit in frozen]
+    return forward, backward
 
 
 def breadth_first(
@@ -281,7 +272,7 @@ def breadth_first(
     """
 
     def cut(order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        blocks = [place for place, unit in enumerate(order) if units[unit].within] or [len(order) - 1]
+        blocks = [place for place, unit in enumerate(order) if units[unit].block] or [len(order) - 1]
         first, end = blocks[0], blocks[-1] + 1
         return list(order[:first]), list(order[first:end]), list(order[end:])
 
@@ -298,8 +289,8 @@ def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
 
     A unit that runs several times, such as a tied embedding, completes them where it runs first.
     """
-    inside, order = _inside(units, shape), shape.order or _registered(units)
-    return [unit for name in dict.fromkeys(order.forward) for unit in inside[name]][::-1]
+    forward, _ = orders(units, shape, checkpointing=False)
+    return list(dict.fromkeys(forward))[::-1]
 
 
 def block_numbers(units: Sequence[Unit], shape: ModelShape) -> dict[int, int]:
@@ -309,30 +300,12 @@ def block_numbers(units: Sequence[Unit], shape: ModelShape) -> dict[int, int]:
     """
     found, number = dict[int, int](), len(shape.blocks)
     for unit in as_gradients_come(units, shape):
-        number = shape.blocks.index(units[unit].within) if units[unit].within else number
+        number = shape.blocks.index(units[unit].name) if units[unit].block else number
         found[unit] = number
     return found
 
 
 def _registered(units: Sequence[Unit]) -> Order:
-    first = next((place for place, unit in enumerate(units) if unit.within), len(units))
-    before = [unit.name for unit in units[:first]]
+    first, names = next((unit.index for unit in units if unit.block), len(units)), [unit.name for unit in units]
     tied = [unit.name for unit in units[:first] if any(place.weight.uses > 1 for place in unit.places)]
-    behind = list(dict.fromkeys(unit.within or unit.name for unit in units[first:]))
-    return Order((*before, *behind, *tied), (*tied[::-1], *behind[::-1]))
-
-
-def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
-    """Return the units of each block, and of each module outside the blocks, in the forward's order of use."""
-    found: dict[str, list[int]] = {}
-    for unit in units:
-        found.setdefault(unit.within or unit.name, []).append(unit.index)
-    return found | _shown(units, shape, {block: inner.forward for block, inner in shape.needs})
-
-
-def _shown(units: Sequence[Unit], shape: ModelShape, needs: dict[str, tuple[str, ...]]) -> dict[str, list[int]]:
-    """Return the recorded unit order of one call of each block. A block that runs several times repeats it."""
-    unit_of = {place.weight.name: unit.index for unit in units for place in unit.places}
-    calls = Counter((shape.order or _registered(units)).forward)
-    one = {block: names[: len(names) // max(1, calls[block])] for block, names in needs.items()}
-    return {block: [unit_of[name] for name in names] for block, names in one.items()}
+    return Order((*names, *tied), (*tied[::-1], *names[first:][::-1]))

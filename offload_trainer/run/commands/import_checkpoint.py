@@ -43,7 +43,6 @@ _UNKNOWN = {
     "model": ("attention", "mlp_chunk"),
     "train": ("micro_batch_size", "gradient_accumulation_steps"),
     "placement": ("gpus",),
-    "tiered": ("fetch_granularity",),
 }
 
 

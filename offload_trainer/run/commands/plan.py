@@ -184,9 +184,9 @@ def _models(config: TrainConfig) -> MemoryFallbacks:
 def _preset(config: TrainConfig) -> ModelShape | None:
     """Return the shape of an unmodified preset, computed without torch; None for any other model."""
     section = config.model
-    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
+    tiled = isinstance(section.mlp_chunk, int)  # the probe needs torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
-    changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
+    changed = changed or config.data.packing == "on" or tiled or section.base != ModelSection().base
     if changed or section.name not in PRESETS:
         return None
     bytes_each, chunk = item_bytes(section.dtype), section.loss_chunk

@@ -39,8 +39,6 @@ from offload_trainer.checkpoint import (
     RESIDENT,
     RunConfiguration,
     RunRecord,
-    complete_checkpoints,
-    find_checkpoint,
     read_manifest,
     read_state,
     reading,
@@ -51,6 +49,7 @@ from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
 from offload_trainer.plan.shape import Weight
+from offload_trainer.retention import complete_checkpoints, find_checkpoint
 from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run directory and remove the oldest ones.
+"""List the checkpoints of a run directory, find the one to resume from, and remove the oldest ones.
 
     step-00000100/MANIFEST.json   a complete checkpoint; the oldest of these are pruned
     .step-00000100.tmp            a checkpoint that is being written, a scratch directory (storage/owned_dirs.py)
@@ -10,6 +10,7 @@ from it only if it is named explicitly.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,40 @@ def steps_in(root: Path) -> list[Path]:
         return []
     except OSError as error:
         raise UserError(f"{root} cannot be read: {error.strerror}. Let it be read, or name another") from error
+
+
+def find_resume(setting: str, *, output: Path) -> Path | None:
+    """Return the checkpoint that `--resume` selects, or None to start from step 0.
+
+    Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
+    also a UserError: there may be checkpoints on a drive that is not mounted.
+    """
+    for place in (output / "checkpoints", output, *output.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise UserError(
+                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                "Mount it; to start from step 0, remove the link or name another --output"
+            )
+    if setting == "never":
+        return None
+    if setting == "auto":
+        found = complete_checkpoints(output / "checkpoints")
+        if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
+            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
+        return found[-1] if found else None
+    return find_checkpoint(Path(setting))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest in it, a run directory. Raises UserError without one."""
+    if is_there(path / MANIFEST):
+        return path
+    if not (found := complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"{path} cannot be read: permission denied")
+        what = f"neither a checkpoint ({MANIFEST}) nor a run directory that holds one"
+        raise UserError(f"{path}: {what if is_there(path) else 'no such directory'}; `offload-train runs` lists runs")
+    return found[-1]
 
 
 def prune(root: Path, *, keep: int) -> list[str]:

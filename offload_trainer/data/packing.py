@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from itertools import islice
@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
+from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of, form_of_record
 from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
@@ -332,6 +332,26 @@ class TokenSpec:
     vocabulary: int  # the model's number of ids
     seq_len: int
     say: Callable[[str], None]
+
+    def form_of(self, sources: Sequence[Path]) -> str:
+        """Return `data.format`, or if it is "auto" the form that the first line of each file shows, or `TEXT`.
+
+        Raises UserError if the files differ or have a form that is not trained on here.
+        """
+        form, text_field = self.section.format, self.section.text_field
+        found: dict[str, Path] = {}  # the first file of each form
+        for source in sources:
+            kind, is_records = form, holds_records(source)
+            if form not in ("auto", TEXT) and not is_records:
+                raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
+            if form == "auto":
+                records = read_records(source, wanted=(text_field, *COLUMNS), strings=True) if is_records else ()
+                kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
+            found.setdefault(kind, source)
+        if len(found) > 1:
+            listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
+            raise UserError(f"the files have different formats: {listing}; use files of one format, or set data.format")
+        return next(iter(found))
 
     def encoder(self, form: str) -> Encoder:
         """Return the encoder of records of `form`, for a token file or a stream."""

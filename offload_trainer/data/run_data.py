@@ -29,20 +29,13 @@ from typing import Any
 import numpy as np
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.packing import Encoder, TokenSpec
 from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_tokenizer, write_tokens
-from offload_trainer.data.tokenizer import (
-    document_marks,
-    load_tokenizer,
-    read_template,
-    tokenizer_fingerprint,
-    vocabulary_size,
-)
+from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
 from offload_trainer.safe_files import file_bytes, open_given, parsed
@@ -99,8 +92,7 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                     "choose the model that it was tokenised for, or give the text instead"
                 )
         return joined(files)
-    form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    found = _tokenised(spec, sources, spec.encoder(form))
+    found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))
     return found
@@ -275,9 +267,8 @@ def prepare_data(
     name, vocabulary = section.tokenizer, source.shape.vocabulary
     if name == "auto":
         name = "builtin" if source.directory is None else str(source.directory)
-    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
-    if section.chat_template != "auto":
-        tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
+    remote = source.section.trust_remote_code
+    tokenizer = load_tokenizer(name, trust_remote_code=remote, chat_template=section.chat_template)
     if not vocabulary / 2 <= len(tokenizer) <= vocabulary:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {vocabulary}")
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)

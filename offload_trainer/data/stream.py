@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
+from offload_trainer.config import DataSection
+from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import without_nulls
 from offload_trainer.data.packing import TokenSpec
 from offload_trainer.data.sources import find_sources, load_from_hub
@@ -79,7 +80,7 @@ class StreamedTokens:
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        self._encoder = spec.encoder(self._form(section.format, section.text_field))
+        self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(section))
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         self.identity = self.name + self._encoder.identity
         content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
@@ -164,18 +165,16 @@ class StreamedTokens:
         self._encoder.rest()
         self._load(point.state)
 
-    def _form(self, form: str, text_field: str) -> str:
-        """Return `form`, or if it is "auto" that of the first records, which are read again afterwards."""
-        if self._files:
-            return form_of_files(self._files, form=form, text_field=text_field)
-        if form != "auto":
-            return form
+    def _form(self, section: DataSection) -> str:
+        """Return `data.format`, or if it is "auto" that of the hub's first record, which is read again afterwards."""
+        if section.format != "auto":
+            return section.format
         with self._reading():
             first = next(self._records, None)
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first, text_field=text_field, where=f"{self.name}, the first record")
+        return form_of_record(first, text_field=section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""

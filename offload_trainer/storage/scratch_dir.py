@@ -28,16 +28,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, shared_lock, try_lock
-from offload_trainer.storage.owned_dirs import (
-    MARK,
-    NotOwned,
-    Say,
-    ScratchDirectory,
-    is_ours,
-    is_removable,
-    reason,
-    remove_dead,
-)
+from offload_trainer.storage.owned_dirs import MARK, Say, ScratchDirectory, is_ours, is_removable, reason, remove_dead
 
 PAGES = "pages"  # name of a run's list in its run directory
 _NAME = re.compile(r"run-[0-9a-f]{8}(~[0-9a-f]{8})?")  # with the second part before it is complete
@@ -244,7 +235,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
             removed += 1
         except (FileNotFoundError, BlockingIOError):
             pass  # another process has removed it, or it is being exported
-        except (OSError, NotOwned, NoLocks) as error:
+        except (OSError, TrainerError) as error:
             say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
     if removed:
         say(f"{root_of(drive)}: removed what {removed} run(s) left that died")

@@ -16,7 +16,7 @@ import pytest
 from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, run_data, token_spec, turns
 
 from offload_trainer.data import loss_mask
-from offload_trainer.data.conversations import example_of, form_of_files
+from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.packing import RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of, split_rows
@@ -669,21 +669,21 @@ def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.jsonl" for name in lines}
     for name, record in lines.items():
         files[name].write_text("\n" + json.dumps(record) + "\n")
-        assert form_of_files([files[name]], form="auto", text_field="text") == name
-    assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
-    assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
+        assert token_spec().form_of([files[name]]) == name
+    assert token_spec(format="chat").form_of([files["text"]]) == "chat"
+    assert token_spec(format="text").form_of([files["chat"]]) == "text"
     with pytest.raises(UserError, match="here, line 1: no field 'messages', which chat has; there are: text, other"):
         encoded({"text": "x", "other": 1})
     with pytest.raises(UserError, match=r"have different formats: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
-        form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
+        token_spec().form_of([files["chat"], files["alpaca"]])
     both = tmp_path / "both.jsonl"
     both.write_text(json.dumps(lines["chat"] | lines["alpaca"]))
     with pytest.raises(UserError, match=r"line 1: it could be read as chat or as alpaca: choose one with data.format"):
-        form_of_files([both], form="auto", text_field="text")
+        token_spec().form_of([both])
     words = tmp_path / "words.txt"
     words.write_text("x")
     with pytest.raises(UserError, match=r"data.format=chat is for lines of JSON"):
-        form_of_files([words], form="chat", text_field="text")
+        token_spec(format="chat").form_of([words])
 
 
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class Source:
     description: str  # what messages call the source
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
+    own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
 
     def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
         """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
@@ -234,16 +235,20 @@ def _page_files(directory: Path) -> Source:
     stored = read_store(directory)
     if not os.path.isfile(stored.model / "config.json"):
         raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
-    text = f"{directory}, after update {stored.step}"
+    text, run = f"{directory}, after update {stored.step}", stored.model.parent
+
+    def card(dtype: str) -> str:
+        updates = [row.step for row in read_metrics(run / "metrics.jsonl") if not row.skipped]
+        step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
+        return model_card(run, dtype=dtype, source=text, run=RunConfiguration({}), step=step)
+
     return Source(
         shapes=stored.shapes,
         weights=stored.weights,
         read=stored.read,
         model=stored.model,
         description=text,
-        card=lambda dtype: model_card(
-            stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
-        ),
+        card=card,
     )
 
 
@@ -258,19 +263,10 @@ tags:
 _OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
 
 
-def model_card(
-    run_directory: Path,
-    *,
-    dtype: str,
-    source: str,
-    run: RunConfiguration,
-    step: int | None = None,
-    updates: int | None = None,
-) -> str:
-    """Return the card's text. `run` is a checkpoint's record of its run; metrics come from `run_directory`.
+def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int | None = None) -> str:
+    """Return the card's text. `run` is a checkpoint's record of its run.
 
-    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
-    out.
+    Metrics come from `run_directory` and end at `step`. Numbers that were not recorded are left out.
     """
     model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
     base, paths = model.get("base", "model"), data.get("path")
@@ -287,8 +283,6 @@ def model_card(
             ("Seed", train.get("seed")),
         ]
     rows = read_metrics(run_directory / "metrics.jsonl")
-    if updates is not None:
-        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
     rows = [row for row in rows if step is None or row.step <= step]
     if rows:
         last = rows[-1]
@@ -336,19 +330,12 @@ def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 
 
 
 def write_model(
-    source: Source,
-    destination: Path,
-    *,
-    dtype: str,
-    shard_bytes: int = 5 * 10**9,
-    replace: bool = False,
-    check: bool = False,
-    by_name: bool = False,
+    source: Source, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, replace: bool = False, check: bool
 ) -> Exported:
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
-    `check`: read all headers and a sample of tensors back. `by_name` keeps the names of the weights and the
-    configuration as they are and writes no card, for a model that transformers does not build.
+    `check`: read all headers and a sample of tensors back. With its own names the configuration stays as it is, too,
+    and no card is written.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
     fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
@@ -357,7 +344,7 @@ def write_model(
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
     # A saved tensor can be written once the last of its source tensors has been read.
-    made = as_they_are(source.shapes) if by_name else saved_groups(list(source.shapes), source.model)
+    made = as_they_are(source.shapes) if source.own_names else saved_groups(list(source.shapes), source.model)
     groups = sorted(made, key=lambda group: max(place[name] for name in group.sources))
     entries = [
         TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
@@ -371,10 +358,10 @@ def write_model(
         with replacing(destination, what=EXPORT) as temporary:
             copy_tree(source.model, temporary)
             (temporary / BUFFERS).unlink(missing_ok=True)
-            if not by_name:
+            if not source.own_names:
                 _describe(temporary, source, dtype=dtype)
             weights = _converted(finite_weights(source), groups)
-            _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
+            _write_shards(weights, temporary, entries=entries, shard_bytes=total if source.own_names else shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
     except OSError as error:
@@ -527,7 +514,7 @@ def write_final(
     kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
     try:
         write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
-        write_model(live.with_buffers(), place, dtype="fp32", replace=True)
+        write_model(live.with_buffers(), place, dtype="fp32", replace=True, check=False)
     except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
         raise TrainerError(str(error)) from error
     return place

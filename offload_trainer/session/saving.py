@@ -132,10 +132,10 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
         model=session.configuration,
         description=f"a session after step {step}",
         card=lambda dtype: _CARD.format(dtype=dtype, masters=masters, steps=step) + _rounded(offloaded.units),
+        own_names=not session._from_config,
     )
-    several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
-    write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, **several)
+    write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, check=False)
 
 
 def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:

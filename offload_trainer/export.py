@@ -77,14 +77,19 @@ _SAMPLE = 32  # number of groups of tensors that --check compares
 class Source:
     """A readable set of weights: whole masters, frozen weights and buffers by the model's own names."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # `weights` iterates in this order
-    weights: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[str], torch.Tensor]  # read one of them again
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of `each`
+    read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
     own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
+    weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
+
+    def each(self) -> Iterator[NamedTensor]:
+        """Yield the weights, then the buffers, one at a time."""
+        every = ((name, self.read(name)) for name in self.shapes if name not in self.buffers)
+        return chain(self.weights() if self.weights else every, self.buffers.items())
 
     def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
         """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
@@ -97,7 +102,6 @@ class Source:
             self,
             buffers=held,
             shapes=shapes,
-            weights=lambda: chain(self.weights(), held.items()),
             read=lambda name: held[name] if name in held else self.read(name),
         )
 
@@ -105,7 +109,7 @@ class Source:
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
     """Yield the weights and buffers of `source`; at the end raise UserError if one contained a NaN or an infinity."""
     wrong = []
-    for name, tensor in source.weights():
+    for name, tensor in source.each():
         if name not in source.buffers and (what := describe_invalid_values(tensor)):
             wrong.append(f"{name} ({what})")
         yield name, tensor
@@ -189,7 +193,6 @@ def opened(path: Path) -> Iterator[Source]:
         places = {name: file for file in files for name in file.entries}
         source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
-            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
@@ -242,14 +245,7 @@ def _page_files(directory: Path) -> Source:
         step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
         return model_card(run, dtype=dtype, source=text, run=RunConfiguration({}), step=step)
 
-    return Source(
-        shapes=stored.shapes,
-        weights=stored.weights,
-        read=stored.read,
-        model=stored.model,
-        description=text,
-        card=card,
-    )
+    return Source(shapes=stored.shapes, read=stored.read, model=stored.model, description=text, card=card)
 
 
 _HEAD = """\

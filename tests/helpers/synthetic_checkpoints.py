@@ -65,7 +65,6 @@ def exported(given: Path, place: Path, *, dtype: str) -> Path:
     weights = dict(source.weights())
     whole = Source(
         shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
-        weights=lambda: iter(weights.items()),
         read=weights.__getitem__,
         model=place / "run",
         description="",

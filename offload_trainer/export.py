@@ -34,15 +34,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from offload_trainer.checkpoint import (
-    MADE,
-    RESIDENT,
-    RunConfiguration,
-    RunRecord,
-    read_manifest,
-    read_state,
-    reading,
-)
+from offload_trainer.checkpoint import MADE, RESIDENT, RunConfiguration, RunRecord, read_manifest, read_state, reading
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS

@@ -333,8 +333,7 @@ def read_state(checkpoint: Path) -> TrainState:
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     """Check that this run can resume from the checkpoint; return one line per setting that has changed since.
 
-    Raises UserError if the checkpoint is damaged or has another seed, data, model shape or set of trained weights.
-    Writes nothing.
+    Raises UserError if it is damaged or has another seed, data, model shape or set of trained weights. Writes nothing.
     """
     refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])

@@ -322,12 +322,10 @@ def write_model(
 ) -> Exported:
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
-    `check`: read all headers and a sample of tensors back. With its own names the configuration stays as it is, too,
-    and no card is written.
+    `check`: read all headers and a sample of tensors back. With own names the configuration stays, and gets no card.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
-    error no partial export is left.
+    fp16, naming each. Raises TrainerError if the disk refuses or the check fails. An error leaves no partial export.
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}

@@ -1,8 +1,7 @@
 """Read and verify MANIFEST.json: every file of a checkpoint with its size and CRC-32, and the run that wrote it.
 
-`checkpoint.py` writes the manifest as the last file of a checkpoint. A directory without a manifest, or whose files
-differ from it, is not a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and
-model shape.
+`checkpoint.py` writes it as the last file of a checkpoint. A directory without it, or whose files differ, is not
+a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and model shape.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ _HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned|tmp~[0-9
 def complete_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, oldest first; directories with other names are ignored.
 
-    Raises UserError for a checkpoint that cannot be accessed: skipping it would resume from an older one and later
-    overwrite it.
+    Raises UserError for one that cannot be accessed: to skip it would resume from an older one and overwrite it later.
     """
     return sorted((path for path in steps_in(root) if is_there(path / MANIFEST)), key=step_of)
 

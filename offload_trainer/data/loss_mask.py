@@ -378,8 +378,7 @@ class AnswerEncoder:
     def _argument_forms(self) -> tuple[bool, bool]:
         """Whether the template prints arguments as text, and as objects.
 
-        A template that expects objects fails or prints text as a quoted string. One that expects text fails or prints
-        objects as Python does.
+        One that expects objects fails or quotes text; one that expects text fails or prints objects as Python does.
         """
         text, probe = '{"a": "b"}', Example("", tools=(_TOOL,))
         as_text, as_object = (

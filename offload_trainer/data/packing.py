@@ -64,8 +64,7 @@ class Piece(NamedTuple):
 class DocumentEncoder:
     """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
-    `RowEncoder` has the same methods for conversations. Ids depend on `identity`, `row_length`,
-    the records and the tokenizer.
+    `RowEncoder` has the same methods. Ids depend on `identity`, `row_length`, the records and the tokenizer.
     """
 
     row_length, packed, open_rows, summary = None, False, (), None
@@ -84,8 +83,7 @@ class DocumentEncoder:
     def read(self, source: Path) -> Iterator[Iterable[str]]:
         """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
 
-        A text file is one document, and so is each record of any other file. Raises as `text_blocks`, `read_records`
-        and `text_in`.
+        A text file is one document, each record of others too. Raises as `text_blocks`, `read_records`, `text_in`.
         """
         if holds_records(source):
             for where, record in read_records(source, wanted=(self._field,)):
@@ -201,8 +199,7 @@ class RowEncoder:
     def __init__(self, spec: TokenSpec, form: str) -> None:
         """Set up the encoder of records of `form` (conversations.py).
 
-        A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
-        UserError as `AnswerEncoder`.
+        A tokenizer without a chat template gets a plain one, also in exports. Raises UserError as `AnswerEncoder`.
         """
         section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:

@@ -71,8 +71,7 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
 
     There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
     is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
-    token is predicted in both training and validation: the last training row's last target is the first validation
-    row's first input.
+    token is predicted in both: the last training row's last target is the first validation row's first input.
 
     Raises UserError, with `name`, if no row is left to train on.
     """
@@ -228,8 +227,7 @@ class Batch:
 
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
-    inputs, over all rows, that only fill up rows of conversations. `seed` determines everything random in a training
-    forward (dropout, router noise).
+    inputs that only fill up rows of conversations. `seed` determines dropout and router noise of a training forward.
     """
 
     inputs: torch.Tensor

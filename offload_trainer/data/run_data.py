@@ -57,9 +57,8 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     between its `document_marks`. Several runs that prepare the same text at once each do the work, and the last file
     replaces equal ones. `validation` is as for `find_sources`.
 
-    Raises UserError for the errors of `find_sources` and of the encoders' `read`, for empty text, for ids that the
-    model does not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the
-    text changed meanwhile.
+    Raises UserError as `find_sources` and the encoders' `read`, and for empty text, ids that the model does not have,
+    and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
     """
     section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
     sources = find_sources(section.path, say=spec.say, validation=validation)

@@ -4,8 +4,7 @@
     TokenFile      NAME.bin, NAME.bin.json if any -> ranges of ids; each block's CRC-32 is checked when it is first read
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
-scratch directory that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the
-process without a message.
+scratch directory that is left. Ids are read with pread: truncation of a mapped file kills the process silently.
 """
 
 from __future__ import annotations
@@ -290,8 +289,7 @@ def write_tokens(
         summary: called at the end for the statistics in the sidecar.
         stated: other facts for the sidecar.
 
-    Raises UserError if nothing can be written in the directory, and TrainerError if the drive refuses, with the bytes
-    written and the free space.
+    Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
     """
     # the narrower one that holds the ids; rows have marks in the upper bits
     dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")

@@ -1,12 +1,4 @@
-"""Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them.
-
-    load_tokenizer, save_tokenizer            builtin, a directory or the hub; files that transformers 4 reads too
-    tokenizer_fingerprint, vocabulary_size    recorded in prepared data; the second is the largest id plus one
-    document_marks                            ids that begin and end a document
-    text_bytes                                UTF-8 bytes of the text of consecutive ids, for validation's bits per byte
-
-The builtin tokenizer needs no network.
-"""
+"""Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them."""
 
 from __future__ import annotations
 

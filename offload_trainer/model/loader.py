@@ -283,8 +283,7 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
 def write_config(config: Any, directory: Path, *, source: Path | None = None) -> None:
     """Write a config.json that transformers 4 and 5 and other readers understand alike.
 
-    `source`: the model directory that `config` was read from. Keys of its config.json whose values have not changed
-    stay as they are there.
+    `source`: the model directory of `config`. Keys of its config.json whose values have not changed stay as there.
     """
     config.save_pretrained(directory)  # copies a model's own code, too
     values = _content(config)

@@ -154,8 +154,7 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
     """Return whether the first N blocks can be checkpointed for any N.
 
     Each block must be a layer that checkpoints itself, and must run once, in the order of its number. The first block
-    must be trained: checkpointing makes its input require a gradient, which makes frozen blocks keep activations too,
-    and those are not counted.
+    must be trained: its input requires a gradient then, so frozen blocks would keep activations that are not counted.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or layers != list(blocks) or counted is None:
@@ -190,8 +189,7 @@ def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
 def block_names(model: PreTrainedModel) -> list[str]:
     """Return the repeated blocks: the outermost modules that transformers says must not be split over devices.
 
-    In a model that reads images, layers that checkpoint themselves are blocks too: some towers name only a part of
-    their layers (Idefics 3), or none.
+    In a model that reads images, layers that checkpoint themselves are too: some towers name only some (Idefics 3).
     """
     kinds = tuple(model._no_split_modules or ())
     reads_images = type(model).__name__ == class_names(model.config)[0]

@@ -10,8 +10,7 @@ A run's list names its directories, one a line. A named directory stays until th
 other runs start on the drive. If the list is missing, the directory may hold the only copy of a training state: it
 stays too, and the next start says so. If the list exists but does not name the directory, the directory may be removed.
 
-Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`). Everything
-else there is left alone.
+Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`).
 """
 
 from __future__ import annotations
@@ -210,8 +209,7 @@ def _dead_in(drive: Path) -> list[Path]:
 def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> None:
     """Remove and report the directories that `dead_runs` returns, except `but`.
 
-    Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
-    searched.
+    Also report each that stays because its run's list is missing. Raises OSError if the drive cannot be searched.
     """
     removed = 0
     for folder in _dead_in(drive):

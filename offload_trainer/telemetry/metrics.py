@@ -73,8 +73,7 @@ def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
     `most`: return about this many and the last one, without parsing the others (75 us each) or holding the file in
-    memory. One of each stretch of equal length is taken, not always at the same place in it: steps may be long and
-    short in turn.
+    memory. One of each stretch of equal length is taken, at changing places: steps may be long and short in turn.
     """
     return _read(path, StepRecord, most=most)
 

@@ -1,8 +1,7 @@
 """Trials on a tiny model of the same kind as a given one, for any architecture; all probes use `try_on_tiny_model`.
 
 The configuration is shrunk by rules. Widths, heads, windows and numbers of experts become small, whatever their keys
-are called. One layer of each kind remains, and at least two. Dropout and noise are off, so that results are
-deterministic.
+are called. One layer of each kind remains, and at least two. Dropout and noise are off.
 """
 
 from __future__ import annotations

@@ -69,25 +69,14 @@ Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
 FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", inside its directory
 
 
-def read_back(
-    path: Path,
-    kind: type[Kind],
-    *,
-    fix: str,
-    links: bool = False,
-    opener: Callable[[Path], int] | None = None,
-) -> Kind:
+def read_back(path: Path, kind: type[Kind], *, fix: str, links: bool = False) -> Kind:
     """Read the JSON file `path` and return it as a `kind`: a dataclass or any other type that pydantic supports.
 
-    Args:
-        fix: sentence in the error message that says what to do.
-        links: follow a symbolic link at the end of the path.
-        opener: replaces `open_file`, as in `file_bytes`.
-
-    Raises UserError that names the file, the problem and `fix`.
+    `links`: follow a symbolic link at the end of the path. Raises UserError that names the file, the problem and `fix`,
+    a sentence that says what to do.
     """
     try:
-        return parsed(file_bytes(path, links=links, opener=opener), kind)
+        return parsed(file_bytes(path, links=links), kind)
     except (FileNotFoundError, ValueError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else error
         raise UserError(f"{shown(str(path))} cannot be read: {why}. {fix}") from error

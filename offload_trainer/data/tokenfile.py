@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, read_back
+from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, parsed
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
 from offload_trainer.storage.owned_dirs import MODE, open_owned
@@ -210,7 +210,10 @@ class _Sidecar:
 
 def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
     fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
-    return asdict(read_back(path, _Sidecar, links=True, opener=open_owned if owned else None, fix=fix))
+    try:
+        return asdict(parsed(file_bytes(path, links=True, opener=open_owned if owned else None), _Sidecar))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}. {fix}") from error
 
 
 def _opened(path: Path, *, owned: bool) -> BinaryIO:

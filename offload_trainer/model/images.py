@@ -200,10 +200,7 @@ def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> 
     blocks = {weight.unit for weight in weights if weight.block}
     first = next((place for place, unit in enumerate(order.forward) if unit in blocks), 0)
     trained = images.units[len(images.frozen(weights)) :]
-    return Order(
-        (*order.forward[:first], *images.units, *order.forward[first:]),
-        (*order.backward, *trained[::-1]),
-    )
+    return Order((*order.forward[:first], *images.units, *order.forward[first:]), (*order.backward, *trained[::-1]))
 
 
 def text_alone_requires_grads(model: PreTrainedModel) -> None:

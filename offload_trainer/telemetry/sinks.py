@@ -164,16 +164,9 @@ class Screen:
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        initial: int,
-        say: Callable[[str], None],
-        bounds: Mapping[str, str] | None = None,
-        drives: bool = True,
+        self, total: int, *, initial: int, say: Callable[[str], None], bounds: Mapping[str, str], drives: bool
     ) -> None:
-        self._total, self._initial, self.say, self._bounds = total, initial, say, bounds or {}
-        self._drives = drives
+        self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
         self._bar: tqdm | None = None

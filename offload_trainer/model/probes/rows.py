@@ -67,12 +67,7 @@ def refuse_pieces(model: PreTrainedModel) -> None:
 
 
 def _refuse_differences(
-    model: PreTrainedModel,
-    compare: Callable[[PreTrainedModel], tuple[float, float]],
-    *,
-    key: str,
-    unknown: str,
-    differs: str,
+    model: PreTrainedModel, compare: Callable[..., tuple[float, float]], *, key: str, unknown: str, differs: str
 ) -> None:
     """Raise UserError unless a tiny model's logits are equal in one way and differ in the other.
 

@@ -67,12 +67,13 @@ class DocumentEncoder:
     `RowEncoder` has the same methods. Ids depend on `identity`, `row_length`, the records and the tokenizer.
     """
 
-    row_length, packed, open_rows, summary = None, False, (), None
+    row_length, packed, summary = None, False, None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.identity = "" if text_field == "text" else f", field {text_field}"
         self._tokenizer, self._field = tokenizer, text_field
         self._inexact = 0  # cuts for which no exact place was found
+        self.open_rows = list[np.ndarray]()  # documents are not in rows
 
     @property
     def note(self) -> str:
@@ -97,10 +98,10 @@ class DocumentEncoder:
         with at(where):
             return [text_in(record, self._field)]
 
-    def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
-        """Yield the documents' ids as uint32, batch after batch."""
+    def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
+        """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
         (begin, end), begins_document = document_marks(self._tokenizer), True
-        last: list[int] = []  # as many of the document's last ids as there are in `end`
+        tail: list[int] = []  # as many of the document's last ids as there are in `end`
         for batch in _batches(piece for blocks in documents for piece in self.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
@@ -108,14 +109,11 @@ class DocumentEncoder:
                     ids += begin
                 own = row[len(self._encode(piece.before)) :] if piece.before else row
                 ids += own
-                last = [*([] if begins_document else last), *own][-len(end) :]
-                if piece.ends_document and last != end:
+                tail = [*([] if begins_document else tail), *own][-len(end) :]
+                if piece.ends_document and tail != end:
                     ids += end
                 begins_document = piece.ends_document
             yield np.array(ids, dtype=np.uint32)
-
-    def rest(self) -> list[np.ndarray]:
-        return []
 
     def why_none(self) -> str:
         return "it contains no text: name another"
@@ -256,14 +254,20 @@ class RowEncoder:
         """Return the conversation in a record. Raises UserError if it has none."""
         return example_of(record, form=self._form, where=where)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[np.ndarray]:
-        """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
+    def encode(self, examples: Iterable[Example], *, last: bool = True) -> Iterator[np.ndarray]:
+        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`.
+
+        Raises UserError as `AnswerEncoder.encode`.
+        """
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
             # Chat templates that ask for the date or the time print the day.
             with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
             yield from (row for encoded in rendered if (row := self.add(encoded)) is not None)
+        if last:
+            rows, self.open_rows = self.open_rows, []
+            yield from map(self._padded, rows)
 
     def why_none(self) -> str:
         """Return why no conversation has produced a row, and what to do."""
@@ -302,11 +306,6 @@ class RowEncoder:
         if len(self.open_rows) <= _OPEN and len(self.open_rows[fullest]) < self.row_length:
             return None
         return self._padded(self.open_rows.pop(fullest))
-
-    def rest(self) -> list[np.ndarray]:
-        """Return the rows that are still open, in the order in which they were started, and forget them."""
-        rows, self.open_rows = self.open_rows, []
-        return [self._padded(row) for row in rows]
 
     def _padded(self, ids: np.ndarray) -> np.ndarray:
         """Return a complete row, in which the padding is marked as a separate segment."""

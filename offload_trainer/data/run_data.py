@@ -115,15 +115,11 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
 
-    def encoded() -> Iterator[np.ndarray]:
-        records: Any = (record for source in sources for record in encoder.read(source))
-        yield from encoder.encode(records)
-        yield from encoder.rest()
-
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
         before, tokens = _bytes_read(), 0
-        for ids in map(spec.known, encoded()):
+        records: Any = (record for source in sources for record in encoder.read(source))
+        for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:

@@ -162,7 +162,7 @@ class StreamedTokens:
         self._begin = self._end = point.tokens
         self._ids = self._ids[:0]
         self._expected = point if point.count else None
-        self._encoder.rest()
+        self._encoder.open_rows = []
         self._load(point.state)
 
     def _form(self, section: DataSection) -> str:
@@ -203,9 +203,9 @@ class StreamedTokens:
         ids, ended = self._ids[:0], False
         try:
             while not len(ids) and not ended:
-                encoded = list(self._encoder.encode(self._next_records()))
+                records: Any = self._next_records()
                 ended = self._state is None
-                ids = self._known(np.concatenate([ids, *encoded, *(self._encoder.rest() if ended else ())]))
+                ids = self._known(np.concatenate([ids, *self._encoder.encode(records, last=ended)]))
         except TrainerError as error:
             raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
         if not len(ids) and state is None:

@@ -569,7 +569,10 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     encoder = token_spec(seq_len=6).encoder("chat")
     assert padding_of(np.array(rows_of(encoder, given), dtype=np.uint32)).tolist() == [3, 0, 4]
     encoder = token_spec(seq_len=6, packing="on").encoder("chat")
-    packed = [*rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]), encoder.rest()[0].tolist()]
+    packed = [
+        *rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]),
+        next(encoder.encode([])).tolist(),
+    ]
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
 
@@ -583,7 +586,7 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
         row = encoder.add(one)
         rows += [] if row is None else [row]
         most = max(most, len(encoder.open_rows))
-    rows += encoder.rest()
+    rows += encoder.encode([])
     assert most == 64
     found, padded = [], 0
     for row in rows:
@@ -606,7 +609,7 @@ def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_
     """The first token of one, although it is trained on, is no target of the one before."""
     encoder = token_spec(seq_len=12, packing="on").encoder("chat")
     assert rows_of(encoder, [conversation(5, first=20, answer=5), conversation(4, first=30, answer=4)]) == []
-    file, rows = tmp_path / "t.bin", [*encoder.rest(), [NOT_LEARNED]]
+    file, rows = tmp_path / "t.bin", [*encoder.encode([]), [NOT_LEARNED]]
     write_tokens(file, rows, vocabulary=300, row_length=12, packed=True)
     batch = RowReader(TokenFile.open(file), seq_len=12, rows=range(1), vocabulary=300).rows_at([0])
     assert batch.inputs.tolist() == [[*range(20, 25), *range(30, 34), *[PAD] * 3]]

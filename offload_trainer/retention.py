@@ -4,8 +4,7 @@
     .step-00000100.tmp            a checkpoint that is being written, a scratch directory (storage/owned_dirs.py)
     .step-00000100.pruned         a checkpoint that is being removed, its manifest last
 
-Any other name belongs to the user: a checkpoint that was renamed, moved or copied is not pruned, and the run resumes
-from it only if it is named explicitly.
+Any other name belongs to the user: a checkpoint that was renamed is not pruned, and resumed from only if it is named.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def find_checkpoint(path: Path) -> Path:
 def prune(root: Path, *, keep: int) -> list[str]:
     """Remove the oldest checkpoints beyond `keep`, except any that is being read.
 
-    Returns a note for each other checkpoint that is not removed. Each one is renamed before its removal, so a kill
-    leaves no partial checkpoint under a valid name.
+    Returns a note for each other one that stays. Each is renamed first, so a kill leaves no part under a valid name.
     """
     notes: list[str] = []
     try:

@@ -12,8 +12,7 @@ therefore tested by tokenising the text around it whole and in two.
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
 
 The top bit of an id (`NOT_LEARNED`) means that the id is not learned, the bit below it (`BEGINS`) that a conversation
-or the padding begins there. Every conversation has a learned token, unlike padding, which distinguishes the two.
-A file of rows is an ordinary file of ids.
+or the padding begins there. Every conversation has a learned token, unlike padding. A file of rows is a file of ids.
 """
 
 from __future__ import annotations

@@ -277,8 +277,7 @@ def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 def weights_in_step(counts: Sequence[int]) -> list[float]:
     """Return the weight of each micro-batch's mean loss in the mean over the step's targets.
 
-    `counts` are the counted targets of the micro-batches. The weights are `counts` over their mean, exactly 1.0 if all
-    are equal. Raises TrainerError if nothing is counted.
+    They are `counts`, the counted targets of each, over their mean. Raises TrainerError if nothing is counted.
     """
     total = sum(counts)
     if not total:

@@ -7,9 +7,8 @@ Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a 
 it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes.
 
 Hashes of text files are remembered in cache/NAME-PATHS.sums.json, PATHS being a hash of the files' paths. A file is
-read again unless its size, modification times, inode and device equal the remembered ones and it had not changed for
-two seconds when it was hashed: a second change within one clock tick would leave the same times. The inode's ctime is
-compared too, since no program can set it back.
+read again unless its size, mtime, ctime (which no program can set back), inode and device equal the remembered ones and
+it had not changed for two seconds when it was hashed: a change within one clock tick would leave the same times.
 """
 
 from __future__ import annotations

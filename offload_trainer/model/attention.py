@@ -102,8 +102,7 @@ class _Sent(torch.autograd.Function):
 class DividedAttention:
     """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
 
-    `count` ranks have a piece of the same rows each, and exchange them by `send`. The only mask that it supports is a
-    sliding window, which a module passes as `sliding_window`.
+    `count` ranks have a piece of the same rows each, and exchange them by `send`. Its only mask is a sliding window.
     """
 
     def __init__(self, send: Send, *, count: int) -> None:

@@ -2,8 +2,7 @@
 
 Keys in the files may lack or have the body's prefix (`h.0...` for `transformer.h.0...`), use older names, or separate
 what the model fuses; `checkpoint_mapping` converts them. Tied weights may be present twice, or under either name. All
-weights that do not fit are reported together before any data is read. As in transformers, keys that the model has no
-use for are left out, with a note in the plan.
+weights that do not fit are reported together before any data is read. Unused keys are left out, with a note.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The shape of a transformers model, read from the module on the meta device: all that a plan knows of a model.
 
-The code is independent of the architecture. It asks transformers for blocks, heads and splits, and counts activations
-by running the model on meta tensors.
+For any architecture, transformers is asked for blocks, heads and splits, and a run on meta tensors for activations.
 """
 
 from __future__ import annotations
@@ -204,9 +203,8 @@ def block_names(model: PreTrainedModel) -> list[str]:
 def products_of(model: PreTrainedModel) -> dict[str, float]:
     """Return for each parameter the number of products per token in which its elements take part.
 
-    The planner derives FLOPs from it. A matrix takes part in one product per token for each module that uses it. An
-    embedding that is only looked up takes part in none, and an expert of E in k / E if each token is sent to k of them.
-    The number is 0 for biases and norms.
+    The planner derives FLOPs from it. A matrix takes part in one for each module that uses it, an expert of E in k / E
+    if each token is sent to k of them, an embedding that is only looked up, a bias and a norm in none.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)

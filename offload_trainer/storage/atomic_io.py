@@ -51,8 +51,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True) -> None:
     """Replace `path` atomically: readers see the old bytes or the new ones, also after a power cut.
 
-    `mode` gives the permissions, from which the user's umask is subtracted. `sync`: False does not wait for the disk,
-    so that a power cut may leave an empty file.
+    The umask is subtracted from `mode`. `sync`: False does not wait for the disk; a power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # `_TEMPORARY` matches this name
     try:

@@ -93,8 +93,7 @@ class Telemetry:
 
     `page(left)` returns the HTML of report.html. `left`: the seconds to the end of the run, or None once it has ended.
     It is written after the first step, then at most once in ten seconds, and less often if one hundredth of the time
-    does not suffice. It is not synced while the run goes on, so a busy disk does not delay the step. A page that cannot
-    be written is reported once and does not end the run.
+    does not suffice, and is synced at the end only. A page that cannot be written is reported once.
     """
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:

@@ -12,7 +12,6 @@ import shutil
 import zlib
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from offload_trainer.errors import UserError
@@ -98,10 +97,10 @@ def open_to_append(path: Path) -> int:
 
 def make_directories(path: Path) -> None:
     """Create `path` and its missing parents, each synced to the disk. Raises OSError as `mkdir` does."""
-    missing = takewhile(lambda place: not place.is_dir(), (path, *path.parents))
-    for place in reversed([*missing]):
-        place.mkdir(exist_ok=True)
-        sync_directory(place.parent)
+    for place in (*reversed(path.parents), path):
+        if not place.is_dir():
+            place.mkdir(exist_ok=True)
+            sync_directory(place.parent)
 
 
 def sync_file(path: Path) -> None:

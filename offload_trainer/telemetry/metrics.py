@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -95,7 +93,7 @@ def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind
     with file:
         for number, line in enumerate(file):
             if number == 0 and most:
-                stride = math.ceil(os.fstat(file.fileno()).st_size / len(line) / most)
+                stride = -(-path.stat().st_size // (len(line) * most))
             if taken := number % stride == number // stride * _PRIME % stride:
                 with suppress(ValueError):  # torn by a kill
                     records.append(parsed(line, kind))

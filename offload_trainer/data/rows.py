@@ -277,7 +277,7 @@ def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 def weights_in_step(counts: Sequence[int]) -> list[float]:
     """Return the weight of each micro-batch's mean loss in the mean over the step's targets.
 
-    They are `counts`, the counted targets of each, over their mean. Raises TrainerError if nothing is counted.
+    They are `counts`, the counted targets, over their mean: 1.0 if all are equal. Raises TrainerError without any.
     """
     total = sum(counts)
     if not total:

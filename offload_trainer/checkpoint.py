@@ -40,7 +40,7 @@ from offload_trainer.safe_files import Count, Flag, Line, Steps, exact_record, l
 from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
-from offload_trainer.storage.transfer import Future, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers
 from offload_trainer.units import format_bytes, format_seconds
 
 RESIDENT, MADE = "resident", "run.json"
@@ -111,20 +111,18 @@ class Checkpoints:
         everybody().first(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
-        future = Future()
-        self._under_way = future, snapshot, state.step
 
         def work(group: Group) -> None:
             with closing(snapshot):
                 self._write(snapshot, state, group)
                 self.seconds = time.perf_counter() - start
 
-        if snapshot.concurrent:
-            self._worker = self._worker or Workers(1, "save")
-            self._worker.put(ending(future, partial(work, self._beside_training)))
-        else:
-            ending(future, partial(work, everybody()))()
-            self.synchronize()
+        if not snapshot.concurrent:
+            work(everybody())
+            self.saved = state.step
+            return
+        self._worker = self._worker or Workers(1, "save")
+        self._under_way = self._worker.submit(partial(work, self._beside_training)), snapshot, state.step
 
     @property
     def saving(self) -> bool:

@@ -107,8 +107,7 @@ class Shares:
         text = bisect_right(self._ends, place)
         own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
         around, place = divmod(own, self.rows[text])
-        # A separate shuffle for each text and each pass over it. Negative, so that it differs from every epoch of the
-        # run.
+        # A shuffle for each text and each pass over it, negative so that it differs from every epoch of the run.
         drawn = -1 - (around * len(self.rows) + text)
         return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
 

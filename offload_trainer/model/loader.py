@@ -43,8 +43,7 @@ from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
-# Files of a pretrained model that exports carry along unchanged. A chat model's end-of-turn tokens and sampling
-# temperature are only in the first.
+# Files that exports carry along unchanged. A chat model's end-of-turn tokens and temperature are only in the first.
 _BESIDE = (
     "generation_config.json",
     "preprocessor_config.json",

@@ -35,13 +35,11 @@ class StepRecord:
     loss_scale: Number  # 1.0 when unused
     seconds: Number  # the whole optimizer step
     tokens_per_second: Number
-    # model FLOPs utilisation (PaLM, arXiv:2204.02311): FLOP/s of forward and backward without recomputation, over the
-    # peak of all devices; None where that is not known
+    # model FLOPs utilisation (PaLM, arXiv:2204.02311), without recomputation, over all devices' peak; None if unknown
     mfu: Number | None
     # seconds; "wait" is time blocked on an overlapped update, excluded from the phase that waited
     phases: dict[str, Number]
-    # Bytes of this step as counted by the kernel, or None where it does not count. An overlapped update's traffic
-    # during another step is counted in that step.
+    # bytes that the kernel counted in this step, also of an earlier step's overlapped update; None if it does not count
     nvme_read_bytes: Count | None
     nvme_written_bytes: Count | None
     host_rss_bytes: Count  # peak so far

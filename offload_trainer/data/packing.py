@@ -66,11 +66,11 @@ class DocumentEncoder:
     `RowEncoder` has the same methods. Ids depend on `identity`, `row_length`, the records and the tokenizer.
     """
 
-    row_length, packed, summary = None, False, None
+    row_length, packed, summary, strings = None, False, None, False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.identity = "" if text_field == "text" else f", field {text_field}"
-        self._tokenizer, self._field = tokenizer, text_field
+        self._tokenizer, self.columns = tokenizer, (text_field,)
         self._inexact = 0  # cuts for which no exact place was found
         self.open_rows = list[np.ndarray]()  # documents are not in rows
 
@@ -80,22 +80,10 @@ class DocumentEncoder:
         without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
         return f"note: {self._inexact} {without}" if self._inexact else ""
 
-    def read(self, source: Path) -> Iterator[Iterable[str]]:
-        """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
-
-        A text file is one document, each record of others too. Raises as `text_blocks`, `read_records`, `text_in`.
-        """
-        if holds_records(source):
-            for where, record in read_records(source, wanted=(self._field,)):
-                yield self.parsed(record, where=where)
-            return
-        with opened(source) as file:
-            yield text_blocks(source, file)
-
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""
         with at(where):
-            return [text_in(record, self._field)]
+            return [text_in(record, *self.columns)]
 
     def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
@@ -191,7 +179,7 @@ class RowEncoder:
     Each has a row alone, or with `packing` joins the open row with the least sufficient room (best fit).
     """
 
-    note = ""
+    note, columns, strings = "", COLUMNS, True
 
     def __init__(self, spec: TokenSpec, form: str) -> None:
         """Set up the encoder of records of `form` (conversations.py).
@@ -243,11 +231,6 @@ class RowEncoder:
             parts.append(f"{number} are left out, because they have no answer to train on")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join([*parts, *self._answers.told()])
-
-    def read(self, source: Path) -> Iterator[Example]:
-        """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
-        for where, record in read_records(source, wanted=COLUMNS, strings=True):
-            yield self.parsed(record, where=where)
 
     def parsed(self, record: dict[str, Any], *, where: str) -> Example:
         """Return the conversation in a record. Raises UserError if it has none."""
@@ -315,6 +298,19 @@ class RowEncoder:
 
 
 Encoder = DocumentEncoder | RowEncoder
+
+
+def records_in(source: Path, encoder: Encoder) -> Iterator[Any]:
+    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document.
+
+    A text file is one document. Raises UserError, with file and line, as `text_blocks`, `read_records` and `parsed`.
+    """
+    if holds_records(source):
+        for where, record in read_records(source, wanted=encoder.columns, strings=encoder.strings):
+            yield encoder.parsed(record, where=where)
+        return
+    with opened(source) as file:
+        yield text_blocks(source, file)
 
 
 @dataclass(frozen=True)

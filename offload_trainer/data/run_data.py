@@ -29,7 +29,7 @@ import numpy as np
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.packing import Encoder, TokenSpec
+from offload_trainer.data.packing import Encoder, TokenSpec, records_in
 from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
@@ -117,7 +117,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
         before, tokens = _bytes_read(), 0
-        records: Any = (record for source in sources for record in encoder.read(source))
+        records: Any = (record for source in sources for record in records_in(source, encoder))
         for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()

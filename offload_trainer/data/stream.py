@@ -31,7 +31,7 @@ import numpy as np
 from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import without_nulls
-from offload_trainer.data.packing import TokenSpec
+from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.errors import RERUN_HINT, TrainerError
@@ -191,7 +191,7 @@ class StreamedTokens:
     def _local_records(self, file: int, records: int) -> Iterator[Any]:
         """Yield the documents or conversations of the files, from behind the first `records` of file number `file`."""
         for number, path in enumerate(self._files[file:], file):
-            for count, record in enumerate(islice(self._encoder.read(path), records, None), records + 1):
+            for count, record in enumerate(islice(records_in(path, self._encoder), records, None), records + 1):
                 self._place = {"file": number, "records": count}
                 yield record
             records = 0

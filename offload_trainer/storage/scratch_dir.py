@@ -194,11 +194,8 @@ def _dead_in(drive: Path) -> list[Path]:
     def is_dead(folder: Path) -> bool:
         try:
             empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
-            if not empty and not has_locks(folder):
-                return False
-            with protected(folder):
-                return True
-        except (OSError, NoLocks):
+            return (empty or has_locks(folder)) and not is_alive(folder)
+        except (OSError, UserError):
             return False
 
     root = root_of(drive)

@@ -304,8 +304,6 @@ def _plain(text: object) -> str:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
-
     source: str
     bytes: int
     compared: int  # tensors read back and found equal to the source

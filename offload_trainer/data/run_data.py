@@ -97,7 +97,6 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
 
 
 def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
-    """Return the cached token file of these sources, creating it if needed."""
     section, say, separator = spec.section, spec.say, spec.tokenizer.eos_token_id
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's

@@ -177,7 +177,6 @@ class StreamedTokens:
         return form_of_record(first, text_field=section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
-        """Begin to read the data set at one of its states."""
         with self._reading():
             if self._files:
                 self._records = self._local_records(**(state or {"file": 0, "records": 0}))

@@ -87,8 +87,6 @@ def _seen_as(module: nn.Module, *, groups: int) -> SimpleNamespace:
 
 
 class _Sent(torch.autograd.Function):
-    """Send parts in the forward, and their gradients back in the backward."""
-
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, send: Send) -> torch.Tensor:
         ctx.send = send

@@ -189,8 +189,6 @@ def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
 
 
 def _dead_in(drive: Path) -> list[Path]:
-    """Return this user's private directories under `drive` whose run has died."""
-
     def is_dead(folder: Path) -> bool:
         try:
             empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so

@@ -51,8 +51,6 @@ _BESIDES = len(_LINE.format(n_fmt="", total_fmt="", bar="", desc=""))  # its col
 
 @lenient_record
 class _Stepped:
-    """The field shared by the lines of both files."""
-
     step: Steps
 
 
@@ -116,7 +114,6 @@ class Telemetry:
             self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Send a finished validation to every output."""
         self._evaluations.write(record.to_json())
         bits = "" if record.bits_per_byte is None else f"  {_four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
@@ -132,7 +129,6 @@ class Telemetry:
             self._write_page(None)
 
     def close(self) -> None:
-        """Close every output."""
         self._screen.close()
         self._metrics.close()
         self._evaluations.close()
@@ -174,7 +170,6 @@ class Screen:
         self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished step."""
         if self._started is None:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)

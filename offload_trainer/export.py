@@ -3,8 +3,7 @@
     Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
 A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. A run directory stands for
-its newest checkpoint, or for the final weights of a run without checkpoints. The model card (README.md of an export)
-tells the model, the data, settings, and the recorded numbers.
+its newest checkpoint, or else for its final weights. The model card is the README.md of an export.
 
 One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
 hub. The directory is written under a temporary name and renamed when it is complete.

@@ -37,8 +37,7 @@ class Manifest:
 def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, contents: bool = True) -> Manifest:
     """Return the manifest after checking that every file exists and has the listed size and CRC-32.
 
-    Without `moments`, the files of moments are skipped, and without `contents` all files. Raises UserError that names
-    the file, the mismatch and `fix`, a sentence that says what to do.
+    Without `moments`, their files are skipped, without `contents` all. Raises UserError with file, mismatch and `fix`.
     """
     content = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
     if content.get("format") != FORMAT and isinstance(content.get("format"), int):

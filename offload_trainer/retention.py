@@ -53,8 +53,7 @@ def steps_in(root: Path) -> list[Path]:
 def find_resume(setting: str, *, output: Path) -> Path | None:
     """Return the checkpoint that `--resume` selects, or None to start from step 0.
 
-    Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
-    also a UserError: there may be checkpoints on a drive that is not mounted.
+    Raises UserError if the named path holds none, and for a dangling link on the way: its drive may not be mounted.
     """
     for place in (output / "checkpoints", output, *output.parents):
         if os.path.islink(place) and not os.path.exists(place):

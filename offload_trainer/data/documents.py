@@ -123,8 +123,7 @@ def read_records(
     Fields of CSV are strings. Of a Parquet or Arrow table, the columns in `wanted` are read, and with `strings` those
     of strings; if there are none, all are read, for an error that lists them. Nulls inside a value are left out.
 
-    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
-    `LINE_BYTES`, and a row of CSV without the header's number of fields.
+    Raises UserError with file and line for what is not UTF-8, no JSON object, over `LINE_BYTES` or unlike the header.
     """
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings)

@@ -209,7 +209,13 @@ def resolve_model(
     random = directory is None or section.random_init
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
-    _override(config, section.overrides)
+    known = set(config.to_dict())
+    if unknown := [key for key in section.overrides if key not in known]:
+        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
+        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
+    for key, value in section.overrides.items():
+        setattr(config, key, value)
     refuse_endless(config.to_dict(), section.name)
     images = settle_class(config, image_patches=image_patches)
     try:
@@ -266,17 +272,6 @@ def _directory(section: ModelSection) -> Path:
             f"--model {section.name}: could not be downloaded{offline}: {one_line(error)}. A model here is named "
             "by its directory: --model DIRECTORY"
         ) from error
-
-
-def _override(config: Any, overrides: dict[str, Any]) -> None:
-    known = set(config.to_dict())
-    unknown = [key for key in overrides if key not in known]
-    if unknown:
-        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
-        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
-        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
-    for key, value in overrides.items():
-        setattr(config, key, value)
 
 
 def write_config(config: Any, directory: Path, *, source: Path | None = None) -> None:

@@ -125,8 +125,7 @@ def model_shape(
 def _with_base(model: PreTrainedModel, weights: list[Weight], base: str) -> list[Weight]:
     """Return the weights with the format `base` (`model.base`) of the frozen matrices of blocks.
 
-    These are the weights of linear layers, as in QLoRA, and experts in one tensor. Routers that are modules of another
-    kind keep their dtype. Raises UserError if there are no such weights.
+    Linear layers, as in QLoRA, and experts in one tensor; not routers of other classes. Raises UserError without any.
     """
     if base == "model":
         return weights

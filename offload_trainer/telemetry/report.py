@@ -3,8 +3,7 @@
     StepRecord, EvalRecord ─┐
     what was predicted ─────┴─ report_page, comparison_page ── report.html (the template)
 
-Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest number
-fits next to the chart in both cases, in the page style's font sizes.
+Charts are inline SVG in the page's colours. Their units suit a page 400 to 800 pixels wide: the widest number fits.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import without_nulls
 from offload_trainer.data.packing import TokenSpec, records_in
@@ -80,7 +79,7 @@ class StreamedTokens:
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(section))
+        self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(spec))
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         self.identity = self.name + self._encoder.identity
         content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
@@ -165,16 +164,16 @@ class StreamedTokens:
         self._encoder.open_rows = []
         self._load(point.state)
 
-    def _form(self, section: DataSection) -> str:
+    def _form(self, spec: TokenSpec) -> str:
         """Return `data.format`, or if it is "auto" that of the hub's first record, which is read again afterwards."""
-        if section.format != "auto":
-            return section.format
+        if spec.section.format != "auto":
+            return spec.section.format
         with self._reading():
             first = next(self._records, None)
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first, text_field=section.text_field, where=f"{self.name}, the first record")
+        return form_of_record(first, text_field=spec.section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
         with self._reading():

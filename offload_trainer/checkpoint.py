@@ -193,7 +193,7 @@ class Checkpoints:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
         try:
-            group.first(lambda: [sync_file(self._root.parent / log) for log in _LOGS])
+            group.first(lambda: list(map(sync_file, [self._root.parent / log for log in _LOGS])))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
             raise TrainerError(

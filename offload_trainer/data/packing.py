@@ -329,7 +329,8 @@ class TokenSpec:
 
         Raises UserError if the files differ or have a form that is not trained on here.
         """
-        form, text_field = self.section.format, self.section.text_field
+        form: str = self.section.format
+        text_field = self.section.text_field
         found: dict[str, Path] = {}  # the first file of each form
         for source in sources:
             kind, is_records = form, holds_records(source)

@@ -168,7 +168,12 @@ def opened(path: Path) -> Iterator[Source]:
     try:
         checkpoint = find_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}{_describe_page_files(path)}") from error
+        left = ""  # page files of a dead run without a checkpoint
+        with suppress(OSError, ValueError, UserError):
+            for folder in folders_in(path / PAGES):
+                if is_there(folder / DESCRIPTION) and not is_alive(folder):
+                    left = left or f". Page files that it left are in {folder}: export that directory"
+        raise UserError(f"{error}{left}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
         if (checkpoint / RESIDENT).exists():
@@ -197,15 +202,6 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
     run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
     step = read_state(checkpoint).step
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
-
-
-def _describe_page_files(run: Path) -> str:
-    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence, or ""."""
-    with suppress(OSError, ValueError, UserError):
-        for folder in folders_in(run / PAGES):
-            if is_there(folder / DESCRIPTION) and not is_alive(folder):
-                return f". Page files that it left are in {folder}: export that directory"
-    return ""
 
 
 @contextmanager

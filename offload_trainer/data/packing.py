@@ -67,6 +67,7 @@ class DocumentEncoder:
     """
 
     row_length, packed, summary, strings = None, False, None, False
+    why_none = "it contains no text: name another"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.identity = "" if text_field == "text" else f", field {text_field}"
@@ -101,9 +102,6 @@ class DocumentEncoder:
                     ids += end
                 begins_document = piece.ends_document
             yield np.array(ids, dtype=np.uint32)
-
-    def why_none(self) -> str:
-        return "it contains no text: name another"
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[Piece]:
         """Yield a document's consecutive blocks of text in pieces of at most `PIECE` characters; none if empty."""
@@ -251,6 +249,7 @@ class RowEncoder:
             rows, self.open_rows = self.open_rows, []
             yield from map(self._padded, rows)
 
+    @property
     def why_none(self) -> str:
         """Return why no conversation has produced a row, and what to do."""
         return (
@@ -325,10 +324,7 @@ class TokenSpec:
     say: Callable[[str], None]
 
     def form_of(self, sources: Sequence[Path]) -> str:
-        """Return `data.format`, or if it is "auto" the form that the first line of each file shows, or `TEXT`.
-
-        Raises UserError if the files differ or have a form that is not trained on here.
-        """
+        """Return `data.format`, or the form that the files' first lines show. Raises UserError if it is not trained on."""
         form: str = self.section.format
         text_field = self.section.text_field
         found: dict[str, Path] = {}  # the first file of each form

@@ -133,7 +133,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
                 f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
             )
         if not tokens:
-            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+            raise UserError(f"{', '.join(section.path)}: {encoder.why_none}")
         if encoder.row_length is not None:
             yield [NOT_LEARNED]  # the last target of the last row
 
@@ -180,7 +180,12 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in sorted(fresh):
         settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
-        found[path] = _sum(Path(path)), about[path] if settled else []
+        try:
+            with open_given(Path(path)) as file:
+                made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        found[path] = made.hexdigest(), about[path] if settled else []
     if any(found[path][1] for path in fresh):
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
@@ -189,14 +194,6 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         except OSError:
             pass  # without the cache the hashes are computed again next time
     return [found[os.path.realpath(source)][0] for source in sources]
-
-
-def _sum(path: Path) -> str:
-    try:
-        with open_given(path) as file:
-            return str(hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest())  # type: ignore[arg-type]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class StreamedTokens:
         except TrainerError as error:
             raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
         if not len(ids) and state is None:
-            raise TrainerError(f"{self.name}: {self._encoder.why_none()}")
+            raise TrainerError(f"{self.name}: {self._encoder.why_none}")
         point = Point(self._key, before, state, len(ids), zlib.crc32(ids.tobytes()))
         if self._expected is not None:
             self._compare(self._expected, point)

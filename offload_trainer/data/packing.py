@@ -324,7 +324,7 @@ class TokenSpec:
     say: Callable[[str], None]
 
     def form_of(self, sources: Sequence[Path]) -> str:
-        """Return `data.format`, or the form that the files' first lines show. Raises UserError if it is not trained on."""
+        """Return `data.format`, or the form of the files' first lines. Raises UserError if it is not trained on."""
         form: str = self.section.format
         text_field = self.section.text_field
         found: dict[str, Path] = {}  # the first file of each form

@@ -30,7 +30,7 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, chat_template: str = "auto"
 ) -> PreTrainedTokenizerBase:
-    """Load ``builtin``, a directory's or a hub id's tokenizer, and a file's chat template. Raises UserError if not."""
+    """Load ``builtin``, a directory's or a hub id's tokenizer, and a chat template. Raises UserError if it cannot."""
     directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
     is_directory = directory.is_dir()
     if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):

@@ -18,10 +18,9 @@ A checkpoint can be read without the engine, the GPU, the model's class or the r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,42 +33,18 @@ from offload_trainer import __version__
 from offload_trainer.config import OptimSection
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.manifest import (
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    StoredFile,
-    checked_manifest,
-    crc32_of,
-    refuse_other_run,
-)
+from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, group_of, wait_for_all
-from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import (
-    Count,
-    Flag,
-    Line,
-    Steps,
-    exact_record,
-    is_there,
-    lenient_record,
-    read_back,
-    shown,
-)
-from offload_trainer.storage.atomic_io import (
-    bytes_below,
-    copy_tree,
-    make_directories,
-    sync_directory,
-    sync_file,
-    write_text,
-)
+from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of
+from offload_trainer.safe_files import Count, Flag, Line, Steps, exact_record, lenient_record, read_back, shown
+from offload_trainer.storage.atomic_io import StoredFile, bytes_below, copy_tree, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, shared_lock
 from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
-from offload_trainer.storage.transfer import Future, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers
 from offload_trainer.units import format_bytes, format_seconds
 
 RESIDENT, MADE = "resident", "run.json"
+_LOGS = "metrics.jsonl", "evaluations.jsonl"  # of the run directory; synced before a checkpoint is complete
 _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, manifest and the other JSON
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
@@ -111,26 +86,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        record: RunRecord,
-        keep: int,
-        need_bytes: int,
-        say: Callable[[str], None],
-        growing: Sequence[Path] = (),
+        self, root: Path, *, record: RunRecord, keep: int, need_bytes: int, say: Callable[[str], None]
     ) -> None:
-        """Prepare saving under `root`; nothing is written yet.
-
-        `need_bytes`: bytes of one checkpoint's tensors. `growing`: files that are fsynced before each checkpoint is
-        complete.
-        """
+        """Prepare saving under `root`; nothing is written yet. `need_bytes`: bytes of one checkpoint's tensors."""
         self.saved: int | None = None  # newest step whose checkpoint is complete
         self.seconds: float | None = None  # duration of the latest save, from the call of `save` on
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _device_and_inode(root.parent)
-        self._beside = growing
         self._told: set[str] = set()  # notes already printed
         self._under_way: tuple[Future, Snapshot, int] | None = None
         self._worker: Workers | None = None
@@ -147,20 +110,18 @@ class Checkpoints:
         everybody().first(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
-        future = Future()
-        self._under_way = future, snapshot, state.step
 
         def work(group: Group) -> None:
             with closing(snapshot):
                 self._write(snapshot, state, group)
                 self.seconds = time.perf_counter() - start
 
-        if snapshot.concurrent:
-            self._worker = self._worker or Workers(1, "save")
-            self._worker.put(ending(future, partial(work, self._beside_training)))
-        else:
-            ending(future, partial(work, everybody()))()
-            self.synchronize()
+        if not snapshot.concurrent:
+            work(everybody())
+            self.saved = state.step
+            return
+        self._worker = self._worker or Workers(1, "save")
+        self._under_way = self._worker.submit(partial(work, self._beside_training)), snapshot, state.step
 
     @property
     def saving(self) -> bool:
@@ -231,7 +192,7 @@ class Checkpoints:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start, final = time.perf_counter(), checkpoint_of(self._root, state.step)
         try:
-            group.first(lambda: list(map(sync_file, self._beside)))
+            group.first(lambda: list(map(sync_file, [self._root.parent / log for log in _LOGS])))
             files = write_checkpoint(final, snapshot, group, state=state, record=self.record, say=self._say)
         except OSError as error:
             raise TrainerError(
@@ -276,7 +237,6 @@ def write_checkpoint(
     with ExitStack() as stack:
 
         def begin() -> None:
-            make_directories(final.parent)
             stack.enter_context(replacing(final, what=WORK, say=say))
             new.mkdir()
 
@@ -299,7 +259,7 @@ def finish_checkpoint(directory: Path, files: dict[str, StoredFile], state: Trai
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files:
-            files[name] = StoredFile(path.stat().st_size, crc32_of(path))
+            files[name] = StoredFile.of(path)
     manifest = asdict(Manifest(FORMAT, state.step, dict(record.identity), dict(record.layout), files))
     manifest |= {"offload_trainer": __version__, "torch": torch.__version__}
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
@@ -332,40 +292,6 @@ def reading(checkpoint: Path) -> Iterator[None]:
         if not (checkpoint / MANIFEST).exists():
             raise gone
         yield
-
-
-def find_resume(setting: str, *, output: Path) -> Path | None:
-    """Return the checkpoint that `--resume` selects, or None to start from step 0.
-
-    Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
-    also a UserError: there may be checkpoints on a drive that is not mounted.
-    """
-    for place in (output / "checkpoints", output, *output.parents):
-        if os.path.islink(place) and not os.path.exists(place):
-            raise UserError(
-                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
-                "Mount it; to start from step 0, remove the link or name another --output"
-            )
-    if setting == "never":
-        return None
-    if setting == "auto":
-        found = complete_checkpoints(output / "checkpoints")
-        if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
-            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
-        return found[-1] if found else None
-    return find_checkpoint(Path(setting))
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest in it, a run directory. Raises UserError without one."""
-    if is_there(path / MANIFEST):
-        return path
-    if not (found := complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)):
-        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
-            raise UserError(f"{path} cannot be read: permission denied")
-        what = f"neither a checkpoint ({MANIFEST}) nor a run directory that holds one"
-        raise UserError(f"{path}: {what if is_there(path) else 'no such directory'}; `offload-train runs` lists runs")
-    return found[-1]
 
 
 @lenient_record
@@ -404,8 +330,7 @@ def read_state(checkpoint: Path) -> TrainState:
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     """Check that this run can resume from the checkpoint; return one line per setting that has changed since.
 
-    Raises UserError if the checkpoint is damaged or has another seed, data, model shape or set of trained weights.
-    Writes nothing.
+    Raises UserError if it is damaged or has another seed, data, model shape or set of trained weights. Writes nothing.
     """
     refuse_other_run(checkpoint, read_manifest(checkpoint), identity=record.identity, layout=record.layout)
     return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])

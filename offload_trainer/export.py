@@ -3,8 +3,7 @@
     Source ── weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
 A source is a checkpoint, a dead run's page files, a live engine, or a run's final weights. A run directory stands for
-its newest checkpoint, or for the final weights of a run without checkpoints. The model card (README.md of an export)
-tells the model, the data, settings, and the recorded numbers.
+its newest checkpoint, or else for its final weights. The model card is the README.md of an export.
 
 One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
 hub. The directory is written under a temporary name and renamed when it is complete.
@@ -34,23 +33,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from offload_trainer.checkpoint import (
-    MADE,
-    RESIDENT,
-    RunConfiguration,
-    RunRecord,
-    complete_checkpoints,
-    find_checkpoint,
-    read_manifest,
-    read_state,
-    reading,
-)
+from offload_trainer.checkpoint import MADE, RESIDENT, RunConfiguration, RunRecord, read_manifest, read_state, reading
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
 from offload_trainer.plan.shape import Weight
+from offload_trainer.retention import complete_checkpoints, find_checkpoint
 from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
@@ -78,13 +68,19 @@ _SAMPLE = 32  # number of groups of tensors that --check compares
 class Source:
     """A readable set of weights: whole masters, frozen weights and buffers by the model's own names."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # `weights` iterates in this order
-    weights: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[str], torch.Tensor]  # read one of them again
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of `each`
+    read: Callable[[str], torch.Tensor]  # read one of them, any number of times
     model: Path  # directory with config.json and the tokenizer
     description: str  # what messages call the source
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
+    own_names: bool = False  # exported in one file under these names, for a model that transformers does not build
+    weights: Callable[[], Iterator[NamedTensor]] | None = None  # yields all but the buffers, if not `read` one by one
+
+    def each(self) -> Iterator[NamedTensor]:
+        """Yield the weights, then the buffers, one at a time."""
+        every = ((name, self.read(name)) for name in self.shapes if name not in self.buffers)
+        return chain(self.weights() if self.weights else every, self.buffers.items())
 
     def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
         """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
@@ -97,7 +93,6 @@ class Source:
             self,
             buffers=held,
             shapes=shapes,
-            weights=lambda: chain(self.weights(), held.items()),
             read=lambda name: held[name] if name in held else self.read(name),
         )
 
@@ -105,7 +100,7 @@ class Source:
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
     """Yield the weights and buffers of `source`; at the end raise UserError if one contained a NaN or an infinity."""
     wrong = []
-    for name, tensor in source.weights():
+    for name, tensor in source.each():
         if name not in source.buffers and (what := describe_invalid_values(tensor)):
             wrong.append(f"{name} ({what})")
         yield name, tensor
@@ -173,7 +168,12 @@ def opened(path: Path) -> Iterator[Source]:
     try:
         checkpoint = find_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}{_describe_page_files(path)}") from error
+        left = ""  # page files of a dead run without a checkpoint
+        with suppress(OSError, ValueError, UserError):
+            for folder in folders_in(path / PAGES):
+                if is_there(folder / DESCRIPTION) and not is_alive(folder):
+                    left = left or f". Page files that it left are in {folder}: export that directory"
+        raise UserError(f"{error}{left}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
         if (checkpoint / RESIDENT).exists():
@@ -189,7 +189,6 @@ def opened(path: Path) -> Iterator[Source]:
         places = {name: file for file in files for name in file.entries}
         source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
-            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
             description=str(checkpoint),
@@ -203,15 +202,6 @@ def _checkpoint_card(checkpoint: Path, dtype: str) -> str:
     run = read_back(checkpoint / MADE, RunConfiguration, fix="Export another checkpoint of the run")
     step = read_state(checkpoint).step
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
-
-
-def _describe_page_files(run: Path) -> str:
-    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence, or ""."""
-    with suppress(OSError, ValueError, UserError):
-        for folder in folders_in(run / PAGES):
-            if is_there(folder / DESCRIPTION) and not is_alive(folder):
-                return f". Page files that it left are in {folder}: export that directory"
-    return ""
 
 
 @contextmanager
@@ -235,17 +225,14 @@ def _page_files(directory: Path) -> Source:
     stored = read_store(directory)
     if not os.path.isfile(stored.model / "config.json"):
         raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
-    text = f"{directory}, after update {stored.step}"
-    return Source(
-        shapes=stored.shapes,
-        weights=stored.weights,
-        read=stored.read,
-        model=stored.model,
-        description=text,
-        card=lambda dtype: model_card(
-            stored.model.parent, dtype=dtype, source=text, run=RunConfiguration({}), updates=stored.step
-        ),
-    )
+    text, run = f"{directory}, after update {stored.step}", stored.model.parent
+
+    def card(dtype: str) -> str:
+        updates = [row.step for row in read_metrics(run / "metrics.jsonl") if not row.skipped]
+        step = next(iter(updates[stored.step - 1 : stored.step]), stored.step)
+        return model_card(run, dtype=dtype, source=text, run=RunConfiguration({}), step=step)
+
+    return Source(shapes=stored.shapes, read=stored.read, model=stored.model, description=text, card=card)
 
 
 _HEAD = """\
@@ -259,19 +246,10 @@ tags:
 _OPTIM = ("name", "lr", "betas", "weight_decay", "max_grad_norm", "schedule", "moment_dtype")  # keys that a card shows
 
 
-def model_card(
-    run_directory: Path,
-    *,
-    dtype: str,
-    source: str,
-    run: RunConfiguration,
-    step: int | None = None,
-    updates: int | None = None,
-) -> str:
-    """Return the card's text. `run` is a checkpoint's record of its run; metrics come from `run_directory`.
+def model_card(run_directory: Path, *, dtype: str, source: str, run: RunConfiguration, step: int | None = None) -> str:
+    """Return the card's text. `run` is a checkpoint's record of its run.
 
-    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
-    out.
+    Metrics come from `run_directory` and end at `step`. Numbers that were not recorded are left out.
     """
     model, optim, data, train = (run.config.get(section, {}) for section in ("model", "optim", "data", "train"))
     base, paths = model.get("base", "model"), data.get("path")
@@ -288,8 +266,6 @@ def model_card(
             ("Seed", train.get("seed")),
         ]
     rows = read_metrics(run_directory / "metrics.jsonl")
-    if updates is not None:
-        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
     rows = [row for row in rows if step is None or row.step <= step]
     if rows:
         last = rows[-1]
@@ -323,8 +299,6 @@ def _plain(text: object) -> str:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
-
     source: str
     bytes: int
     compared: int  # tensors read back and found equal to the source
@@ -337,28 +311,19 @@ def export(source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 
 
 
 def write_model(
-    source: Source,
-    destination: Path,
-    *,
-    dtype: str,
-    shard_bytes: int = 5 * 10**9,
-    replace: bool = False,
-    check: bool = False,
-    by_name: bool = False,
+    source: Source, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, replace: bool = False, check: bool
 ) -> Exported:
     """Write the weights of `source` in `dtype` (fp32, bf16 or fp16), and its buffers in their dtypes.
 
-    `check`: read all headers and a sample of tensors back. `by_name` keeps the names of the weights and the
-    configuration as they are and writes no card, for a model that transformers does not build.
+    `check`: read all headers and a sample of tensors back. With own names the configuration stays, and gets no card.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
-    error no partial export is left.
+    fp16, naming each. Raises TrainerError if the disk refuses or the check fails. An error leaves no partial export.
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
     # A saved tensor can be written once the last of its source tensors has been read.
-    made = as_they_are(source.shapes) if by_name else saved_groups(list(source.shapes), source.model)
+    made = as_they_are(source.shapes) if source.own_names else saved_groups(list(source.shapes), source.model)
     groups = sorted(made, key=lambda group: max(place[name] for name in group.sources))
     entries = [
         TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
@@ -372,10 +337,10 @@ def write_model(
         with replacing(destination, what=EXPORT) as temporary:
             copy_tree(source.model, temporary)
             (temporary / BUFFERS).unlink(missing_ok=True)
-            if not by_name:
+            if not source.own_names:
                 _describe(temporary, source, dtype=dtype)
             weights = _converted(finite_weights(source), groups)
-            _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
+            _write_shards(weights, temporary, entries=entries, shard_bytes=total if source.own_names else shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
     except OSError as error:
@@ -460,8 +425,7 @@ def _write_shards(
 def check_export(directory: Path, source: Source, *, groups: Sequence[Group], entries: Sequence[TensorEntry]) -> int:
     """Compare an export with its source through safetensors' own reader; return the number of tensors compared.
 
-    It compares every name, dtype and shape, and the values of a sample: the first, the last and others evenly between.
-    Raises TrainerError that names the differences.
+    It compares every name, dtype and shape, and the values of an even sample. Raises TrainerError with the differences.
     """
     held, paths = dict[str, Any](), dict[str, Path]()
     for path in sorted(directory.glob("*.safetensors")):
@@ -528,7 +492,7 @@ def write_final(
     kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
     try:
         write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
-        write_model(live.with_buffers(), place, dtype="fp32", replace=True)
+        write_model(live.with_buffers(), place, dtype="fp32", replace=True, check=False)
     except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
         raise TrainerError(str(error)) from error
     return place

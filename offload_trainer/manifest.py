@@ -1,32 +1,19 @@
 """Read and verify MANIFEST.json: every file of a checkpoint with its size and CRC-32, and the run that wrote it.
 
-`checkpoint.py` writes the manifest as the last file of a checkpoint. A directory without a manifest, or whose files
-differ from it, is not a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and
-model shape.
+`checkpoint.py` writes it as the last file of a checkpoint. A directory without it, or whose files differ, is not
+a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and model shape.
 """
 
 from __future__ import annotations
 
-import os
 import stat
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import (
-    Count,
-    Crc32,
-    FileName,
-    Steps,
-    as_kind,
-    exact_record,
-    lenient_record,
-    open_file,
-    read_back,
-    shown,
-)
+from offload_trainer.safe_files import Count, FileName, Steps, as_kind, lenient_record, read_back, shown
+from offload_trainer.storage.atomic_io import StoredFile, crc32_of
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
@@ -34,14 +21,6 @@ CONFIG = "config.json"  # identity key: entries of the model's configuration
 _MOST = 10  # lines in a message
 _TEXT = ("tokens", "training rows", "text")  # identity keys that all change if the training text changes
 _NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
-
-
-@exact_record
-class StoredFile:
-    """Size in bytes and CRC-32 of one file of a checkpoint."""
-
-    bytes: Count
-    crc32: Crc32
 
 
 @lenient_record
@@ -58,8 +37,7 @@ class Manifest:
 def checked_manifest(checkpoint: Path, *, fix: str, moments: bool = True, contents: bool = True) -> Manifest:
     """Return the manifest after checking that every file exists and has the listed size and CRC-32.
 
-    Without `moments`, the files of moments are skipped, and without `contents` all files. Raises UserError that names
-    the file, the mismatch and `fix`, a sentence that says what to do.
+    Without `moments`, their files are skipped, without `contents` all. Raises UserError with file, mismatch and `fix`.
     """
     content = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
     if content.get("format") != FORMAT and isinstance(content.get("format"), int):
@@ -93,16 +71,6 @@ def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a cycle of symbolic links
         return f"{name} cannot be read: {getattr(error, 'strerror', error)}"
     return None if found == expected.crc32 else f"{name} has CRC-32 {found}, the manifest says {expected.crc32}"
-
-
-def crc32_of(path: Path) -> int:
-    """Return the CRC-32 of a file, dropping it from the page cache so that it does not evict pages in use."""
-    crc = 0
-    with open(open_file(path, links=True), "rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return crc
 
 
 def refuse_other_run(

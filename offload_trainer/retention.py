@@ -1,15 +1,15 @@
-"""List the checkpoints of a run directory and remove the oldest ones.
+"""List the checkpoints of a run directory, find the one to resume from, and remove the oldest ones.
 
     step-00000100/MANIFEST.json   a complete checkpoint; the oldest of these are pruned
     .step-00000100.tmp            a checkpoint that is being written, a scratch directory (storage/owned_dirs.py)
     .step-00000100.pruned         a checkpoint that is being removed, its manifest last
 
-Any other name belongs to the user: a checkpoint that was renamed, moved or copied is not pruned, and the run resumes
-from it only if it is named explicitly.
+Any other name belongs to the user: a checkpoint that was renamed is not pruned, and resumed from only if it is named.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +29,7 @@ _HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned|tmp~[0-9
 def complete_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, oldest first; directories with other names are ignored.
 
-    Raises UserError for a checkpoint that cannot be accessed: skipping it would resume from an older one and later
-    overwrite it.
+    Raises UserError for one that cannot be accessed: to skip it would resume from an older one and overwrite it later.
     """
     return sorted((path for path in steps_in(root) if is_there(path / MANIFEST)), key=step_of)
 
@@ -51,11 +50,43 @@ def steps_in(root: Path) -> list[Path]:
         raise UserError(f"{root} cannot be read: {error.strerror}. Let it be read, or name another") from error
 
 
+def find_resume(setting: str, *, output: Path) -> Path | None:
+    """Return the checkpoint that `--resume` selects, or None to start from step 0.
+
+    Raises UserError if the named path holds none, and for a dangling link on the way: its drive may not be mounted.
+    """
+    for place in (output / "checkpoints", output, *output.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise UserError(
+                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                "Mount it; to start from step 0, remove the link or name another --output"
+            )
+    if setting == "never":
+        return None
+    if setting == "auto":
+        found = complete_checkpoints(output / "checkpoints")
+        if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
+            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
+        return found[-1] if found else None
+    return find_checkpoint(Path(setting))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest in it, a run directory. Raises UserError without one."""
+    if is_there(path / MANIFEST):
+        return path
+    if not (found := complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"{path} cannot be read: permission denied")
+        what = f"neither a checkpoint ({MANIFEST}) nor a run directory that holds one"
+        raise UserError(f"{path}: {what if is_there(path) else 'no such directory'}; `offload-train runs` lists runs")
+    return found[-1]
+
+
 def prune(root: Path, *, keep: int) -> list[str]:
     """Remove the oldest checkpoints beyond `keep`, except any that is being read.
 
-    Returns a note for each other checkpoint that is not removed. Each one is renamed before its removal, so a kill
-    leaves no partial checkpoint under a valid name.
+    Returns a note for each other one that stays. Each is renamed first, so a kill leaves no part under a valid name.
     """
     notes: list[str] = []
     try:

@@ -69,25 +69,13 @@ Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
 FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", inside its directory
 
 
-def read_back(
-    path: Path,
-    kind: type[Kind],
-    *,
-    fix: str,
-    links: bool = False,
-    opener: Callable[[Path], int] | None = None,
-) -> Kind:
+def read_back(path: Path, kind: type[Kind], *, fix: str, links: bool = False) -> Kind:
     """Read the JSON file `path` and return it as a `kind`: a dataclass or any other type that pydantic supports.
 
-    Args:
-        fix: sentence in the error message that says what to do.
-        links: follow a symbolic link at the end of the path.
-        opener: replaces `open_file`, as in `file_bytes`.
-
-    Raises UserError that names the file, the problem and `fix`.
+    `links`: follow a symbolic link at its end. Raises UserError with the problem and `fix`, which says what to do.
     """
     try:
-        return parsed(file_bytes(path, links=links, opener=opener), kind)
+        return parsed(file_bytes(path, links=links), kind)
     except (FileNotFoundError, ValueError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else error
         raise UserError(f"{shown(str(path))} cannot be read: {why}. {fix}") from error
@@ -98,8 +86,8 @@ def file_bytes(
 ) -> bytes:
     """Return the content of a regular file, without ever blocking on a pipe or device.
 
-    Raises ValueError if it is not a regular file, cannot be read or has more than `most` bytes, and FileNotFoundError
-    if it does not exist. `opener` replaces `open_file`.
+    Raises ValueError if it is no regular file, cannot be read or has more than `most` bytes, and FileNotFoundError.
+    `opener` replaces `open_file`.
     """
     descriptor = opener(path) if opener else open_file(path, links=links)
     try:
@@ -117,8 +105,7 @@ def file_bytes(
 def open_file(path: Path, *, links: bool = False) -> int:
     """Open a regular file and return its descriptor.
 
-    Raises ValueError for anything but a regular file, and FileNotFoundError if nothing is there. `links`: follow a
-    symbolic link at the end of the path.
+    `links`: follow a symbolic link at its end. Raises ValueError for all but a regular file, and FileNotFoundError.
     """
     try:
         if not links and stat.S_ISLNK(os.lstat(path).st_mode):  # before anything opens it

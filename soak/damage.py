@@ -52,6 +52,7 @@ from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
+from offload_trainer.retention import find_resume
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -405,7 +406,7 @@ def checkpoint(folder: Path) -> Files:
     tokens = TokenFile.open(folder / "t.bin")
 
     def resume_and_export() -> None:
-        found = saved.find_resume("auto", output=folder)
+        found = find_resume("auto", output=folder)
         assert found is not None, "started anew"
         with saved.reading(found):
             saved.check_resume(found, record)

@@ -1,4 +1,4 @@
-"""Parsing of conversations: detect which published form a file of JSON lines has, and parse one line of it.
+"""Parsing of conversations: detect which published form a line of JSON has, and parse it.
 
     chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}
     sharegpt  {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
@@ -13,19 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.documents import (
-    at,
-    encodable,
-    holds_records,
-    json_in,
-    json_kind,
-    named_fields,
-    read_records,
-    string_in,
-)
+from offload_trainer.data.documents import at, encodable, json_in, json_kind, named_fields, string_in
 from offload_trainer.errors import UserError
 
 TEXT = "text"
@@ -88,26 +78,6 @@ class Example:
     tools: tuple[Any, ...] | None = None
     pair: tuple[str, str] | None = None
     texts: tuple[tuple[str, str], ...] = ()
-
-
-def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str:
-    """Return `form`, or if it is "auto" the form that the first line of each file shows: a conversation form or `TEXT`.
-
-    Raises UserError if the files differ or have a form that is not trained on here.
-    """
-    found: dict[str, Path] = {}  # the first file of each form
-    for source in sources:
-        kind, is_records = form, holds_records(source)
-        if form not in ("auto", TEXT) and not is_records:
-            raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
-        if form == "auto":
-            records = read_records(source, wanted=(text_field, *COLUMNS), strings=True) if is_records else ()
-            kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
-        found.setdefault(kind, source)
-    if len(found) > 1:
-        listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
-        raise UserError(f"the files have different formats: {listing}; use files of one format, or set data.format")
-    return next(iter(found))
 
 
 def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> str:

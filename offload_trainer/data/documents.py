@@ -121,11 +121,9 @@ def read_records(
     """Yield the objects of a file of JSON or the rows of a table, each as (file and line, object).
 
     Fields of CSV are strings. Of a Parquet or Arrow table, the columns in `wanted` are read, and with `strings` those
-    of strings; if there are none, all are read, so that an error can list what is present. Nulls inside a column's
-    values are left out.
+    of strings; if there are none, all are read, for an error that lists them. Nulls inside a value are left out.
 
-    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
-    `LINE_BYTES`, and a row of CSV without the header's number of fields.
+    Raises UserError with file and line for what is not UTF-8, no JSON object, over `LINE_BYTES` or unlike the header.
     """
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings)

@@ -252,8 +252,7 @@ class AnswerEncoder:
     def _searched(self, example: Example, text: str, number: int, turn: _Turn) -> Span:
         """Return the span in `text` of the answer in message `number`, found without marks.
 
-        The conversation is rendered with `_TEXT` in place of the answer. If nothing else differs than what the template
-        writes around any answer, the span belongs to this message.
+        The conversation is rendered with `_TEXT` instead: only what the template writes around any answer may differ.
         """
         if span := self._searched_calls(example, text, number, turn):
             return span
@@ -378,8 +377,7 @@ class AnswerEncoder:
     def _argument_forms(self) -> tuple[bool, bool]:
         """Whether the template prints arguments as text, and as objects.
 
-        A template that expects objects fails or prints text as a quoted string. One that expects text fails or prints
-        objects as Python does.
+        One that expects objects fails or quotes text; one that expects text fails or prints objects as Python does.
         """
         text, probe = '{"a": "b"}', Example("", tools=(_TOOL,))
         as_text, as_object = (

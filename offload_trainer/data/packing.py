@@ -12,15 +12,14 @@ therefore tested by tokenising the text around it whole and in two.
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
 
 The top bit of an id (`NOT_LEARNED`) means that the id is not learned, the bit below it (`BEGINS`) that a conversation
-or the padding begins there. Every conversation has a learned token, unlike padding, which distinguishes the two.
-A file of rows is an ordinary file of ids.
+or the padding begins there. Every conversation has a learned token, unlike padding. A file of rows is a file of ids.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from itertools import islice
@@ -34,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
+from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of, form_of_record
 from offload_trainer.data.documents import at, holds_records, opened, read_records, text_blocks, text_in
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
@@ -64,16 +63,17 @@ class Piece(NamedTuple):
 class DocumentEncoder:
     """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
-    `RowEncoder` has the same methods for conversations. Ids depend on `identity`, `row_length`,
-    the records and the tokenizer.
+    `RowEncoder` has the same methods. Ids depend on `identity`, `row_length`, the records and the tokenizer.
     """
 
-    row_length, packed, open_rows, summary = None, False, (), None
+    row_length, packed, summary, strings = None, False, None, False
+    why_none = "it contains no text: name another"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.identity = "" if text_field == "text" else f", field {text_field}"
-        self._tokenizer, self._field = tokenizer, text_field
+        self._tokenizer, self.columns = tokenizer, (text_field,)
         self._inexact = 0  # cuts for which no exact place was found
+        self.open_rows = list[np.ndarray]()  # documents are not in rows
 
     @property
     def note(self) -> str:
@@ -81,28 +81,15 @@ class DocumentEncoder:
         without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
         return f"note: {self._inexact} {without}" if self._inexact else ""
 
-    def read(self, source: Path) -> Iterator[Iterable[str]]:
-        """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
-
-        A text file is one document, and so is each record of any other file. Raises as `text_blocks`, `read_records`
-        and `text_in`.
-        """
-        if holds_records(source):
-            for where, record in read_records(source, wanted=(self._field,)):
-                yield self.parsed(record, where=where)
-            return
-        with opened(source) as file:
-            yield text_blocks(source, file)
-
     def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
         """Return the document in a record. Raises UserError if it has none."""
         with at(where):
-            return [text_in(record, self._field)]
+            return [text_in(record, *self.columns)]
 
-    def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
-        """Yield the documents' ids as uint32, batch after batch."""
+    def encode(self, documents: Iterable[Iterable[str]], *, last: bool = True) -> Iterator[np.ndarray]:
+        """Yield the documents' ids as uint32, batch after batch. `last` is of no concern to documents."""
         (begin, end), begins_document = document_marks(self._tokenizer), True
-        last: list[int] = []  # as many of the document's last ids as there are in `end`
+        tail: list[int] = []  # as many of the document's last ids as there are in `end`
         for batch in _batches(piece for blocks in documents for piece in self.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
@@ -110,17 +97,11 @@ class DocumentEncoder:
                     ids += begin
                 own = row[len(self._encode(piece.before)) :] if piece.before else row
                 ids += own
-                last = [*([] if begins_document else last), *own][-len(end) :]
-                if piece.ends_document and last != end:
+                tail = [*([] if begins_document else tail), *own][-len(end) :]
+                if piece.ends_document and tail != end:
                     ids += end
                 begins_document = piece.ends_document
             yield np.array(ids, dtype=np.uint32)
-
-    def rest(self) -> list[np.ndarray]:
-        return []
-
-    def why_none(self) -> str:
-        return "it contains no text: name another"
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[Piece]:
         """Yield a document's consecutive blocks of text in pieces of at most `PIECE` characters; none if empty."""
@@ -196,13 +177,12 @@ class RowEncoder:
     Each has a row alone, or with `packing` joins the open row with the least sufficient room (best fit).
     """
 
-    note = ""
+    note, columns, strings = "", COLUMNS, True
 
     def __init__(self, spec: TokenSpec, form: str) -> None:
         """Set up the encoder of records of `form` (conversations.py).
 
-        A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
-        UserError as `AnswerEncoder`.
+        A tokenizer without a chat template gets a plain one, also in exports. Raises UserError as `AnswerEncoder`.
         """
         section, tokenizer, say = spec.section, spec.tokenizer, spec.say
         if not tokenizer.chat_template:
@@ -250,24 +230,26 @@ class RowEncoder:
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join([*parts, *self._answers.told()])
 
-    def read(self, source: Path) -> Iterator[Example]:
-        """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
-        for where, record in read_records(source, wanted=COLUMNS, strings=True):
-            yield self.parsed(record, where=where)
-
     def parsed(self, record: dict[str, Any], *, where: str) -> Example:
         """Return the conversation in a record. Raises UserError if it has none."""
         return example_of(record, form=self._form, where=where)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[np.ndarray]:
-        """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
+    def encode(self, examples: Iterable[Example], *, last: bool = True) -> Iterator[np.ndarray]:
+        """Yield the rows that these conversations complete, and the open ones in their order if they are the `last`.
+
+        Raises UserError as `AnswerEncoder.encode`.
+        """
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
             # Chat templates that ask for the date or the time print the day.
             with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: self._day)):
                 rendered = list(self._answers.encode(batch))
             yield from (row for encoded in rendered if (row := self.add(encoded)) is not None)
+        if last:
+            rows, self.open_rows = self.open_rows, []
+            yield from map(self._padded, rows)
 
+    @property
     def why_none(self) -> str:
         """Return why no conversation has produced a row, and what to do."""
         return (
@@ -306,11 +288,6 @@ class RowEncoder:
             return None
         return self._padded(self.open_rows.pop(fullest))
 
-    def rest(self) -> list[np.ndarray]:
-        """Return the rows that are still open, in the order in which they were started, and forget them."""
-        rows, self.open_rows = self.open_rows, []
-        return [self._padded(row) for row in rows]
-
     def _padded(self, ids: np.ndarray) -> np.ndarray:
         """Return a complete row, in which the padding is marked as a separate segment."""
         self._complete += 1
@@ -320,6 +297,19 @@ class RowEncoder:
 
 
 Encoder = DocumentEncoder | RowEncoder
+
+
+def records_in(source: Path, encoder: Encoder) -> Iterator[Any]:
+    """Yield a file's conversations or documents, each as blocks of text that must be read before the next document.
+
+    A text file is one document. Raises UserError, with file and line, as `text_blocks`, `read_records` and `parsed`.
+    """
+    if holds_records(source):
+        for where, record in read_records(source, wanted=encoder.columns, strings=encoder.strings):
+            yield encoder.parsed(record, where=where)
+        return
+    with opened(source) as file:
+        yield text_blocks(source, file)
 
 
 @dataclass(frozen=True)
@@ -332,6 +322,24 @@ class TokenSpec:
     vocabulary: int  # the model's number of ids
     seq_len: int
     say: Callable[[str], None]
+
+    def form_of(self, sources: Sequence[Path]) -> str:
+        """Return `data.format`, or the form of the files' first lines. Raises UserError if it is not trained on."""
+        form: str = self.section.format
+        text_field = self.section.text_field
+        found: dict[str, Path] = {}  # the first file of each form
+        for source in sources:
+            kind, is_records = form, holds_records(source)
+            if form not in ("auto", TEXT) and not is_records:
+                raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
+            if form == "auto":
+                records = read_records(source, wanted=(text_field, *COLUMNS), strings=True) if is_records else ()
+                kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
+            found.setdefault(kind, source)
+        if len(found) > 1:
+            listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
+            raise UserError(f"the files have different formats: {listing}; use files of one format, or set data.format")
+        return next(iter(found))
 
     def encoder(self, form: str) -> Encoder:
         """Return the encoder of records of `form`, for a token file or a stream."""

@@ -71,8 +71,7 @@ def split_rows(token_count: int, *, seq_len: int, validation: float, name: str =
 
     There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
     is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
-    token is predicted in both training and validation: the last training row's last target is the first validation
-    row's first input.
+    token is predicted in both: the last training row's last target is the first validation row's first input.
 
     Raises UserError, with `name`, if no row is left to train on.
     """
@@ -108,8 +107,7 @@ class Shares:
         text = bisect_right(self._ends, place)
         own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
         around, place = divmod(own, self.rows[text])
-        # A separate shuffle for each text and each pass over it. Negative, so that it differs from every epoch of the
-        # run.
+        # A shuffle for each text and each pass over it, negative so that it differs from every epoch of the run.
         drawn = -1 - (around * len(self.rows) + text)
         return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
 
@@ -228,8 +226,7 @@ class Batch:
 
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
-    inputs, over all rows, that only fill up rows of conversations. `seed` determines everything random in a training
-    forward (dropout, router noise).
+    inputs that only fill up rows of conversations. `seed` determines dropout and router noise of a training forward.
     """
 
     inputs: torch.Tensor
@@ -279,8 +276,7 @@ def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 def weights_in_step(counts: Sequence[int]) -> list[float]:
     """Return the weight of each micro-batch's mean loss in the mean over the step's targets.
 
-    `counts` are the counted targets of the micro-batches. The weights are `counts` over their mean, exactly 1.0 if all
-    are equal. Raises TrainerError if nothing is counted.
+    They are `counts`, the counted targets, over their mean: 1.0 if all are equal. Raises TrainerError without any.
     """
     total = sum(counts)
     if not total:

@@ -7,9 +7,8 @@ Text is tokenised once into the cache, a ``.bin`` file is used unchanged, and a 
 it (stream.py). The key is a hash of everything that the ids depend on, including the text's bytes.
 
 Hashes of text files are remembered in cache/NAME-PATHS.sums.json, PATHS being a hash of the files' paths. A file is
-read again unless its size, modification times, inode and device equal the remembered ones and it had not changed for
-two seconds when it was hashed: a second change within one clock tick would leave the same times. The inode's ctime is
-compared too, since no program can set it back.
+read again unless its size, mtime, ctime (which no program can set back), inode and device equal the remembered ones and
+it had not changed for two seconds when it was hashed: a change within one clock tick would leave the same times.
 """
 
 from __future__ import annotations
@@ -29,20 +28,13 @@ from typing import Any
 import numpy as np
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder
-from offload_trainer.data.packing import Encoder, TokenSpec
+from offload_trainer.data.packing import Encoder, TokenSpec, records_in
 from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_tokenizer, write_tokens
-from offload_trainer.data.tokenizer import (
-    document_marks,
-    load_tokenizer,
-    read_template,
-    tokenizer_fingerprint,
-    vocabulary_size,
-)
+from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
 from offload_trainer.safe_files import file_bytes, open_given, parsed
@@ -60,13 +52,11 @@ _LONG = 10**9  # bytes whose reading takes seconds
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
-    Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
-    between its `document_marks`. Several runs that prepare the same text at once each do the work, and the last file
-    replaces equal ones. `validation` is as for `find_sources`.
+    Text is tokenised into NAME-KEY.bin in the cache, unless that exists, each document between its `document_marks`. Of
+    several runs that do so at once the last file replaces equal ones. `validation` is as for `find_sources`.
 
-    Raises UserError for the errors of `find_sources` and of the encoders' `read`, for empty text, for ids that the
-    model does not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the
-    text changed meanwhile.
+    Raises UserError as `find_sources` and the encoders' `read`, and for empty text, ids that the model does not have,
+    and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
     """
     section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary
     sources = find_sources(section.path, say=spec.say, validation=validation)
@@ -99,15 +89,13 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
                     "choose the model that it was tokenised for, or give the text instead"
                 )
         return joined(files)
-    form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    found = _tokenised(spec, sources, spec.encoder(form))
+    found = _tokenised(spec, sources, spec.encoder(spec.form_of(sources)))
     if vocabulary_size(spec.tokenizer) > vocabulary:  # The file may have been made for another model.
         spec.known(np.array(found.largest_id()))
     return found
 
 
 def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> TokenFile:
-    """Return the cached token file of these sources, creating it if needed."""
     section, say, separator = spec.section, spec.say, spec.tokenizer.eos_token_id
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
@@ -124,15 +112,11 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
     total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
 
-    def encoded() -> Iterator[np.ndarray]:
-        records: Any = (record for source in sources for record in encoder.read(source))
-        yield from encoder.encode(records)
-        yield from encoder.rest()
-
     def arrays() -> Iterator[Any]:
         begin = reported = time.monotonic()
         before, tokens = _bytes_read(), 0
-        for ids in map(spec.known, encoded()):
+        records: Any = (record for source in sources for record in records_in(source, encoder))
+        for ids in map(spec.known, encoder.encode(records)):
             yield ids
             tokens, now = tokens + len(ids), time.monotonic()
             if now - reported >= _SECONDS_BETWEEN_REPORTS:
@@ -149,7 +133,7 @@ def _tokenised(spec: TokenSpec, sources: Sequence[Path], encoder: Encoder) -> To
                 f"{changed[0]}: the text changed while it was tokenised: start again when it is complete"
             )
         if not tokens:
-            raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+            raise UserError(f"{', '.join(section.path)}: {encoder.why_none}")
         if encoder.row_length is not None:
             yield [NOT_LEARNED]  # the last target of the last row
 
@@ -196,7 +180,12 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in sorted(fresh):
         settled = time.time_ns() - max(about[path][1:3]) > _SETTLED_NS and is_utf8(path)  # JSON has no other names
-        found[path] = _sum(Path(path)), about[path] if settled else []
+        try:
+            with open_given(Path(path)) as file:
+                made = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        found[path] = made.hexdigest(), about[path] if settled else []
     if any(found[path][1] for path in fresh):
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
@@ -205,14 +194,6 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         except OSError:
             pass  # without the cache the hashes are computed again next time
     return [found[os.path.realpath(source)][0] for source in sources]
-
-
-def _sum(path: Path) -> str:
-    try:
-        with open_given(path) as file:
-            return str(hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest())  # type: ignore[arg-type]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -275,9 +256,8 @@ def prepare_data(
     name, vocabulary = section.tokenizer, source.shape.vocabulary
     if name == "auto":
         name = "builtin" if source.directory is None else str(source.directory)
-    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
-    if section.chat_template != "auto":
-        tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
+    remote = source.section.trust_remote_code
+    tokenizer = load_tokenizer(name, trust_remote_code=remote, chat_template=section.chat_template)
     if not vocabulary / 2 <= len(tokenizer) <= vocabulary:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {vocabulary}")
     whole = TokenSpec(section, tokenizer, tokenizer_fingerprint(tokenizer), vocabulary, seq_len, say)

@@ -13,7 +13,6 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -254,7 +253,7 @@ def _configured(
     """
 
     def refuse(what: str, names: Iterable[object]) -> NoReturn:
-        listing = ", ".join(printable(str(name)) for name in islice(names, 20))
+        listing = ", ".join(printable(str(name)) for name in [*names][:20])
         raise UserError(f"{directory / _CARD} lists {what} {listing}: name the files or the folder to train on instead")
 
     listed = front["configs"] if isinstance(front.get("configs"), list) else []

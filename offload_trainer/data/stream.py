@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
+from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import without_nulls
-from offload_trainer.data.packing import TokenSpec
+from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.sources import find_sources, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.errors import RERUN_HINT, TrainerError
@@ -79,7 +79,7 @@ class StreamedTokens:
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        self._encoder = spec.encoder(self._form(section.format, section.text_field))
+        self._encoder = spec.encoder(spec.form_of(self._files) if self._files else self._form(spec))
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         self.identity = self.name + self._encoder.identity
         content = [_FORMAT, self.identity, spec.fingerprint, spec.tokenizer.eos_token_id, self.row_length]
@@ -161,24 +161,21 @@ class StreamedTokens:
         self._begin = self._end = point.tokens
         self._ids = self._ids[:0]
         self._expected = point if point.count else None
-        self._encoder.rest()
+        self._encoder.open_rows = []
         self._load(point.state)
 
-    def _form(self, form: str, text_field: str) -> str:
-        """Return `form`, or if it is "auto" that of the first records, which are read again afterwards."""
-        if self._files:
-            return form_of_files(self._files, form=form, text_field=text_field)
-        if form != "auto":
-            return form
+    def _form(self, spec: TokenSpec) -> str:
+        """Return `data.format`, or if it is "auto" that of the hub's first record, which is read again afterwards."""
+        if spec.section.format != "auto":
+            return spec.section.format
         with self._reading():
             first = next(self._records, None)
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first, text_field=text_field, where=f"{self.name}, the first record")
+        return form_of_record(first, text_field=spec.section.text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
-        """Begin to read the data set at one of its states."""
         with self._reading():
             if self._files:
                 self._records = self._local_records(**(state or {"file": 0, "records": 0}))
@@ -192,7 +189,7 @@ class StreamedTokens:
     def _local_records(self, file: int, records: int) -> Iterator[Any]:
         """Yield the documents or conversations of the files, from behind the first `records` of file number `file`."""
         for number, path in enumerate(self._files[file:], file):
-            for count, record in enumerate(islice(self._encoder.read(path), records, None), records + 1):
+            for count, record in enumerate(islice(records_in(path, self._encoder), records, None), records + 1):
                 self._place = {"file": number, "records": count}
                 yield record
             records = 0
@@ -204,13 +201,13 @@ class StreamedTokens:
         ids, ended = self._ids[:0], False
         try:
             while not len(ids) and not ended:
-                encoded = list(self._encoder.encode(self._next_records()))
+                records: Any = self._next_records()
                 ended = self._state is None
-                ids = self._known(np.concatenate([ids, *encoded, *(self._encoder.rest() if ended else ())]))
+                ids = self._known(np.concatenate([ids, *self._encoder.encode(records, last=ended)]))
         except TrainerError as error:
             raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
         if not len(ids) and state is None:
-            raise TrainerError(f"{self.name}: {self._encoder.why_none()}")
+            raise TrainerError(f"{self.name}: {self._encoder.why_none}")
         point = Point(self._key, before, state, len(ids), zlib.crc32(ids.tobytes()))
         if self._expected is not None:
             self._compare(self._expected, point)

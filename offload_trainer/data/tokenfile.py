@@ -4,8 +4,7 @@
     TokenFile      NAME.bin, NAME.bin.json if any -> ranges of ids; each block's CRC-32 is checked when it is first read
 
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
-scratch directory that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the
-process without a message.
+scratch directory that is left. Ids are read with pread: truncation of a mapped file kills the process silently.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError, reason
-from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, read_back
+from offload_trainer.safe_files import Count, Crc32s, Line, file_bytes, is_there, lenient_record, open_file, parsed
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.atomic_io import sync_directory, write_bytes
 from offload_trainer.storage.owned_dirs import MODE, open_owned
@@ -211,7 +210,10 @@ class _Sidecar:
 
 def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
     fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
-    return asdict(read_back(path, _Sidecar, links=True, opener=open_owned if owned else None, fix=fix))
+    try:
+        return asdict(parsed(file_bytes(path, links=True, opener=open_owned if owned else None), _Sidecar))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}. {fix}") from error
 
 
 def _opened(path: Path, *, owned: bool) -> BinaryIO:
@@ -290,8 +292,7 @@ def write_tokens(
         summary: called at the end for the statistics in the sidecar.
         stated: other facts for the sidecar.
 
-    Raises UserError if nothing can be written in the directory, and TrainerError if the drive refuses, with the bytes
-    written and the free space.
+    Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
     """
     # the narrower one that holds the ids; rows have marks in the upper bits
     dtype: Any = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")

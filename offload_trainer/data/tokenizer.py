@@ -1,13 +1,4 @@
-"""Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them.
-
-    load_tokenizer, save_tokenizer            builtin, a directory or the hub; files that transformers 4 reads too
-    tokenizer_fingerprint, vocabulary_size    recorded in prepared data; the second is the largest id plus one
-    document_marks                            ids that begin and end a document
-    text_bytes                                UTF-8 bytes of the text of consecutive ids, for validation's bits per byte
-    read_template                             a file with a chat template
-
-The builtin tokenizer needs no network.
-"""
+"""Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them."""
 
 from __future__ import annotations
 
@@ -36,8 +27,10 @@ _ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single 
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load ``builtin``, a directory's or a hub id's tokenizer. Raises UserError if there is none that can be loaded."""
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, chat_template: str = "auto"
+) -> PreTrainedTokenizerBase:
+    """Load ``builtin``, a directory's or a hub id's tokenizer, and a chat template. Raises UserError if it cannot."""
     directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
     is_directory = directory.is_dir()
     if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
@@ -60,11 +53,17 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             raise UserError(
                 f"the tokenizer of {name} has its own Python code: model.trust_remote_code=true allows it to run"
             ) from error
-        reason = f" ({told.splitlines()[0]})" if told else ""
+        told = f" ({told.splitlines()[0]})" if told else ""
         wrong, fix = "is no directory here, nor available from the hub", "check the name and the network"
         if is_directory:
             wrong, fix = "holds no tokenizer that can be loaded", "put its tokenizer.json there"
-        raise UserError(f"{name} {wrong}{reason}; {fix}, or set data.tokenizer=builtin or a directory") from error
+        raise UserError(f"{name} {wrong}{told}; {fix}, or set data.tokenizer=builtin or a directory") from error
+    if chat_template != "auto":
+        path = Path(chat_template).expanduser()
+        try:
+            tokenizer.chat_template = file_bytes(path, links=True).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"data.chat_template: {path} cannot be read: {reason(error)}") from error
     return tokenizer
 
 
@@ -139,14 +138,6 @@ def _json(file: Path) -> dict[str, Any]:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the largest id plus one; this exceeds `len(tokenizer)` if the vocabulary has gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def read_template(path: Path) -> str:
-    """Return the text of a chat template file. Raises UserError if it cannot be read."""
-    try:
-        return file_bytes(path, links=True).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.chat_template: {path} cannot be read: {reason(error)}") from error
 
 
 def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

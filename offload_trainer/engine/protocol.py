@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from offload_trainer.data.rows import Batch
-from offload_trainer.manifest import StoredFile
 from offload_trainer.ranks import ALONE, Group
+from offload_trainer.storage.atomic_io import StoredFile
 from offload_trainer.telemetry.meters import PhaseClock
 
 

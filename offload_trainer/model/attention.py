@@ -5,8 +5,7 @@ Both are registered as transformers' attention functions, so the models' code st
 **Grouped heads.** transformers passes grouped heads to torch with `enable_gqa`. Only torch's flash and cuDNN kernels
 accept that, and they need 16-bit tensors and sm_80 or later. Otherwise torch falls back to the math kernel, which
 allocates the whole score matrix: 4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). In
-that case this module repeats keys and values first, as transformers does for attention with a mask, so that torch uses
-its memory-efficient kernel.
+that case this module repeats keys and values first, as transformers does with a mask: torch has a kernel for that.
 
 **Sequence parallelism.** A rank has a piece of every row; attention sees whole rows of its heads:
 
@@ -88,8 +87,6 @@ def _seen_as(module: nn.Module, *, groups: int) -> SimpleNamespace:
 
 
 class _Sent(torch.autograd.Function):
-    """Send parts in the forward, and their gradients back in the backward."""
-
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, send: Send) -> torch.Tensor:
         ctx.send = send
@@ -103,8 +100,7 @@ class _Sent(torch.autograd.Function):
 class DividedAttention:
     """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
 
-    `count` ranks have a piece of the same rows each, and exchange them by `send`. The only mask that it supports is a
-    sliding window, which a module passes as `sliding_window`.
+    `count` ranks have a piece of the same rows each, and exchange them by `send`. Its only mask is a sliding window.
     """
 
     def __init__(self, send: Send, *, count: int) -> None:

@@ -19,13 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import PrefixChange, WeightConverter, dot_natural_key, rename_source_key
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model
@@ -145,8 +139,9 @@ def refuse_endless(values: Mapping[Any, Any], where: str) -> None:
             raise UserError(f"{where}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
 
 
-def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    return [r for r in rules if isinstance(r, WeightRenaming)], [r for r in rules if isinstance(r, WeightConverter)]
+def _kinds(rules: Sequence[Any]) -> tuple[list[Any], list[WeightConverter]]:
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
 
 def _group(

@@ -55,7 +55,12 @@ def settle_class(config: Any, *, image_patches: Patches) -> bool:
     With `image_patches` 0 a configuration of both kinds is a causal language model.
     """
     image, text = class_names(config)
-    if image is None or not _reads_images(image):
+    if image is None:
+        return False
+    # Some that transformers lists as image-text models take text alone.
+    found = getattr(transformers, image)
+    by_name = "pixel_values" in inspect.signature(found.forward).parameters
+    if not by_name and {"image", "video"}.isdisjoint(found.input_modalities):
         return False
     named = getattr(config, "architectures", None) or ()
     text_alone = not image_patches or (text in named and image not in named)
@@ -63,13 +68,6 @@ def settle_class(config: Any, *, image_patches: Patches) -> bool:
         config.architectures = [text if text_alone else image]
         return not text_alone
     return bool(image_patches)
-
-
-def _reads_images(name: str) -> bool:
-    """Return whether a class takes images; some that transformers lists as image-text models take text alone."""
-    found = getattr(transformers, name)
-    by_name = "pixel_values" in inspect.signature(found.forward).parameters
-    return by_name or not {"image", "video"}.isdisjoint(found.input_modalities)
 
 
 def refuse_other_losses(config: Any) -> None:
@@ -200,10 +198,7 @@ def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> 
     blocks = {weight.unit for weight in weights if weight.block}
     first = next((place for place, unit in enumerate(order.forward) if unit in blocks), 0)
     trained = images.units[len(images.frozen(weights)) :]
-    return Order(
-        (*order.forward[:first], *images.units, *order.forward[first:]),
-        (*order.backward, *trained[::-1]),
-    )
+    return Order((*order.forward[:first], *images.units, *order.forward[first:]), (*order.backward, *trained[::-1]))
 
 
 def text_alone_requires_grads(model: PreTrainedModel) -> None:

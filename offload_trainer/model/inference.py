@@ -29,9 +29,8 @@ def generate(
 ) -> list[int]:
     """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
 
-    The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens as they
-    are generated. Ids that the tokenizer does not have are not taken. Raises TrainerError if the model's logits are not
-    finite.
+    The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens at once.
+    Ids that the tokenizer does not have are not taken. Raises TrainerError if the model's logits are not finite.
     """
 
     def known(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

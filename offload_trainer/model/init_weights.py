@@ -187,8 +187,7 @@ def without_values(
 ) -> dict[str, list[nn.Parameter]]:
     """Replace the model's parameters by NaN that takes no memory, and return them by weight name.
 
-    A tied weight stays one parameter. If they are `separate`, it gets one in each module that uses it, so that its
-    gradients arrive one by one.
+    A tied weight stays one parameter, or is `separate` in each module, so that its gradients arrive one by one.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}

@@ -43,8 +43,7 @@ from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
-# Files of a pretrained model that exports carry along unchanged. A chat model's end-of-turn tokens and sampling
-# temperature are only in the first.
+# Files that exports carry along unchanged. A chat model's end-of-turn tokens and temperature are only in the first.
 _BESIDE = (
     "generation_config.json",
     "preprocessor_config.json",
@@ -210,7 +209,13 @@ def resolve_model(
     random = directory is None or section.random_init
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
-    _override(config, section.overrides)
+    known = set(config.to_dict())
+    if unknown := [key for key in section.overrides if key not in known]:
+        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
+        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
+    for key, value in section.overrides.items():
+        setattr(config, key, value)
     refuse_endless(config.to_dict(), section.name)
     images = settle_class(config, image_patches=image_patches)
     try:
@@ -269,22 +274,10 @@ def _directory(section: ModelSection) -> Path:
         ) from error
 
 
-def _override(config: Any, overrides: dict[str, Any]) -> None:
-    known = set(config.to_dict())
-    unknown = [key for key in overrides if key not in known]
-    if unknown:
-        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
-        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
-        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
-    for key, value in overrides.items():
-        setattr(config, key, value)
-
-
 def write_config(config: Any, directory: Path, *, source: Path | None = None) -> None:
     """Write a config.json that transformers 4 and 5 and other readers understand alike.
 
-    `source`: the model directory that `config` was read from. Keys of its config.json whose values have not changed
-    stay as they are there.
+    `source`: the model directory of `config`. Keys of its config.json whose values have not changed stay as there.
     """
     config.save_pretrained(directory)  # copies a model's own code, too
     values = _content(config)

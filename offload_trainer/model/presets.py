@@ -1,7 +1,6 @@
 """Model presets: GPT-2 shapes with random weights, whose sizes and activations are computed in closed form.
 
-OpenAI's pretrained weights are available by hub id (``openai-community/gpt2``). Dropout is off, since no token is seen
-often enough here to need it.
+OpenAI's pretrained weights have a hub id (``openai-community/gpt2``). Dropout is off: no token is seen often enough.
 """
 
 from __future__ import annotations

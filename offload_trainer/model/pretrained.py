@@ -2,8 +2,7 @@
 
 Keys in the files may lack or have the body's prefix (`h.0...` for `transformer.h.0...`), use older names, or separate
 what the model fuses; `checkpoint_mapping` converts them. Tied weights may be present twice, or under either name. All
-weights that do not fit are reported together before any data is read. As in transformers, keys that the model has no
-use for are left out, with a note in the plan.
+weights that do not fit are reported together before any data is read. Unused keys are left out, with a note.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class ShardIndex:
 def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
     """Return the safetensors files that transformers would read: the single file, else the shards that an index names.
 
-    `named`: a file or index that config.json names instead (`transformers_weights`). Raises UserError if there is none
-    of these, it is outside the directory, or a shard is missing.
+    `named`: what config.json names instead. Raises UserError if there is no such file, it is outside, or lacks a shard.
     """
     outside = not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts
     if named is not None and (outside or not named.isprintable()):

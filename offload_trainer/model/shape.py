@@ -1,7 +1,6 @@
 """The shape of a transformers model, read from the module on the meta device: all that a plan knows of a model.
 
-The code is independent of the architecture. It asks transformers for blocks, heads and splits, and counts activations
-by running the model on meta tensors.
+For any architecture, transformers is asked for blocks, heads and splits, and a run on meta tensors for activations.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ def model_shape(
 def _with_base(model: PreTrainedModel, weights: list[Weight], base: str) -> list[Weight]:
     """Return the weights with the format `base` (`model.base`) of the frozen matrices of blocks.
 
-    These are the weights of linear layers, as in QLoRA, and experts in one tensor. Routers that are modules of another
-    kind keep their dtype. Raises UserError if there are no such weights.
+    Linear layers, as in QLoRA, and experts in one tensor; not routers of other classes. Raises UserError without any.
     """
     if base == "model":
         return weights
@@ -154,8 +152,7 @@ def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted:
     """Return whether the first N blocks can be checkpointed for any N.
 
     Each block must be a layer that checkpoints itself, and must run once, in the order of its number. The first block
-    must be trained: checkpointing makes its input require a gradient, which makes frozen blocks keep activations too,
-    and those are not counted.
+    must be trained: its input requires a gradient then, so frozen blocks would keep activations that are not counted.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or layers != list(blocks) or counted is None:
@@ -190,8 +187,7 @@ def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
 def block_names(model: PreTrainedModel) -> list[str]:
     """Return the repeated blocks: the outermost modules that transformers says must not be split over devices.
 
-    In a model that reads images, layers that checkpoint themselves are blocks too: some towers name only a part of
-    their layers (Idefics 3), or none.
+    In a model that reads images, layers that checkpoint themselves are too: some towers name only some (Idefics 3).
     """
     kinds = tuple(model._no_split_modules or ())
     reads_images = type(model).__name__ == class_names(model.config)[0]
@@ -206,9 +202,8 @@ def block_names(model: PreTrainedModel) -> list[str]:
 def products_of(model: PreTrainedModel) -> dict[str, float]:
     """Return for each parameter the number of products per token in which its elements take part.
 
-    The planner derives FLOPs from it. A matrix takes part in one product per token for each module that uses it. An
-    embedding that is only looked up takes part in none, and an expert of E in k / E if each token is sent to k of them.
-    The number is 0 for biases and norms.
+    The planner derives FLOPs from it. A matrix takes part in one for each module that uses it, an expert of E in k / E
+    if each token is sent to k of them, an embedding that is only looked up, a bias and a norm in none.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)

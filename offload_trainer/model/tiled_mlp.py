@@ -10,8 +10,7 @@ its input before it computes. So the recomputation of a checkpointed block that 
 and the module's forward runs twice in total, as without tiles.
 
 Torch's checkpointing around each piece would need as little memory. However, it sums gradients in 16 bits, which is off
-by up to 1/256 each time, and it runs the module a third time inside a checkpointed block. model/probes/blocks.py
-finds the modules.
+by up to 1/256 each time, and it runs the module a third time inside a checkpointed block.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from pydantic import Field
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.manifest import StoredFile
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.moments import StoredField
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
@@ -47,7 +46,7 @@ from offload_trainer.plan.tiered.state_formats import (
 )
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.safe_files import Steps, exact_record, read_back
-from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.atomic_io import StoredFile, write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"

@@ -237,7 +237,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
             keep=setup.config.save.keep,
             need_bytes=need,
             say=setup.log.say,
-            growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
         ),
         to_save=TimeToSave(step=plan.forecast.step, save=need / write + (plan.forecast.seconds.get("update") or 0.0)),
         cannot_save=plan.cannot_save,

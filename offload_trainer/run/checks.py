@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from offload_trainer import __version__
-from offload_trainer.checkpoint import check_identity, find_resume
+from offload_trainer.checkpoint import check_identity
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.export import FINAL_RECORD
@@ -31,7 +31,7 @@ from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of
 from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, place_here
-from offload_trainer.retention import complete_checkpoints, step_of
+from offload_trainer.retention import complete_checkpoints, find_resume, step_of
 from offload_trainer.run.directory import refuse_strangers
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there, shown

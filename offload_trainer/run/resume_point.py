@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.checkpoint import configuration_of, find_resume
+from offload_trainer.checkpoint import configuration_of
 from offload_trainer.config import SaveSection
 from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.export import final_export
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
-from offload_trainer.retention import complete_checkpoints, step_of
+from offload_trainer.retention import complete_checkpoints, find_resume, step_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 

@@ -24,7 +24,6 @@ from torch import nn
 
 from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import StoredFile
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, adamw_of, hypers_of
@@ -33,6 +32,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
 from offload_trainer.plan.tiers import Item
+from offload_trainer.storage.atomic_io import StoredFile
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes
 

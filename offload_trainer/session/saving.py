@@ -28,7 +28,7 @@ from torch import nn
 from offload_trainer.checkpoint import TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export import DTYPES, Source, write_model
-from offload_trainer.manifest import MANIFEST, Manifest, StoredFile, checked_manifest, refuse_other_run
+from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes, refuse_written
@@ -37,7 +37,7 @@ from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
 from offload_trainer.session.optimizer import WEIGHT, layout_of, read_residents, write_residents
-from offload_trainer.storage.atomic_io import sync_file, write_text
+from offload_trainer.storage.atomic_io import StoredFile, sync_file, write_text
 from offload_trainer.storage.owned_dirs import clear, is_removable
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
         model=session.configuration,
         description=f"a session after step {step}",
         card=lambda dtype: _CARD.format(dtype=dtype, masters=masters, steps=step) + _rounded(offloaded.units),
+        own_names=not session._from_config,
     )
-    several: Any = {} if session._from_config else {"shard_bytes": sys.maxsize, "by_name": True}
     buffers = {name: buffer.cpu() for name, buffer in session._kept_buffers.items()}
-    write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, **several)
+    write_model(source.with_buffers(buffers), Path(directory), dtype=dtype, check=False)
 
 
 def resume(session: Session, directory: str | Path, *stateful: Stateful) -> int:

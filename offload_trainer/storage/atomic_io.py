@@ -1,4 +1,7 @@
-"""Atomic, durable file and directory writes: after a crash the path has either its old content or its new one."""
+"""Atomic, durable file and directory writes: after a crash the path has either its old content or its new one.
+
+Also here: the size and the checksum of a file.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,37 @@ import errno
 import os
 import re
 import shutil
+import zlib
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import open_given, open_regular
+from offload_trainer.safe_files import Count, Crc32, exact_record, open_file, open_given, open_regular
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
+
+
+@exact_record
+class StoredFile:
+    """Size in bytes and CRC-32 of one file of a checkpoint."""
+
+    bytes: Count
+    crc32: Crc32
+
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        return cls(path.stat().st_size, crc32_of(path))
+
+
+def crc32_of(path: Path) -> int:
+    """Return the CRC-32 of a file, dropping it from the page cache so that it does not evict pages in use."""
+    crc = 0
+    with open(open_file(path, links=True), "rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return crc
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
@@ -25,8 +50,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True) -> None:
     """Replace `path` atomically: readers see the old bytes or the new ones, also after a power cut.
 
-    `mode` gives the permissions, from which the user's umask is subtracted. `sync`: False does not wait for the disk,
-    so that a power cut may leave an empty file.
+    The umask is subtracted from `mode`. `sync`: False does not wait for the disk; a power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # `_TEMPORARY` matches this name
     try:
@@ -73,10 +97,10 @@ def open_to_append(path: Path) -> int:
 
 def make_directories(path: Path) -> None:
     """Create `path` and its missing parents, each synced to the disk. Raises OSError as `mkdir` does."""
-    missing = takewhile(lambda place: not place.is_dir(), (path, *path.parents))
-    for place in reversed([*missing]):
-        place.mkdir(exist_ok=True)
-        sync_directory(place.parent)
+    for place in (*reversed(path.parents), path):
+        if not place.is_dir():
+            place.mkdir(exist_ok=True)
+            sync_directory(place.parent)
 
 
 def sync_file(path: Path) -> None:

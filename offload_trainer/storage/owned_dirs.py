@@ -23,7 +23,7 @@ from pathlib import Path
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
-from offload_trainer.storage.atomic_io import sync_directory
+from offload_trainer.storage.atomic_io import make_directories, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
 MODE = 0o644  # of files in the cache: a umask of 002 would let the group change files that `open_owned` reads back
@@ -121,10 +121,11 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
 def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
     """Yield a path in a scratch directory next to `final`. What the context makes there replaces `final` at its end.
 
-    After an exception `final` stays as it was. A replaced directory is for an instant only in the scratch directory,
-    from which `clear` restores it after a kill. A scratch directory left by a killed process is removed first. Raises
-    TrainerError if that is impossible, and OSError.
+    Parents are created. After an exception `final` stays as it was. A replaced directory is for an instant only in the
+    scratch directory, from which `clear` restores it after a kill. A scratch directory left by a killed process is
+    removed first. Raises TrainerError if that is impossible, and OSError.
     """
+    make_directories(final.parent)
     clear(final, what=what)
     with ScratchDirectory(workplace_of(final), what=what, say=say) as place:
         try:

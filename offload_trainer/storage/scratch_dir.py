@@ -10,8 +10,7 @@ A run's list names its directories, one a line. A named directory stays until th
 other runs start on the drive. If the list is missing, the directory may hold the only copy of a training state: it
 stays too, and the next start says so. If the list exists but does not name the directory, the directory may be removed.
 
-Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`). Everything
-else there is left alone.
+Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`).
 """
 
 from __future__ import annotations
@@ -28,16 +27,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, shared_lock, try_lock
-from offload_trainer.storage.owned_dirs import (
-    MARK,
-    NotOwned,
-    Say,
-    ScratchDirectory,
-    is_ours,
-    is_removable,
-    reason,
-    remove_dead,
-)
+from offload_trainer.storage.owned_dirs import MARK, Say, ScratchDirectory, is_ours, is_removable, reason, remove_dead
 
 PAGES = "pages"  # name of a run's list in its run directory
 _NAME = re.compile(r"run-[0-9a-f]{8}(~[0-9a-f]{8})?")  # with the second part before it is complete
@@ -161,15 +151,10 @@ def folders_in(listed: Path) -> list[Path]:
     return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
-def _stated_list(folder: Path) -> Path:
-    """Return the path of the list for which a directory is kept. Raises OSError or ValueError if it cannot be read."""
-    return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
-
-
 def _list_of(folder: Path) -> Path | None:
     """Return the path of the list for which a directory is kept; None if that is unknown."""
     try:
-        return _stated_list(folder)
+        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
     except (OSError, ValueError):
         return None
 
@@ -177,7 +162,7 @@ def _list_of(folder: Path) -> Path | None:
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
     """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
     try:
-        listed = _stated_list(folder)
+        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
         if but is not None and listed == but.resolve():
             return False
         return not os.path.exists(listed) or folder.resolve() in named_in(listed)
@@ -204,16 +189,11 @@ def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
 
 
 def _dead_in(drive: Path) -> list[Path]:
-    """Return this user's private directories under `drive` whose run has died."""
-
     def is_dead(folder: Path) -> bool:
         try:
             empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
-            if not empty and not has_locks(folder):
-                return False
-            with protected(folder):
-                return True
-        except (OSError, NoLocks):
+            return (empty or has_locks(folder)) and not is_alive(folder)
+        except (OSError, UserError):
             return False
 
     root = root_of(drive)
@@ -224,8 +204,7 @@ def _dead_in(drive: Path) -> list[Path]:
 def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> None:
     """Remove and report the directories that `dead_runs` returns, except `but`.
 
-    Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
-    searched.
+    Also report each that stays because its run's list is missing. Raises OSError if the drive cannot be searched.
     """
     removed = 0
     for folder in _dead_in(drive):
@@ -244,7 +223,7 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
             removed += 1
         except (FileNotFoundError, BlockingIOError):
             pass  # another process has removed it, or it is being exported
-        except (OSError, NotOwned, NoLocks) as error:
+        except (OSError, TrainerError) as error:
             say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
     if removed:
         say(f"{root_of(drive)}: removed what {removed} run(s) left that died")

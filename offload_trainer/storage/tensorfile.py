@@ -24,8 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.manifest import StoredFile
 from offload_trainer.safe_files import open_given
+from offload_trainer.storage.atomic_io import StoredFile
 
 # Torch dtypes by their names in configurations, plans and this package's files
 DTYPES = {
@@ -280,9 +280,8 @@ _ONE = 1 << 31
 def combined(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of A followed by B, given the CRC-32 of each and the length of B in bytes.
 
-    Python's zlib does not expose crc32_combine. A CRC is a polynomial over GF(2) modulo x^32 + x^26 + ... + 1.
-    Appending n bytes multiplies the CRC of what precedes them by x^(8 * n), which is a product of the squares x^(2^k)
-    (M. Adler, zlib's crc32.c, crc32_combine, 2020).
+    Python's zlib lacks crc32_combine (M. Adler, crc32.c, 2020). A CRC is a polynomial over GF(2) modulo x^32 + x^26 +
+    ... + 1. Appending n bytes multiplies it by x^(8 * n), which is a product of the squares x^(2^k).
     """
     for number, power in enumerate(_POWERS):
         if length >> number & 1:

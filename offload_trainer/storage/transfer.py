@@ -61,8 +61,7 @@ class DriveFile:
         while done < len(view):
             try:
                 size = os.fstat(self.descriptor).st_size
-                # A write to a truncated file would extend it again, with zeros in place of the lost state: check the
-                # size first.
+                # a write to a truncated file would extend it again, with zeros in place of the lost state
                 moved = call(self.descriptor, [view[done:]], offset + done) if size >= self.size else 0
             except OSError as error:
                 raise TrainerError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -37,13 +35,11 @@ class StepRecord:
     loss_scale: Number  # 1.0 when unused
     seconds: Number  # the whole optimizer step
     tokens_per_second: Number
-    # model FLOPs utilisation (PaLM, arXiv:2204.02311): FLOP/s of forward and backward without recomputation, over the
-    # peak of all devices; None where that is not known
+    # model FLOPs utilisation (PaLM, arXiv:2204.02311), without recomputation, over all devices' peak; None if unknown
     mfu: Number | None
     # seconds; "wait" is time blocked on an overlapped update, excluded from the phase that waited
     phases: dict[str, Number]
-    # Bytes of this step as counted by the kernel, or None where it does not count. An overlapped update's traffic
-    # during another step is counted in that step.
+    # bytes that the kernel counted in this step, also of an earlier step's overlapped update; None if it does not count
     nvme_read_bytes: Count | None
     nvme_written_bytes: Count | None
     host_rss_bytes: Count  # peak so far
@@ -73,8 +69,7 @@ def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
     `most`: return about this many and the last one, without parsing the others (75 us each) or holding the file in
-    memory. One of each stretch of equal length is taken, not always at the same place in it: steps may be long and
-    short in turn.
+    memory. One of each stretch of equal length is taken, at changing places: steps may be long and short in turn.
     """
     return _read(path, StepRecord, most=most)
 
@@ -96,7 +91,7 @@ def _read(path: Path, kind: type[Kind], *, most: int | None = None) -> list[Kind
     with file:
         for number, line in enumerate(file):
             if number == 0 and most:
-                stride = math.ceil(os.fstat(file.fileno()).st_size / len(line) / most)
+                stride = -(-path.stat().st_size // (len(line) * most))
             if taken := number % stride == number // stride * _PRIME % stride:
                 with suppress(ValueError):  # torn by a kill
                     records.append(parsed(line, kind))

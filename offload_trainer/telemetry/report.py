@@ -3,8 +3,7 @@
     StepRecord, EvalRecord ─┐
     what was predicted ─────┴─ report_page, comparison_page ── report.html (the template)
 
-Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest number
-fits next to the chart in both cases, in the page style's font sizes.
+Charts are inline SVG in the page's colours. Their units suit a page 400 to 800 pixels wide: the widest number fits.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def report_page(
 ) -> str:
     """Return the report of one run.
 
-    `progress`: the steps of the whole run, and the seconds to its end while it goes on; its page reloads itself then.
-    `predicted`: rows that `predicted_row` has made.
+    `progress`: the whole run's steps, and while it goes on the seconds to its end. `predicted`: of `predicted_row`.
     """
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
     validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]

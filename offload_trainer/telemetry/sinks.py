@@ -51,8 +51,6 @@ _BESIDES = len(_LINE.format(n_fmt="", total_fmt="", bar="", desc=""))  # its col
 
 @lenient_record
 class _Stepped:
-    """The field shared by the lines of both files."""
-
     step: Steps
 
 
@@ -93,8 +91,7 @@ class Telemetry:
 
     `page(left)` returns the HTML of report.html. `left`: the seconds to the end of the run, or None once it has ended.
     It is written after the first step, then at most once in ten seconds, and less often if one hundredth of the time
-    does not suffice. It is not synced while the run goes on, so a busy disk does not delay the step. A page that cannot
-    be written is reported once and does not end the run.
+    does not suffice, and is synced at the end only. A page that cannot be written is reported once.
     """
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
@@ -117,7 +114,6 @@ class Telemetry:
             self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Send a finished validation to every output."""
         self._evaluations.write(record.to_json())
         bits = "" if record.bits_per_byte is None else f"  {_four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
@@ -133,7 +129,6 @@ class Telemetry:
             self._write_page(None)
 
     def close(self) -> None:
-        """Close every output."""
         self._screen.close()
         self._metrics.close()
         self._evaluations.close()
@@ -164,16 +159,9 @@ class Screen:
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        initial: int,
-        say: Callable[[str], None],
-        bounds: Mapping[str, str] | None = None,
-        drives: bool = True,
+        self, total: int, *, initial: int, say: Callable[[str], None], bounds: Mapping[str, str], drives: bool
     ) -> None:
-        self._total, self._initial, self.say, self._bounds = total, initial, say, bounds or {}
-        self._drives = drives
+        self._total, self._initial, self.say, self._bounds, self._drives = total, initial, say, bounds, drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
         self._bar: tqdm | None = None
@@ -182,7 +170,6 @@ class Screen:
         self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished step."""
         if self._started is None:
             self._started = time.monotonic() - record.seconds
         self._recent.append(record)

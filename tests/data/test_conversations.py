@@ -16,7 +16,7 @@ import pytest
 from sample_chats import TEMPLATE, chat_tokenizer, lines, message, prepared, run_data, token_spec, turns
 
 from offload_trainer.data import loss_mask
-from offload_trainer.data.conversations import example_of, form_of_files
+from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.packing import RowEncoder
 from offload_trainer.data.rows import IGNORED, RowReader, first_row, padding_of, split_rows
@@ -569,7 +569,10 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     encoder = token_spec(seq_len=6).encoder("chat")
     assert padding_of(np.array(rows_of(encoder, given), dtype=np.uint32)).tolist() == [3, 0, 4]
     encoder = token_spec(seq_len=6, packing="on").encoder("chat")
-    packed = [*rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]), encoder.rest()[0].tolist()]
+    packed = [
+        *rows_of(encoder, [ends, given[2], conversation(6, first=30, answer=6)]),
+        next(encoder.encode([])).tolist(),
+    ]
     assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
 
@@ -583,7 +586,7 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
         row = encoder.add(one)
         rows += [] if row is None else [row]
         most = max(most, len(encoder.open_rows))
-    rows += encoder.rest()
+    rows += encoder.encode([])
     assert most == 64
     found, padded = [], 0
     for row in rows:
@@ -606,7 +609,7 @@ def test_conversations_of_a_packed_row_have_their_own_positions_and_targets(tmp_
     """The first token of one, although it is trained on, is no target of the one before."""
     encoder = token_spec(seq_len=12, packing="on").encoder("chat")
     assert rows_of(encoder, [conversation(5, first=20, answer=5), conversation(4, first=30, answer=4)]) == []
-    file, rows = tmp_path / "t.bin", [*encoder.rest(), [NOT_LEARNED]]
+    file, rows = tmp_path / "t.bin", [*encoder.encode([]), [NOT_LEARNED]]
     write_tokens(file, rows, vocabulary=300, row_length=12, packed=True)
     batch = RowReader(TokenFile.open(file), seq_len=12, rows=range(1), vocabulary=300).rows_at([0])
     assert batch.inputs.tolist() == [[*range(20, 25), *range(30, 34), *[PAD] * 3]]
@@ -669,21 +672,21 @@ def test_forms_are_known_by_the_keys_of_the_first_line(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.jsonl" for name in lines}
     for name, record in lines.items():
         files[name].write_text("\n" + json.dumps(record) + "\n")
-        assert form_of_files([files[name]], form="auto", text_field="text") == name
-    assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
-    assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
+        assert token_spec().form_of([files[name]]) == name
+    assert token_spec(format="chat").form_of([files["text"]]) == "chat"
+    assert token_spec(format="text").form_of([files["chat"]]) == "text"
     with pytest.raises(UserError, match="here, line 1: no field 'messages', which chat has; there are: text, other"):
         encoded({"text": "x", "other": 1})
     with pytest.raises(UserError, match=r"have different formats: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
-        form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
+        token_spec().form_of([files["chat"], files["alpaca"]])
     both = tmp_path / "both.jsonl"
     both.write_text(json.dumps(lines["chat"] | lines["alpaca"]))
     with pytest.raises(UserError, match=r"line 1: it could be read as chat or as alpaca: choose one with data.format"):
-        form_of_files([both], form="auto", text_field="text")
+        token_spec().form_of([both])
     words = tmp_path / "words.txt"
     words.write_text("x")
     with pytest.raises(UserError, match=r"data.format=chat is for lines of JSON"):
-        form_of_files([words], form="chat", text_field="text")
+        token_spec(format="chat").form_of([words])
 
 
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data.packing import TokenSpec
+from offload_trainer.data.packing import TokenSpec, records_in
 from offload_trainer.data.run_data import prepare_data, prepare_tokens
 from offload_trainer.data.tokenizer import tokenizer_fingerprint
 
@@ -90,7 +90,7 @@ def run_data(
 
 def documents_of(*files: Path) -> list[str]:
     encoder = token_spec().encoder("text")
-    return ["".join(blocks) for file in files for blocks in encoder.read(file)]
+    return ["".join(blocks) for file in files for blocks in records_in(file, encoder)]
 
 
 def chats() -> Dataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.export import Source, write_model
-from offload_trainer.manifest import StoredFile, crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
+from offload_trainer.storage.atomic_io import StoredFile
 
 
 class Small:
@@ -28,21 +28,13 @@ class Small:
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
         for name in ("engine.json", "master.safetensors"):
             (directory / name).write_text("{}")
-        return {"master.safetensors": StoredFile(2, crc32_of(directory / "master.safetensors"))}
+        return {"master.safetensors": StoredFile.of(directory / "master.safetensors")}
 
     def close(self) -> None:
         pass
 
 
-def save(
-    output: Path,
-    step: int,
-    *,
-    engine: Any = None,
-    keep: int = 2,
-    say: Callable[[str], None] = print,
-    growing: Sequence[Path] = (),
-) -> Path:
+def save(output: Path, step: int, *, engine: Any = None, keep: int = 2, say: Callable[[str], None] = print) -> Path:
     """Save a checkpoint of `engine`, or of none, in the run directory `output`; return the checkpoint's directory."""
     if engine is None:
         engine = Small()
@@ -50,7 +42,7 @@ def save(
         (output / "model" / "config.json").write_text("{}")
     record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
     root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say) as checkpoints:
         checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))
     return root / f"step-{step:08d}"
 
@@ -73,11 +65,10 @@ def exported(given: Path, place: Path, *, dtype: str) -> Path:
     weights = dict(source.weights())
     whole = Source(
         shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
-        weights=lambda: iter(weights.items()),
         read=weights.__getitem__,
         model=place / "run",
         description="",
         card=lambda _: "",
     )
-    write_model(whole.with_buffers(), place / dtype, dtype=dtype)
+    write_model(whole.with_buffers(), place / dtype, dtype=dtype, check=False)
     return place / dtype

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from synthetic_checkpoints import save
 
-from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
+from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
 from offload_trainer.export import _checkpoint_card
@@ -21,6 +21,7 @@ from offload_trainer.machine import rate_cache
 from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.retention import find_checkpoint
 from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
 
 WRONG = {

@@ -104,7 +104,8 @@ def record_late(ours: Any, model: Path, read: list[tuple[int, str]]) -> None:
 
     def read_masters() -> None:
         if found := read_newest(read_description(directory)):
-            read.append((found.step, digest(master for _, master in sorted(read_store(directory).weights()))))
+            stored = read_store(directory)
+            read.append((found.step, digest(map(stored.read, sorted(stored.shapes)))))
 
     def noted(step: int, *, updating: bool) -> None:
         if not updating:

@@ -18,7 +18,7 @@ from commands import TINY, ask, everything
 from safetensors.torch import save_file
 
 from offload_trainer.data.run_data import source_sums
-from offload_trainer.data.tokenizer import load_tokenizer, read_template
+from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.model.inference import empty_model
 from offload_trainer.run import checks, directory, train
@@ -131,7 +131,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a log of steps to go on": ("metrics.jsonl", partial(JsonLines, done=0)),
     "weights": ("model.safetensors", TensorFileReader),
     "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
-    "a template": ("a.jinja", read_template),
+    "a template": ("a.jinja", lambda path: load_tokenizer("builtin", chat_template=str(path))),
     "a tokenizer": ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
     "a model to speak": ("config.json", lambda path: empty_model(path.parent)),
     "a run's model": ("config.json", lambda path: copy_tree(path.parent, path.parent.with_name("copy"))),

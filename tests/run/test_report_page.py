@@ -195,7 +195,7 @@ class Clock:
 def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, list[str]]:
     """Return the outputs of a run in `folder`, with its page, and the lines that they print."""
     said: list[str] = []
-    outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append))
+    outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append, bounds={}, drives=True))
 
     def page(left: float | None) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)

@@ -218,14 +218,14 @@ def test_tails(tmp_path, tail, kept):
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
     messages = []
-    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append))
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, bounds={}, drives=True))
     for step in (1, 2, 3):
         first.step(a_step(step))
     first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=math.exp(2.0), bits_per_byte=None))
     first.close()
     assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append))
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, bounds={}, drives=True))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
     again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=math.exp(1.0), bits_per_byte=0.5))
@@ -243,7 +243,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     messages = []
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
-    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"})
+    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"}, drives=True)
     for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
         shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
@@ -257,7 +257,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
 
 def test_a_narrow_line_leaves_out_whole_fields(monkeypatch):
     monkeypatch.setattr(sinks.time, "monotonic", lambda: 100.0)
-    shown = Screen(1000, initial=0, say=print)
+    shown = Screen(1000, initial=0, say=print, bounds={}, drives=True)
     shown.step(a_step(1, loss=1.0))
     whole = shown._numbers(a_step(1, loss=1.0))
     for room in range(len(whole) + 1):
@@ -277,7 +277,7 @@ def test_lines_are_apart_from_the_live_one(columns, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stderr)
         monkeypatch.setattr(directory, "write_now", lambda line: print(line, file=stderr))
         log = directory.Log(loud=True)
-        shown = Screen(7, initial=5, say=log.say)
+        shown = Screen(7, initial=5, say=log.say, bounds={}, drives=True)
         log.above, log.clear = shown.above, shown.clear
         shown.step(a_step(6, phases={"a phase with a long name": 0.4}))
         log.say("saved")
@@ -301,7 +301,7 @@ def test_speed_is_of_the_last_steps_together():
 
     The remaining variation is the number of long steps among the 20: one of 7 s, which waits for a drive, follows six.
     """
-    shown = Screen(1000, initial=0, say=(said := []).append)
+    shown = Screen(1000, initial=0, say=(said := []).append, bounds={}, drives=True)
     for step in range(1, 1001):
         wait = 6.9 if step % 7 == 0 else 0.0
         times = {"seconds": 0.1 + wait, "tokens_per_second": 512 / (0.1 + wait)}
@@ -315,7 +315,7 @@ def test_speed_is_of_the_last_steps_together():
 def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
     """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     for drives, moved, shown in ((True, 10**9, True), (True, 4096, False), (True, None, False), (False, 10**9, False)):
-        screen = Screen(1, initial=0, say=(said := []).append, drives=drives)
+        screen = Screen(1, initial=0, say=(said := []).append, bounds={}, drives=drives)
         screen.step(a_step(nvme_read_bytes=moved, nvme_written_bytes=moved and moved // 2))
         assert ("  drive 3 GB/s  " in said[0]) == shown  # 1.5 GB in half a second
         assert shown or "drive" not in said[0]

@@ -22,13 +22,13 @@ import pytest
 from dead_run_files import NOBODY, ROOT, dead_lease, died
 from synthetic_checkpoints import save
 
-from offload_trainer.checkpoint import find_resume, reading
+from offload_trainer.checkpoint import reading
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.retention import bytes_that_go, complete_checkpoints
+from offload_trainer.retention import bytes_that_go, complete_checkpoints, find_resume
 from offload_trainer.run import directory
 from offload_trainer.run.directory import Log, hold
 from offload_trainer.storage import atomic_io, locks
@@ -304,7 +304,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    final = save(tmp_path, 1, growing=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
+    final = save(tmp_path, 1)
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
 
 

@@ -5,10 +5,9 @@
                                                                          attention sees both pieces
 
 transformers derives a mask between documents from positions that restart, if an architecture passes them on and carries
-no other state from token to token (recurrent ones do). Pieces of a row need a model that is position-wise
-except for attention. A list of such architectures would soon be outdated. So a tiny model of the same kind
-(tiny_model.py) runs both ways, and a third way that must differ: without positions, or with attention inside pieces
-only. That run shows that the probe would notice a difference.
+no other state from token to token (recurrent ones do). Pieces of a row need a model that is position-wise except for
+attention. A list of such architectures would soon be outdated. So a tiny model of the same kind (tiny_model.py) runs
+both ways, and a third way that must differ, to show that it can: without positions, or with attention inside pieces.
 """
 
 from __future__ import annotations
@@ -67,12 +66,7 @@ def refuse_pieces(model: PreTrainedModel) -> None:
 
 
 def _refuse_differences(
-    model: PreTrainedModel,
-    compare: Callable[[PreTrainedModel], tuple[float, float]],
-    *,
-    key: str,
-    unknown: str,
-    differs: str,
+    model: PreTrainedModel, compare: Callable[..., tuple[float, float]], *, key: str, unknown: str, differs: str
 ) -> None:
     """Raise UserError unless a tiny model's logits are equal in one way and differ in the other.
 

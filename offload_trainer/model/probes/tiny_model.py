@@ -1,8 +1,7 @@
 """Trials on a tiny model of the same kind as a given one, for any architecture; all probes use `try_on_tiny_model`.
 
 The configuration is shrunk by rules. Widths, heads, windows and numbers of experts become small, whatever their keys
-are called. One layer of each kind remains, and at least two. Dropout and noise are off, so that results are
-deterministic.
+are called. One layer of each kind remains, and at least two. Dropout and noise are off.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ def try_on_tiny_model(
 ) -> Result:
     """Return the result of `trial` for a tiny fp32 model of the same kind as `model`.
 
-    Its weights are large enough that differences show. Random numbers that the trial draws do not change torch's
-    generator outside. Raises TrialFailed for any exception of the tiny model or the trial, and, if `all_classes`, for a
-    tiny model that lacks a class of module that `model` has.
+    Its weights are large enough that differences show. Torch's generator outside does not change. Raises TrialFailed
+    for any exception, and, if `all_classes`, for a tiny model that lacks a class of module that `model` has.
     """
     try:
         config = tiny_config_of(model.config)

@@ -310,11 +310,6 @@ class StoredMasters:
             )
         return data.view(DTYPES[kind.dtype])
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole master in fp32), one at a time; see `read` for errors."""
-        for name in self.shapes:
-            yield name, self.read(name)
-
 
 def read_store(directory: Path) -> StoredMasters:
     """Return the masters in a private directory that a dead run left.

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import StoredFile
 from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -36,6 +35,7 @@ from offload_trainer.optim.state_files import (
 from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS
 from offload_trainer.ranks import ALONE, Group
+from offload_trainer.storage.atomic_io import StoredFile
 from offload_trainer.storage.tensorfile import DTYPES, Piece, PlacedWriter, TensorEntry, file_of
 
 

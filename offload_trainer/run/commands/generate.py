@@ -40,7 +40,7 @@ def inference_model(path: Path, *, say: Callable[[str], None]) -> Iterator[tuple
         for name, buffer in source.buffers.items():
             set_buffer(model, name, buffer)
         if size <= most:
-            for name, tensor in source.weights():
+            for name, tensor in source.each():
                 if name in shapes:
                     model.get_parameter(name).data = tensor.float()
         else:

@@ -35,11 +35,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiers import on_drive
@@ -303,16 +303,6 @@ def column_products(shape: ModelShape) -> int:
         return max(counts.values())
     counts = Counter(weight.unit for weight in matrices if weight.block and weight.products)
     return max(0, max(counts.values(), default=0) - 2)
-
-
-def divided(counted: Activations, tensor: int) -> Activations:
-    """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
-
-    def inside(one: Growth) -> Growth:
-        whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
-        return Growth(*(value / tensor for value in one.values())) + whole
-
-    return replace(counted, kinds=tuple(kind.each(inside) for kind in counted.kinds))
 
 
 # -- the gradient norm of a weight, divided over the ranks that each hold a part of its summed gradient

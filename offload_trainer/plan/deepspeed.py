@@ -5,14 +5,13 @@ the rest comes from other GPUs. Traffic follows counted bytes, and memory is cou
 stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
 
 Each item says what is allocated throughout a step. In addition, the largest of these moments counts (per rank: e bytes
-per weight, W ranks with the same weights, of which T are trained; a full gradient bucket has b elements, at most T; the
-largest weight has L, and the largest part of one whose optimizer state the rank has l):
+per weight, W ranks with the same weights; a full gradient bucket has b elements; the largest weight has L, and at most
+l of them have their optimizer state on the rank):
 
     model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
     full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
-                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
-                        whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
-                        the last gathered weight. Activations are added if the largest gradient is not the last one
+                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e b. ZeRO-3 has all
+                        three: e b even for W = 1, fp32 on the way to a drive, and the last gathered weight
     start               AutoTP shards weights that were built whole
 
 ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
@@ -23,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.communication import (
     as_traffic,
-    divided,
     link_seconds,
     part_held,
     refusal,
@@ -216,7 +215,7 @@ class DeepSpeedCandidate:
         self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
         self._held_trained = -(-self._held * trainable // shape.parameters)
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
-        self._parts = [part_held(weight, work.tensor) for weight in shape.weights if weight.trainable]  # of a rank
+        self._largest = max((part_held(one, work.tensor) for one in shape.weights if one.trainable), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
         # Bytes of the gradient sums over a rank's micro-batches.
@@ -264,20 +263,19 @@ class DeepSpeedCandidate:
         With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
         """
         work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
-        drive = self.machine.drives[0].directory if self.machine.drives else None
-        trained, total = self._trained, -(-work.shape.parameters // work.nodes)
+        trained, total, drives = self._trained, -(-work.shape.parameters // work.nodes), self.machine.drives
         own = -(-work.shape.parameters // work.world)
         if self.placement.optimizer != TierKind.GPU:
             yield self._gradient_copies
             if self.placement.params == TierKind.GPU or self.machine.gpu is None:
                 yield Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0)
-        if self.placement.optimizer == TierKind.DRIVES and drive:
-            yield Traffic(drive, "update", 16 * trained, 16 * trained)
+        if self.placement.optimizer == TierKind.DRIVES:
+            yield Traffic(drives[0].directory, "update", 16 * trained, 16 * trained)
         if self.placement.params != TierKind.GPU:
             yield from (Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward"))
-        if self.placement.params == TierKind.DRIVES and drive:
-            yield from (Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward"))
-            yield Traffic(drive, "update", 0, e * total)
+        if self.placement.params == TierKind.DRIVES:
+            moved = {"forward": (e * total * micro, 0), "backward": (e * total * micro, 0), "update": (0, e * total)}
+            yield from (Traffic(drives[0].directory, phase, *size) for phase, size in moved.items())
 
     @property
     def _gradient_copies(self) -> Traffic:
@@ -334,16 +332,11 @@ class DeepSpeedCandidate:
     @property
     def items(self) -> list[Item]:
         """Return a node's memory at its peak."""
-        work, shape, e, here, row = self.work, self.work.shape, self.work.item_bytes, self.work.here, self.work.seq_len
-        if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
-            on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
-            work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
+        work, e, here, row = self.work, self.work.item_bytes, self.work.here, self.work.seq_len
         # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
         reduced = self.placement.stage > 1
-        tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
-        waiting = e * tied if reduced else 0
+        waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
         model = [*activation_items(work, self.machine, gradients=reduced, waiting=waiting, tied_sum=waiting)]
-        there = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
@@ -352,118 +345,78 @@ class DeepSpeedCandidate:
                 each = int(times * e * self._held_trained)
                 why = f", {times} times the temporary gradients; peaks were up to 13 % higher"
             items.append(Item(RAM_NAME, "heap", each * here, f"measured: heap fragments{why}"))
-        beyond = self._beyond(sum(there), kept=sum(there[:-1]))
-        return [*items, *self._weights(), *self._gradients(), *self._state(), *model, beyond]
+        there = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
+        return [*items, *self._throughout(), *model, self._beyond(sum(there), kept=sum(there[:-1]))]
 
-    def _tier(self, kind: TierKind) -> str:
-        if kind == TierKind.DRIVES:
-            return self.machine.drives[0].directory if self.machine.drives else kind
-        return self.machine.device if kind == TierKind.GPU else RAM_NAME
-
-    def _weights(self) -> Iterator[Item]:
-        work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
-        if self.placement.stage < 3:
+    def _throughout(self) -> Iterator[Item]:
+        """Yield what is allocated throughout a step: weights, their gradients, and the optimizer's state."""
+        work, sizes, e, here, trained = self.work, self.sizes, self.work.item_bytes, self.work.here, self._trained
+        stage, params, optimizer = self.placement.stage, self.placement.params, self.placement.optimizer
+        device, ram, several = partial(Item, self.machine.device), partial(Item, RAM_NAME), work.accumulate > 1
+        swapped = optimizer == TierKind.DRIVES
+        tiers = {TierKind.GPU: device, TierKind.RAM: ram}
+        if self.uses_drives:
+            tiers[TierKind.DRIVES] = partial(Item, self.machine.drives[0].directory)
+        if stage < 3:
             how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
-            yield Item(self.machine.device, "weights", e * self._held * here, f"{e} B a parameter, {how}")
-            return
-        home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
-        why = "gathered at the same time: max_live_parameters and a prefetch bucket"
-        yield Item(home, "weights", sharded, f"{e} B a parameter, sharded over the ranks")
-        yield Item(self.machine.device, "weights in use", e * self._gathered * here, why)
-        if self.placement.params == TierKind.DRIVES:
-            buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
-            swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
-            yield Item(RAM_NAME, "weight swap buffers", e * swap * here, why)
-            yield Item(RAM_NAME, "weight write buffer", e * write * here, "one sub-group")
-
-    def _gradients(self) -> Iterator[Item]:
-        e, here, device, several = self.work.item_bytes, self.work.here, self.machine.device, self.work.accumulate > 1
-        of_bucket = self._sums if self.placement.stage == 1 else e
-        count = 2 if self.machine.gpu is not None and self.placement.stage < 3 else 1
-        buckets = count * of_bucket * self._bucket * here
-        yield Item(device, "gradient buckets", buckets, f"{count} of {self._bucket:,} elements")
-        if self.placement.stage == 3:
-            tier = device if self.placement.optimizer == TierKind.GPU else RAM_NAME
-            why = f"{self._sums} B a parameter, sharded over the ranks"
-            yield Item(tier, "gradients", self._sums * self._trained, why)
-            return
-        if self.placement.stage == 1:
-            yield Item(device, "gradients", self._sums * self._held_trained * here, "whole on each rank")
-        elif self.placement.optimizer == TierKind.GPU:
-            yield Item(device, "gradients", e * self._trained, f"{e} B a parameter, until the update")
-        if several and self.placement.stage == 2 and self._sums > e:
-            why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            yield Item(device, "sums", 4 * self._trained, why)
-        elif several and self.placement.optimizer == TierKind.RAM:
-            yield Item(RAM_NAME, "sums", e * self._trained, "of the micro-batches' gradients")
-
-    def _state(self) -> Iterator[Item]:
-        e, trained, here, sizes = self.work.item_bytes, self._trained, self.work.here, self.sizes
-        home = self._tier(self.placement.optimizer)
-        yield Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")
-        if self.placement.optimizer == TierKind.DRIVES:
-            buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
-            why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
-            first = "from the first update, which creates them, to the second"
-            yield Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state")
-            yield Item(RAM_NAME, "optimizer swap buffers", buffers, why)
-            yield Item(RAM_NAME, "first moments", 8 * trained, first)
-            return
-        yield Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")
-        if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
-            through = e * max(self._parts, default=0) * here
-            yield Item(RAM_NAME, "new weights", e * trained, "output of the update")
-            yield Item(RAM_NAME, "gradients in transfer", through, "the largest weight's")
-            yield Item(self.machine.device, "gradients in transfer", through, "the largest weight's")
-
-    # -- the largest moment -------------------------------------------------------------------------------------------
+            yield device("weights", e * self._held * here, f"{e} B a parameter, {how}")
+        else:
+            sharded, how = e * -(-work.shape.parameters // work.nodes), f"{e} B a parameter, sharded over the ranks"
+            yield tiers[params]("weights", sharded, how)
+            how = "gathered at the same time: max_live_parameters and a prefetch bucket"
+            yield device("weights in use", e * self._gathered * here, how)
+        if params == TierKind.DRIVES:
+            size, how = sizes.weight_buffer_elements, f"{sizes.weight_buffers} buffers for the largest weight"
+            yield ram("weight swap buffers", e * sizes.weight_buffers * size * here, how)
+            yield ram("weight write buffer", e * sizes.largest_sub_group * here, "one sub-group")
+        count = 2 if self.machine.gpu is not None and stage < 3 else 1
+        size = count * (self._sums if stage == 1 else e) * self._bucket * here
+        yield device("gradient buckets", size, f"{count} of {self._bucket:,} elements")
+        if stage == 1:
+            yield device("gradients", self._sums * self._held_trained * here, "whole on each rank")
+        elif stage == 3:
+            tier, how = device if optimizer == TierKind.GPU else ram, f"{self._sums} B a parameter, sharded"
+            yield tier("gradients", self._sums * trained, f"{how} over the ranks")
+        elif optimizer == TierKind.GPU:
+            yield device("gradients", e * trained, f"{e} B a parameter, until the update")
+        if several and stage == 2 and self._sums > e:
+            yield device("sums", 4 * trained, "of the micro-batches' gradients, in fp32, sharded over the ranks")
+        elif several and stage < 3 and optimizer == TierKind.RAM:
+            yield ram("sums", e * trained, "of the micro-batches' gradients")
+        yield tiers[optimizer]("masters and moments", 12 * trained, "fp32 master, first and second moment")
+        how = "DeepSpeed swaps them together with the state" if swapped else "the update reads them in fp32"
+        yield tiers[optimizer]("gradients, fp32", 4 * trained, how)
+        if swapped:
+            size, how = sizes.largest_sub_group, f"{sizes.optimizer_buffers} buffers for the largest sub-group"
+            yield ram("optimizer swap buffers", 4 * sizes.optimizer_buffers * size * here, how)
+            yield ram("first moments", 8 * trained, "from the first update, which creates them, to the second")
+        elif optimizer == TierKind.RAM and stage < 3:
+            yield ram("new weights", e * trained, "output of the update")
+            for tier in (ram, device):
+                yield tier("gradients in transfer", e * self._largest * here, "the largest weight's")
 
     def _beyond(self, model: int, *, kept: int) -> Item:
-        """Return what other moments need on the device in excess of the model's peak.
+        """Return what the largest other moment needs on the device in excess of the model's peak.
 
         The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
         """
-        e, here, parts = self.work.item_bytes, self.work.here, self._parts
-        bucket, alike, largest = self._bucket, self.work.data, max(self._parts, default=0)
-
-        def full_bucket(part: int) -> int:
-            """Return a rank's bytes at a full bucket's moment, with the state of up to `part` elements of a weight."""
-            norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
-            if self.placement.stage < 3:
-                sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0
-                return max(norm, sent)
-            if self.placement.optimizer == TierKind.DRIVES:
-                norm = max(norm, 4 * -(-bucket // alike))
-            return e * bucket * min(2, alike) + norm + e * largest
-
-        if self.placement.stage == 3:
+        e, here, alike, bucket = self.work.item_bytes, self.work.here, self.work.data, self._bucket
+        part = -(-self._largest // alike)  # the most elements of a weight whose state a rank has
+        if self.placement.stage < 3:
+            part = min(self._largest, -(-self._held_trained // alike))
+        full = _FP64 * part + e * self._largest * (self._largest > self.sizes.reduce_bucket)
+        if self.placement.stage < 3:
+            full = max(full, 2 * e * bucket * (alike > 1))
+        else:
             model += e * self._gathered * here
-        of_each = sorted(map(full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
-        full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
-        if self._held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
-            full += kept  # the largest gradient is not the last one to be reduced
+            full = e * bucket * min(2, alike) + max(full, 4 * -(-bucket // alike)) + e * self._largest
+        full = here * full + kept * (self._held_trained > bucket)
         whole = e * (self.work.shape.parameters - self._held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
             why = "until AutoTP has split it; in addition to activations"
             return Item(self.machine.device, "whole model", whole - model, why)
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
         return Item(self.machine.device, "gradients reduced", max(0, full - model), why)
-
-    def _largest_parts(self) -> list[int]:
-        """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""
-        alike = self.work.data
-        if self.placement.stage == 3:
-            return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike
-        largest = [0] * alike
-        for group in decay_groups(self.work.shape.weights):
-            numels = [part_held(weight, self.work.tensor) for weight in group]
-            size, begin = max(1, -(-sum(numels) // alike)), 0
-            for numel in numels:
-                end = begin + numel
-                for rank in range(begin // size, min(alike, -(-end // size))):
-                    largest[rank] = max(largest[rank], min(end, (rank + 1) * size) - max(begin, rank * size))
-                begin = end
-        return largest
 
 
 # -- ZeRO's buffer and bucket sizes, and the weights that ZeRO-3 gathers

@@ -78,6 +78,8 @@ def activation_items(
         own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
         kept_elements = shape.attention_elements * (1 + 2 * max(0.0, shape.sent_keys(work.sequence) - own))
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=work.item_bytes * kept_elements)
+    if work.tensor > 1:
+        of_rank = divided(of_rank, work.tensor)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
     here, shared = not offloaded, {"waiting": waiting, "tied_sum": tied_sum}
@@ -343,6 +345,15 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
         head=counted.head.each(changed),
         embedding=tuple(map(changed, counted.embedding)),
     )
+
+
+def divided(counted: Activations, tensor: int) -> Activations:
+    """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
+    whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
+    inside = [
+        kind.each(lambda one: Growth(*(value / tensor for value in one.values())) + whole) for kind in counted.kinds
+    ]
+    return replace(counted, kinds=tuple(inside))
 
 
 # -- the parts of a model that only images pass through

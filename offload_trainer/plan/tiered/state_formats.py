@@ -19,18 +19,8 @@ from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 _BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A tensor that a rule keeps for each weight: master or running average. An average of squares is unsigned."""
-
-    name: str
-    signed: bool
-
-
-MASTER = Kind("master", signed=True)
-EXP_AVG, EXP_AVG_SQ = Kind("exp_avg", signed=True), Kind("exp_avg_sq", signed=False)
-MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
-KINDS = {MASTER.name: MASTER, **MOMENTS}
+MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")  # tensors that a rule keeps for each weight
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -126,11 +116,11 @@ class StateFormat:
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Return a page's fields by name, in storage order."""
-        fields = {MASTER.name: Field(self.masters.dtype)}
-        for moment in MOMENTS.values():
-            fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
+        fields = {MASTER: Field(self.masters.dtype)}
+        for moment in MOMENTS:
+            fields[moment] = Field(self.moments.dtype, for_matrices=moment == EXP_AVG or not self.rule.matrices)
             if self.moments.block:
-                fields[scales_of(moment.name)] = Field("fp32", per=self.moments.block)
+                fields[scales_of(moment)] = Field("fp32", per=self.moments.block)
         return fields
 
     @cached_property
@@ -163,7 +153,7 @@ def scales_of(moment: str) -> str:
 
 def is_signed(field: str) -> bool:
     """Return whether a field may be negative. Averages of squares and scales (largest magnitudes) may not."""
-    return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
+    return not field.endswith("_scales") and field != EXP_AVG_SQ
 
 
 ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments, masters) for masters in ADAMW.masters for moments in ADAMW.formats)

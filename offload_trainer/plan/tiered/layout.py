@@ -12,7 +12,7 @@ one range of every unit. The planner counts with these functions, and the engine
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -262,7 +262,7 @@ def pages_of(
 
 
 def _pages_of_rank(
-    bare: list[Page], *, shares: Mapping[int, float], speeds: Sequence[float], last: int
+    bare: Sequence[Page], *, shares: Mapping[int, float], speeds: Sequence[float], last: int
 ) -> tuple[Page, ...]:
     """Assign a tier to each page: `shares` of all elements go to the tiers that they name, the rest to the drives.
 
@@ -273,50 +273,49 @@ def _pages_of_rank(
     of such pages may be smaller by less than one page. `speeds` has one number per drive. It may be empty if the shares
     sum to 1.
     """
-    left = total = sum(piece.elements for piece in bare)
+    pages, waiting = list[Page](), deque(bare)
+    left = total = sum(page.elements for page in bare)
+
+    def fill(home: int, elements: int) -> int:
+        """Assign the first `elements` of the waiting pages to a tier; return how many were."""
+        nonlocal left
+        before = left
+        while elements and (waiting[0].elements <= elements or not waiting[0].matrices):
+            page = waiting.popleft()
+            size = min(page.elements, elements)
+            pages.append(_piece(page, 0, size, home=home))
+            if size < page.elements:
+                waiting.appendleft(_piece(page, size, page.elements, home=page.home))
+            elements, left = elements - size, left - size
+        return before - left
+
     targets = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
-    pages: list[Page] = []
-    for home in [home for home in targets if home != RAM]:
-        taken, bare = _first(bare, min(left, targets[home]), home=home)
-        pages += taken
-        left -= sum(piece.elements for piece in taken)
+    for home in (home for home in targets if home != RAM):
+        fill(home, min(left, targets[home]))
     in_ram = min(left, targets.get(RAM, 0)) if round(1 - sum(shares.values()), 9) > 0 else left
     assert in_ram == left or speeds, "state outside memory needs a drive"
-    whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
-    inside, bare = _first(bare, whole, home=RAM)
-    taken_here = sum(piece.elements for piece in inside)
-    left, in_ram = left - taken_here, in_ram - taken_here
-    if in_ram == left:
-        return (*pages, *inside, *_first(bare, left, home=RAM)[0])
-    drives = sum(speeds)
-    wanted = {RAM: in_ram / left}
-    wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
-    held = dict.fromkeys(wanted, 0)
-    done = 0
-    others: list[Page] = []
-    for piece in bare:
-        done += piece.elements
-        home = max(wanted, key=lambda home: wanted[home] * done - held[home])
-        held[home] += piece.elements
-        others.append(_moved_to(piece, home))
-    return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
+    in_ram -= fill(RAM, left if in_ram == left else min(in_ram, sum(p.elements for p in waiting if p.unit < last)))
+    wanted = {RAM: in_ram / max(1, left)}
+    wanted |= {drive: (1 - wanted[RAM]) * speed / sum(speeds) for drive, speed in enumerate(speeds)}
+    held, done = dict.fromkeys(wanted, 0), 0
+
+    def lacks(home: int) -> float:
+        return wanted[home] * done - held[home]
+
+    for page in waiting:
+        done += page.elements
+        drive, room = max(range(len(speeds)), key=lacks), in_ram - held[RAM]
+        inside = min(page.elements, room if lacks(RAM) >= lacks(drive) else max(0, room - (left - done)))
+        if page.matrices and inside < page.elements:
+            inside = 0
+        for home, first, end in ((RAM, 0, inside), (drive, inside, page.elements)):
+            if first < end:
+                pages.append(_piece(page, first, end, home=home))
+                held[home] += end - first
+    return tuple(pages)
 
 
-def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Page], list[Page]]:
-    """Return the first `elements` of the pages, assigned to `home`, and the remaining pages."""
-    inside: list[Page] = []
-    for place, page in enumerate(pages):
-        if page.elements > elements:
-            if not elements or page.matrices:
-                return inside, list(pages[place:])
-            head, rest = _split(page, elements)
-            return [*inside, replace(head, home=home)], [rest, *pages[place + 1 :]]
-        inside.append(_moved_to(page, home))
-        elements -= page.elements
-    return inside, []
-
-
-# -- where pages end: `_cut` and `_split` decide it alone, at any multiple of ALIGN, but not inside a matrix that is
+# -- where pages end: `_cut` and `_pages_of_rank` decide it, at any multiple of ALIGN, but not inside a matrix that is
 # updated as a whole. The same holds for the range of a rank (`range_of_rank`).
 
 
@@ -338,34 +337,11 @@ def _cut(unit: Unit, cuts: Sequence[int], *, page: int) -> list[Page]:
     return pages + [Page(unit.index, at, min(size, end - at), RAM) for at in range(start, end, size)]
 
 
-def _moved_to(page: Page, home: int) -> Page:
-    """Return the page in another tier; faster than `replace`, since a plan may count millions of pages."""
-    return page if page.home == home else Page(page.unit, page.start, page.elements, home, page.matrices)
-
-
-def _split(page: Page, elements: int) -> tuple[Page, Page]:
-    rest = Page(page.unit, page.start + elements, page.elements - elements, page.home)
-    return replace(page, elements=elements), rest
-
-
-def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
-    """Move `missing` elements into RAM (out of RAM if negative), beginning with the last pages."""
-    settled = []
-    for page in reversed(pages):
-        movable = page.elements if (page.home == RAM) == (missing < 0) else 0
-        moved = min(abs(missing), movable)
-        if page.matrices and moved < page.elements:
-            moved = 0
-        target = RAM if missing > 0 else page.unit % max(1, drives)
-        missing += moved if missing < 0 else -moved
-        if moved == page.elements:
-            settled.append(replace(page, home=target))
-        elif moved:
-            head, rest = _split(page, page.elements - moved)
-            settled += [replace(rest, home=target), head]
-        else:
-            settled.append(page)
-    return settled[::-1]
+def _piece(page: Page, first: int, end: int, *, home: int) -> Page:
+    """Return elements of a page in a tier; faster than `replace`, since a plan may count millions of pages."""
+    if (first, end, home) == (0, page.elements, page.home):
+        return page
+    return Page(page.unit, page.start + first, end - first, home, page.matrices)
 
 
 @dataclass(frozen=True)
@@ -473,7 +449,8 @@ def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     owners = homes.cut.owners
     pages = tuple(
-        page if rank in here else _moved_to(page, ELSEWHERE) for page, rank in zip(homes.pages, owners, strict=True)
+        page if rank in here else _piece(page, 0, page.elements, home=ELSEWHERE)
+        for page, rank in zip(homes.pages, owners, strict=True)
     )
     shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
     return replace(homes, cut=CutPages(pages, owners), shadows=shadows)

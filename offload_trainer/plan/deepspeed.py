@@ -130,6 +130,7 @@ class DeepSpeed:
         }
         return [sentence for sentence, wrong in found.items() if wrong]
 
+    @property
     def packages(self) -> list[tuple[str, str]]:
         """Return (setting, package) for each package that the settings need and that is not always installed."""
         eight = [("optim.moment_dtype=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []

@@ -11,10 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Literal
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
@@ -33,6 +30,7 @@ from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
+LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
 _ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
 
@@ -66,7 +64,7 @@ def make_plan(
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
         raise UserError(f"{wrong}: {fix}")
-    for setting, package in engine.packages():
+    for setting, package in engine.packages:
         if machine.lacks(package):
             raise UserError(lacks(setting, package))
     if ignored := settings_of_others(engine, config):
@@ -127,31 +125,19 @@ def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
 def _best_division(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
 ) -> Plan:
-    """Return the plan with data-parallel ranks, or with a pipeline if that is faster or if only that fits.
-
-    Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
-    """
-    ways = divisions(config, world=world // nodes)
-    plan = partial(make_plan, shape=shape, machine=machine, world=world, nodes=nodes, saves=saves)
-    try:
-        chosen = plan(ways[0])
-    except UserError:
-        with suppress(UserError):
-            return plan(ways[-1])
-        raise
-    for way in ways[1:]:
+    """Return the plan with data-parallel ranks, or with a pipeline, and first of all why the other was not chosen."""
+    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
+    for way in divisions(config, world=world // nodes):
         name = f"parallel.pipeline={way.parallel.pipeline}"
         try:
-            other = plan(way)
+            plans.append((name, make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)))
         except UserError as error:
-            why = str(error).removeprefix(f"{name}: ").removesuffix("; leave it out")
-            return replace(chosen, rejected=((name, why), *chosen.rejected))
-        step, shorter = chosen.forecast.step, other.forecast.step
-        faster = step is not None and shorter is not None and step > _ALIKE * shorter
-        if other.fits and (faster or not chosen.fits):
-            name, chosen, other = "parallel.pipeline=1", other, chosen
-        chosen = replace(chosen, rejected=((name, _why_not(other, chosen) or "not timed"), *chosen.rejected))
-    return chosen
+            refused[name] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    chosen = _choose(plans, untimed="not timed")
+    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
+    return replace(chosen, rejected=(*whys, *chosen.rejected))
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -268,22 +254,27 @@ def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the best of the engine's candidates, and why the others were rejected.
+    return _choose([(plan.homes, plan) for plan in map(_plan_of, engine.candidates(work, machine))])
+
+
+def _choose(plans: Sequence[tuple[str, Plan]], *, untimed: str = "") -> Plan:
+    """Return the best of the named plans, and first of all why the others were rejected; `untimed`: without a forecast.
 
     That is the fastest that fits, the first one that fits if a forecast is missing, or the smallest excess. Forecasts
     are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
     """
-    plans = [_plan_of(one) for one in engine.candidates(work, machine)]
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for _, plan in plans if plan.fits]
     known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
     if not fitting:
-        chosen = min(plans, key=lambda one: sum(max(0, room["need"] - room["have"]) for room in one.tiers.values()))
+        _, chosen = min(
+            plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one[1].tiers.values())
+        )
     elif len(known) < len(fitting):
         chosen = fitting[0]
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-    whys = [(plan.homes, _why_not(plan, chosen)) for plan in plans if plan is not chosen]
-    return replace(chosen, rejected=tuple((homes, why) for homes, why in whys if why))
+    whys = [(name, _why_not(plan, chosen) or untimed) for name, plan in plans if plan is not chosen]
+    return replace(chosen, rejected=(*((name, why) for name, why in whys if why), *chosen.rejected))
 
 
 def _why_not(plan: Plan, chosen: Plan) -> str:
@@ -350,11 +341,15 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
     """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
 
-    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks.
+    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks. Raises UserError for rows longer than the
+    model's context.
     """
     model, train, optim = config.model, config.train, config.optim
     pipeline = 1 if config.parallel.pipeline == "auto" else config.parallel.pipeline
-    seq_len = row_length(config.data.seq_len, shape)
+    asked, context = config.data.seq_len, shape.context
+    seq_len = min(context, LONGEST_ROW) if asked == "auto" else asked
+    if seq_len > context:
+        raise UserError(f"--seq-len {seq_len}: this model's context is {context} tokens")
     chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
         shape=with_rate(shape, seq_len),
@@ -510,10 +505,9 @@ def any_placement_fits(
     return any(all(tier["need"] <= tier["have"] for tier in _needs(one)[1].values()) for one in found)
 
 
-# -- values of `auto` that need no comparison of plans: dtype, checkpointing and row length ----------------------------
+# -- values of `auto` that need no comparison of plans: dtype and checkpointing ----------------------------------------
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
-LONGEST_ROW = 1024
 
 
 def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
@@ -536,19 +530,6 @@ def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto
             f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
             "transformers, or what a single block keeps could not be counted; use on or off"
         )
-    return setting
-
-
-def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
-    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
-
-    Raises:
-        UserError: the requested length exceeds the model's context.
-    """
-    if setting == "auto":
-        return min(shape.context, LONGEST_ROW)
-    if setting > shape.context:
-        raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
     return setting
 
 

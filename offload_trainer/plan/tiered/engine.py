@@ -76,7 +76,7 @@ class Tiered:
     place: PlacementSection
     section: TieredSection
 
-    name = "tiered"
+    name, packages = "tiered", ()
 
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each: of ranks, and of shares that contradict."""
@@ -108,10 +108,6 @@ class Tiered:
         return [
             f"{setting.format(ranks)}; leave it out" for setting, is_set in settings.items() if is_set and world > 1
         ]
-
-    def packages(self) -> list[tuple[str, str]]:
-        """Return no package: this engine needs none that is not always installed."""
-        return []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""

@@ -283,17 +283,8 @@ def refusal(shape: ModelShape, *, tensor: int = 1, sequence: int = 1, seq_len: i
 
 def part_held(weight: Weight, tensor: int) -> int:
     """Return the elements of a weight on one rank of a tensor-parallel group; embeddings and head are whole."""
-    return -(-weight.numel // tensor) if _is_divided(weight) else weight.numel
-
-
-def weights_held(shape: ModelShape, tensor: int) -> int:
-    """Return the weights of a rank in elements, before ZeRO partitions them."""
-    divided = sum(weight.numel for weight in shape.weights if _is_divided(weight))
-    return round(divided / tensor) + shape.parameters - divided
-
-
-def _is_divided(weight: Weight) -> bool:
-    return weight.block and (weight.split in ("column", "row") or len(weight.shape) > 1)
+    divided = weight.block and (weight.split in ("column", "row") or len(weight.shape) > 1)
+    return -(-weight.numel // tensor) if divided else weight.numel
 
 
 def column_products(shape: ModelShape) -> int:

@@ -33,7 +33,6 @@ from offload_trainer.plan.communication import (
     part_held,
     refusal,
     tensor_collectives,
-    weights_held,
     zero_bounds,
     zero_collectives,
 )
@@ -56,14 +55,8 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 # From the fastest to the one that needs the least memory.
-_PLACEMENTS = (
-    Placement(TierKind.GPU, TierKind.GPU),
-    Placement(TierKind.GPU, TierKind.RAM),
-    Placement(TierKind.RAM, TierKind.RAM),
-    Placement(TierKind.GPU, TierKind.DRIVES),
-    Placement(TierKind.RAM, TierKind.DRIVES),
-    Placement(TierKind.DRIVES, TierKind.DRIVES),
-)
+_HOMES = ("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "cpu"), ("gpu", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")
+_PLACEMENTS = tuple(Placement(TierKind(params), TierKind(optimizer)) for params, optimizer in _HOMES)
 
 # Measured (docs/benchmarks/step.md): seconds per parameter that DeepSpeed's hooks add to a backward on the CPU, and the
 # speed of its optimizer step relative to the fused kernel.
@@ -201,7 +194,7 @@ class DeepSpeedCandidate:
         self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection, moments: str
     ) -> None:
         self.work, self.machine, self.placement, self._section = work, machine, placement, section
-        shape, trainable = work.shape, work.shape.trainable
+        shape = work.shape
         self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
         how = f"AutoTP over {work.tensor} ranks, ZeRO-1" if work.tensor > 1 else f"ZeRO-{placement.stage}"
         self.title = f"DeepSpeed {how}"
@@ -213,10 +206,11 @@ class DeepSpeedCandidate:
         elif moments == "8bit":
             why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         self.cannot_save = why
-        self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
-        self._held_trained = -(-self._held * trainable // shape.parameters)
+        held = [(part_held(weight, work.tensor), weight.trainable) for weight in shape.weights]
+        self._held = sum(count for count, _ in held)  # weights of a rank, divided by tensor parallelism only
+        self._held_trained = sum(count for count, trained in held if trained)
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
-        self._largest = max((part_held(one, work.tensor) for one in shape.weights if one.trainable), default=0)
+        self._largest = max((count for count, trained in held if trained), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
         # Bytes of the gradient sums over a rank's micro-batches.
@@ -232,11 +226,9 @@ class DeepSpeedCandidate:
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
         update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
-            count, rate = self._trained, update_rate(work, machine)  # parameters per second of a node
-            if rate is not None:
-                stock = machine.rates.update.get("deepspeed")
-                rate = stock.value if stock else rate * _SPEED
-            seconds = None if rate is None else count / rate + UPDATE_START
+            count, ours, stock = self._trained, update_rate(work, machine), machine.rates.update.get("deepspeed")
+            rate = stock.value if stock else ours and ours * _SPEED  # parameters per second of a node
+            seconds = rate and count / rate + UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
         bounds = [update, *zero_bounds(collectives, machine, here=work.here)]  # `on_top` has the other collectives
         if machine.gpu is None:

@@ -21,9 +21,15 @@ from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
+from offload_trainer.plan.step_time import (
+    DEVICE_COPIES,
+    Traffic,
+    forecast,
+    stands_for,
+    tokens_that_hide_the_update,
+)
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
-from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
+from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
@@ -46,16 +52,8 @@ def make_plan(
 ) -> Plan:
     """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
-    Args:
-        config: the settings.
-        shape: the model's counts.
-        machine: the machine, which stands for each of `nodes` machines.
-        world: ranks of all nodes; each node has the same number.
-        nodes: number of machines.
-        saves: count checkpoints, or an export, on the drive of `machine.output`.
-
-    Raises:
-        UserError: the settings cannot be combined on this machine.
+    `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
+    checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
     """
     if config.parallel.pipeline == "auto":
         return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
@@ -148,7 +146,7 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 
     A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
     device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
-    moves to slower tiers; it may not put more on drives, which wear out. Without a forecast the default stays if it
+    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
     fits, else as few blocks as fit are checkpointed. If no number fits, all are.
 
     A CPU that computes the model shares its cores with the update and the transfers, so computation is not free where
@@ -164,15 +162,12 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     plans = {default.work.checkpointed: default}
     least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
 
-    def on_drives(plan: Plan) -> tuple[float, ...]:
-        assert isinstance(plan.sizes, TierSizes)
-        homes = plan.placement.params, plan.sizes.gradients
-        return plan.sizes.on_drives, *(home == TierKind.DRIVES for home in homes)
+    def written(plan: Plan) -> int:
+        return sum(moved.written for moved in plan.traffic if moved.place != DEVICE_COPIES)
 
     def seconds(count: int) -> float:
         plan = plans[count]
-        more = any(one > other for one, other in zip(on_drives(plan), on_drives(default), strict=True))
-        if not plan.fits or (default.fits and more):
+        if not plan.fits or (default.fits and written(plan) > written(default)):
             return math.inf
         return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
 
@@ -513,10 +508,8 @@ CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more 
 def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
     """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
 
-    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it.
-
-    Raises:
-        UserError: the model has fewer blocks, or cannot checkpoint only some of them.
+    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it. Raises UserError if
+    the model has fewer blocks, or cannot checkpoint only some of them.
     """
     setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= CHECKPOINTING_FROM
     if not isinstance(setting, int):

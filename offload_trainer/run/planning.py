@@ -85,12 +85,9 @@ def plan_run(
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
-    Args:
-        config: the settings.
-        nodes: number of machines.
-        longest: also find the longest row (in tokens) that fits.
-        again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
-        like: the settings of a run that this one goes on from without a checkpoint.
+    `longest`: also find the longest row (in tokens) that fits. `again`: an earlier plan of `config`, whose machine,
+    perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
+    checkpoint.
     """
     from offload_trainer.run.resume_point import earlier_run
 

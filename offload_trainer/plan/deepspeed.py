@@ -219,8 +219,6 @@ class DeepSpeedCandidate:
         zero = zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
         self._collectives = [*zero, *tensor_collectives(work)]
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def costs(self) -> Costs:
         """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
@@ -319,8 +317,6 @@ class DeepSpeedCandidate:
 
     def tunable(self) -> list[tuple[str, ...]]:
         return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
     def items(self) -> list[Item]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
+from offload_trainer.plan.engines import Candidate, Engine, engine_of
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
@@ -65,8 +65,6 @@ def make_plan(
     for setting, package in engine.packages:
         if machine.lacks(package):
             raise UserError(lacks(setting, package))
-    if ignored := settings_of_others(engine, config):
-        raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
     if work.mlp_chunk and not shape.tiles:
         raise UserError(

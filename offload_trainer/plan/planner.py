@@ -21,13 +21,7 @@ from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import (
-    DEVICE_COPIES,
-    Traffic,
-    forecast,
-    stands_for,
-    tokens_that_hide_the_update,
-)
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
 from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format

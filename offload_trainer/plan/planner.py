@@ -210,9 +210,6 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     full = replace(engine, section=engine.section.model_copy(update={"overlap": "backward"}))
     why_not, may_have_two_copies = full.why_not_full(work, machine), engine.section.state_copies != 1
-    if first.fits and step is None:
-        open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
-        return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
         toggled = replace(found, behind=not found.behind, hidden=found.could_hide)

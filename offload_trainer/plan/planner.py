@@ -49,8 +49,24 @@ def make_plan(
     `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
     checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
     """
-    if config.parallel.pipeline == "auto":
-        return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
+    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
+    for way in divisions(config, world=world // nodes):
+        name = f"parallel.pipeline={way.parallel.pipeline}"
+        try:
+            plans.append((name, _plan_of_way(way, shape, machine, world=world, nodes=nodes, saves=saves)))
+        except UserError as error:
+            refused[name] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    chosen = _choose(plans, untimed="not timed")
+    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
+    return replace(chosen, rejected=(*whys, *chosen.rejected))
+
+
+def _plan_of_way(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
+) -> Plan:
+    """Return the plan of ranks that are data-parallel, or of a pipeline."""
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
@@ -74,11 +90,7 @@ def make_plan(
             chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
-    notes = list(chosen.notes)
-    if note := work.state.rule.note:
-        notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
-    faster = tuple(_faster_formats(engine, chosen, work, machine))
-    return replace(chosen, notes=tuple(notes), faster=faster)
+    return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -110,24 +122,6 @@ def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
         config.with_keys("parallel", pipeline=count).with_keys("train", gradient_accumulation_steps=count * micro)
         for count in sorted({1, world})
     ]
-
-
-def _best_division(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
-) -> Plan:
-    """Return the plan with data-parallel ranks, or with a pipeline, and first of all why the other was not chosen."""
-    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
-    for way in divisions(config, world=world // nodes):
-        name = f"parallel.pipeline={way.parallel.pipeline}"
-        try:
-            plans.append((name, make_plan(way, shape, machine, world=world, nodes=nodes, saves=saves)))
-        except UserError as error:
-            refused[name] = error
-    if not plans:
-        raise next(iter(refused.values()))
-    chosen = _choose(plans, untimed="not timed")
-    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
-    return replace(chosen, rejected=(*whys, *chosen.rejected))
 
 
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
@@ -413,9 +407,11 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> t
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
-    """Yield sentences about what a run with this traffic does to drives, and about settings without effect."""
+    """Yield sentences about the model and its optimizer, what a run does to drives, and settings without effect."""
     if work.shape.images:
         yield image_note(work)
+    if note := work.state.rule.note:
+        yield note.format(matrices=format_count(sum(w.numel for w in work.shape.weights if w.matrix)))
     for drive in machine.drives:
         if written := sum(moved.written for moved in traffic if moved.place == drive.directory):
             rated = drive.endurance_bytes

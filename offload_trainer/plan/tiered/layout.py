@@ -201,11 +201,6 @@ def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
 
 
-def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
-    """Return the element of a weight at which the part of `rank` and of the ranks after it begins."""
-    return min(max(0, range_of_rank(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
-
-
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
     kinds = {(unit.trained, unit.cuts): unit for unit in units}.values()

@@ -136,14 +136,7 @@ class StateFormat:
 
     def page_bytes(self, page: Page) -> int:
         """Return the bytes of a page."""
-        kind = page.elements, page.matrices  # a plan asks for millions of pages of a few kinds
-        if kind not in self._bytes_by_kind:
-            self._bytes_by_kind[kind] = sum(field.padded(page) for field in self.fields.values())
-        return self._bytes_by_kind[kind]
-
-    @cached_property
-    def _bytes_by_kind(self) -> dict[tuple[int, bool], int]:
-        return {}
+        return sum(field.padded(page) for field in self.fields.values())
 
 
 def scales_of(moment: str) -> str:

@@ -210,9 +210,7 @@ def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
     """Return the rank that updates an element of the unit."""
-    if unit.matrices:
-        return next(rank for rank in range(ranks) if element < range_of_rank(unit, rank, ranks=ranks)[1])
-    return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
+    return bisect_right(range(ranks), element, key=lambda rank: range_of_rank(unit, rank, ranks=ranks)[0]) - 1
 
 
 def pages_of(

@@ -23,7 +23,7 @@ from offload_trainer.plan.tiered.layout import (
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, Placement, TierKind, on_drive
+from offload_trainer.plan.tiers import DEVICE, RAM, Placement, TierKind, on_drive
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -159,17 +159,11 @@ class Route:
         return self.page.home == DEVICE
 
 
-def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
-    """Return the route of each page of this node.
+def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
+    """Return the route of a page of this node.
 
     `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
     """
-    here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
-    return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
-
-
-def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
-    """Return the route of one page; see `routes_of`."""
     parts: dict[Part, int] = {"gradient": homes.gradients[page.unit], "weights": homes.weights[page.unit]}
     if page.home == DEVICE:
         host = frozenset(part for part, home in parts.items() if on_drive(home))

@@ -238,11 +238,10 @@ def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> floa
     """
     measured = machine.links.all_gather if one.kind == "ring" else machine.links.all_to_all
     inside = machine.links.between_gpus or measured or machine.rates.both_ways
-    through, network = one.network(here), machine.links.network
-    if (one.bytes and inside is None and here > 1) or (through and network is None):
+    ways = (one.bytes * (here > 1), inside), (one.network(here), machine.links.network)
+    if any(size and rate is None for size, rate in ways):
         return None
-    seconds = one.bytes / inside.value if inside is not None and here > 1 else 0.0
-    return max(seconds, through / network.value if through and network else 0.0)
+    return max(size / rate.value if rate else 0.0 for size, rate in ways)
 
 
 def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:

@@ -93,7 +93,12 @@ def plan_run(
 
     before, from_pages = earlier_run(config.save)
     before = before or (like.model_dump(mode="json") if like else {})
-    config = _with_template_date(config, before)
+    if config.data.template_date == "auto":
+        try:
+            day = date.fromisoformat(before["data"]["template_date"])
+        except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
+            day = date.today()
+        config = config.with_keys("data", template_date=day.isoformat())
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
@@ -366,17 +371,6 @@ def may_tile(config: TrainConfig) -> bool:
 
 
 # -- choices of the run that this one resumes --------------------------------------------------------------------------
-
-
-def _with_template_date(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
-    """Return the configuration with today's date, or that of the run that it resumes, for chat templates."""
-    if config.data.template_date != "auto":
-        return config
-    try:
-        day = date.fromisoformat(before["data"]["template_date"])
-    except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
-        day = date.today()
-    return config.with_keys("data", template_date=day.isoformat())
 
 
 def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainConfig, MachineProfile]:

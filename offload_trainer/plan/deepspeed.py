@@ -20,9 +20,11 @@ the head of a wide model has less of it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
@@ -489,14 +491,9 @@ def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: i
     margin for the module in use and for the head, which tied embeddings fetch at both ends.
     """
     sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
-    most = first = held = 0
-    for last, numel in enumerate(sizes):
-        held += numel
-        while held > window and first < last:
-            held -= sizes[first]
-            first += 1
-        most = max(most, last - first + 1)
-    return min(most, len(sizes)) + 4
+    ends = [0, *accumulate(sizes)]
+    counts = (bisect_right(ends, begin + window) - 1 - first for first, begin in enumerate(ends[:-1]))
+    return max((max(1, count) for count in counts), default=0) + 4
 
 
 def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:

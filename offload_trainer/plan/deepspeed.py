@@ -70,16 +70,6 @@ _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
 
-# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
-TUNING_OF_DRIVES = (
-    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
-    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
-    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
-    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
-    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
-)
-_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
-
 
 @dataclass(frozen=True)
 class DeepSpeed:
@@ -316,9 +306,6 @@ class DeepSpeedCandidate:
                 f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
                 "AutoTP stores were measured only on a CPU"
             )
-
-    def tunable(self) -> list[tuple[str, ...]]:
-        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
 
     @property
     def items(self) -> list[Item]:

@@ -49,7 +49,6 @@ class Plan:
     homes: str  # the placement of weights and optimizer state, in words
     uses_drives: bool
     cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
-    tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
     work: Workload  # the step, with the numbers that the plan chose
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]  # bytes by the tier's name: {"need": ..., "have": ...}

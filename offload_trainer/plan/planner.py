@@ -365,7 +365,6 @@ def _plan_of(one: Candidate) -> Plan:
         homes=one.homes,
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
-        tunable=tuple(one.tunable()),
         work=work,
         items=tuple(items),
         tiers=tiers,

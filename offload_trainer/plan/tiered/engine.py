@@ -570,11 +570,3 @@ class TieredCandidate:
             held_up = [wait for wait in costs.waits if wait.phase == phase and wait.seconds is not None]
             if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
                 yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"
-
-    def tunable(self) -> Iterator[tuple[str, ...]]:
-        """Yield groups of settings for `tune` to try; none of them changes a result or a placement."""
-        if self.uses_drives:
-            yield "tiered.page_size=2097152", "tiered.page_size=8388608"
-            yield "tiered.page_buffers=4", "tiered.page_buffers=10"
-        if self.placement.params != TierKind.GPU:
-            yield "tiered.weight_buffers=2", "tiered.weight_buffers=4"

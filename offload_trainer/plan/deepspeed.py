@@ -174,7 +174,7 @@ class DeepSpeed:
             found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
         if not found or self._sums_need_ram(work):
             found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
-        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
+        return [DeepSpeedCandidate(work, machine, placement, self.section) for placement in found]
 
 
 class DeepSpeedCandidate:
@@ -183,7 +183,7 @@ class DeepSpeedCandidate:
     engine = "deepspeed"
 
     def __init__(
-        self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection, moments: str
+        self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection
     ) -> None:
         self.work, self.machine, self.placement, self._section = work, machine, placement, section
         shape = work.shape
@@ -195,7 +195,7 @@ class DeepSpeedCandidate:
         why: str | None = None
         if placement.optimizer == TierKind.DRIVES:
             why = "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-        elif moments == "8bit":
+        elif work.state.moments.name == "8bit":
             why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         self.cannot_save = why
         held = [(part_held(weight, work.tensor), weight.trainable) for weight in shape.weights]
@@ -325,8 +325,24 @@ class DeepSpeedCandidate:
                 each = int(times * e * self._held_trained)
                 why = f", {times} times the temporary gradients; peaks were up to 13 % higher"
             items.append(Item(RAM_NAME, "heap", each * here, f"measured: heap fragments{why}"))
-        there = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
-        return [*items, *self._throughout(), *model, self._beyond(sum(there), kept=sum(there[:-1]))]
+        # The largest other moment, in excess of the model's peak. Only the last of these activations are not kept.
+        peaks = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
+        peak, alike, largest, bucket = sum(peaks), work.data, self._largest, self._bucket
+        whole_gradient = e * largest * (largest > self.sizes.reduce_bucket)
+        if self.placement.stage < 3:
+            full = _FP64 * min(largest, -(-self._held_trained // alike)) + whole_gradient
+            full = max(full, 2 * e * bucket * (alike > 1))
+        else:
+            peak += e * self._gathered * here
+            full = max(_FP64 * -(-largest // alike) + whole_gradient, 4 * -(-bucket // alike))
+            full += e * bucket * min(2, alike) + e * largest
+        full = here * full + sum(peaks[:-1]) * (self._held_trained > bucket)
+        whole, name = e * (work.shape.parameters - self._held) * here, "gradients reduced"
+        why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
+        if whole > max(peak, full):
+            full, name, why = whole, "whole model", "until AutoTP has split it; in addition to activations"
+        beyond = Item(self.machine.device, name, max(0, full - peak), why)
+        return [*items, *self._throughout(), *model, beyond]
 
     def _throughout(self) -> Iterator[Item]:
         """Yield what is allocated throughout a step: weights, their gradients, and the optimizer's state."""
@@ -374,29 +390,6 @@ class DeepSpeedCandidate:
             yield ram("new weights", e * trained, "output of the update")
             for tier in (ram, device):
                 yield tier("gradients in transfer", e * self._largest * here, "the largest weight's")
-
-    def _beyond(self, model: int, *, kept: int) -> Item:
-        """Return what the largest other moment needs on the device in excess of the model's peak.
-
-        The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
-        """
-        e, here, alike, bucket = self.work.item_bytes, self.work.here, self.work.data, self._bucket
-        part = -(-self._largest // alike)  # the most elements of a weight whose state a rank has
-        if self.placement.stage < 3:
-            part = min(self._largest, -(-self._held_trained // alike))
-        full = _FP64 * part + e * self._largest * (self._largest > self.sizes.reduce_bucket)
-        if self.placement.stage < 3:
-            full = max(full, 2 * e * bucket * (alike > 1))
-        else:
-            model += e * self._gathered * here
-            full = e * bucket * min(2, alike) + max(full, 4 * -(-bucket // alike)) + e * self._largest
-        full = here * full + kept * (self._held_trained > bucket)
-        whole = e * (self.work.shape.parameters - self._held) * here if self.work.tensor > 1 else 0
-        if whole > max(model, full):
-            why = "until AutoTP has split it; in addition to activations"
-            return Item(self.machine.device, "whole model", whole - model, why)
-        why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
-        return Item(self.machine.device, "gradients reduced", max(0, full - model), why)
 
 
 # -- ZeRO's buffer and bucket sizes, and the weights that ZeRO-3 gathers

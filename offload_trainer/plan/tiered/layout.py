@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind
+from offload_trainer.plan.tiers import DEVICE, NOT_DRIVES, RAM
 from offload_trainer.safe_files import Count, exact_record
 
 ALIGN = 4096  # elements
@@ -389,64 +389,6 @@ class TierMap:
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
         return self.cut.owners[number] == rank
-
-
-def homes_of(
-    units: Sequence[Unit],
-    cut: CutPages,
-    *,
-    params: TierKind,
-    gradients: TierKind,
-    speeds: Sequence[float],
-    shadows: float = 0.0,
-) -> TierMap:
-    """Return the tiers of pages, weights and gradients, with shadow memory for at most `shadows` of the state in RAM.
-
-    `params` and `gradients` apply to all units that are not small. `cut` comes from `pages_of`. Gradient sums of small
-    units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
-    device stay there.
-
-    Shadow memory holds the old bytes of a page that is updated during the backward. What the backward cannot update
-    is left to the next forward, and hides best there if no block has more of it than others. So the pages are spread
-    evenly, for each rank. Units before the blocks have none: their gradients come last, when the step is decided.
-    """
-    drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
-    held = [0.0] * len(speeds)
-    for unit in (unit for unit in units if speeds and not unit.small):
-        size = unit.stored_bytes(item_bytes=2)
-        after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
-        drive[unit.index] = after.index(min(after))
-        held[drive[unit.index]] += size
-    place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
-    pages = [one.page for one in cut.groups]
-    updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
-
-    def gradient(unit: Unit) -> int:
-        if unit.index in updated:
-            return DEVICE
-        return place[gradients] if gradients in place else RAM if unit.small else drive[unit.index]
-
-    first, kept, seen, has = first_block(units), set[int](), Counter[int](), Counter[int]()
-    for number, page in enumerate(cut.pages) if shadows else ():
-        if page.home == RAM and page.unit >= first:
-            rank = cut.owners[number]
-            seen[rank] += page.elements
-            if has[rank] + page.elements <= shadows * seen[rank]:
-                has[rank] += page.elements
-                kept.add(number)
-    weights = [DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units]
-    return TierMap(cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
-
-
-def on_node(homes: TierMap, here: range) -> TierMap:
-    """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
-    owners = homes.cut.owners
-    pages = tuple(
-        page if rank in here else _piece(page, 0, page.elements, home=ELSEWHERE)
-        for page, rank in zip(homes.pages, owners, strict=True)
-    )
-    shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
-    return replace(homes, cut=CutPages(pages, owners), shadows=shadows)
 
 
 # -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)

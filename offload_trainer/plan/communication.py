@@ -317,7 +317,6 @@ class NormShards:
     """The part of one weight's norm that one rank computes. Elements are counted from the unit's start."""
 
     starts: range  # starts of the pieces that begin in its range
-    ends: int  # end of the weight
     has: int  # end of the weight's part in its range
     gives: Part | None  # the part that it sends to an earlier rank
     gets: tuple[Part, ...]  # the parts that it receives from later ranks
@@ -343,4 +342,4 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     first, has = within(rank)
     starts = range(first + (place.start - first) % width, has, width)
     gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
-    return NormShards(starts, ends, has, gives, gets=tuple(part for owner, part in sent if owner == rank))
+    return NormShards(starts, has, gives, gets=tuple(part for owner, part in sent if owner == rank))

@@ -30,8 +30,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     data, parallel, rule, inputs = config.data, config.parallel, RULES[optim.name], model.offload_activations
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
     homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
-    if isinstance(engine, Tiered):
-        homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
     found: dict[str, object] = {
         f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
         for setting, home in homes.items()

@@ -175,13 +175,13 @@ def _tune(given: Namespace, words: list[str]) -> None:
 
     refuse_taken(path)
     config = prepared(words, check=refuse_missing)
-    from offload_trainer.run.commands.tune import steered_phase, tune
+    from offload_trainer.run.commands.tune import steered_phase, tunable, tune
     from offload_trainer.run.planning import plan_run
 
     plan = plan_run(config).plan
     _say(plan.describe(steps=config.train.known_steps))
     plan.refuse(force=config.placement.force)
-    trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=given.trial_steps, say=_say)
+    trials = tune(words, tunable(plan), phase=steered_phase(plan), steps=given.trial_steps, say=_say)
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
     best = f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {as_planned.seconds:.2f}"

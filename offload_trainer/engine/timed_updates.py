@@ -77,7 +77,7 @@ def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "c
         for values, field in ((master, fields["master"]), (gradient, grad)):
             for part in field.split(_PATTERN):
                 part.copy_(values[: part.numel()])
-        for moment in MOMENTS.values():
+        for moment in MOMENTS:
             stored_field(moment, fields).start_at_zero()
         there = {name: field.to(place) for name, field in fields.items()}
         start = table.pages[number].start

@@ -122,18 +122,11 @@ def bench_machine(
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
 ) -> MachineProfile:
-    """Return `machine` with the rates that it lacks; those that it has are not measured again.
+    """Return `machine` with the rates that it lacks, and its drives with theirs; others are not measured again.
 
-    Args:
-        machine: the profile; its drives are timed too.
-        updates: the updates to time. What their CPU kernels take to add gradients in RAM is timed as well.
-        dtypes: of matrix products.
-        matrices: also time the products that orthogonalise a matrix.
-        budget: limits on time and bytes.
-        say: prints progress.
-        layer: sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
-
-    Raises TrainerError if a drive fails or has too little room.
+    `updates`: those to time, and also what their CPU kernels take to add gradients in RAM. `dtypes`: of products.
+    `matrices`: also time the products that orthogonalise a matrix. `layer`: sizes of the timed layer, by default
+    `ON_CPU` or `ON_GPU`. Raises TrainerError if a drive fails or has too little room.
     """
     before, gpu = machine.rates, machine.gpu is not None
     layer = layer or (ON_GPU if gpu else ON_CPU)

@@ -133,7 +133,9 @@ def _output(directory: str) -> DriveFacts:
 
 def _facts(path: Path, existing: Path) -> DriveFacts:
     number = existing.stat().st_dev
-    block = _block_device(number)
+    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    disk = node.parent if (node / "partition").exists() else node
+    block = disk if disk.exists() else None  # filesystems without one: network, tmpfs, btrfs
     mounts = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
     here = [(len(str(point)), kind) for point, kind in mounts if existing.is_relative_to(point)]
     filesystem = max(here, default=(0, "unknown"))[1]
@@ -154,15 +156,6 @@ def _facts(path: Path, existing: Path) -> DriveFacts:
         network=filesystem in _NETWORK,
         direct=direct,
     )
-
-
-def _block_device(number: int) -> Path | None:
-    """Return the whole disk's directory in /sys; None for filesystems without one (network, tmpfs, btrfs)."""
-    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not node.exists():
-        return None
-    node = node.resolve()
-    return node.parent if (node / "partition").exists() else node
 
 
 def _attribute(block: Path | None, name: str) -> str:

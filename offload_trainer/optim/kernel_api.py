@@ -139,15 +139,15 @@ class TorchKernel:
         ]
         for part in parts:
             here = slice(part.start, part.end)
-            stored = [stored_field(kind, fields, here) for kind in KINDS.values()]
+            stored = [stored_field(kind, fields, here) for kind in KINDS]
             master, *moments = wide = [field.read() for field in stored]
             scaled = self._scratch[: part.end - part.start].copy_(page.grad[here])
             if page.scale != 1.0:
                 scaled.mul_(page.scale)
             assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
             part.hyper.update(master, moments, scaled, step=part.step)
-            for field, values in zip(stored, wide, strict=True):
-                field.write(values, noise=page.bits(field.kind.name, here.start))
+            for kind, field, values in zip(KINDS, stored, wide, strict=True):
+                field.write(values, noise=page.bits(kind, here.start))
             if page.out is not None:
                 page.out[here].copy_(fields["master"][here])
 

@@ -15,7 +15,7 @@ from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.native_kernel import ORDERS, UNKNOWN, NativeKernel
 from offload_trainer.optim.norms import Pieces
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat, is_signed
 from offload_trainer.storage.tensorfile import DTYPES
 
 CpuKernel = TorchKernel | NativeKernel
@@ -177,6 +177,6 @@ def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], t
         numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
     fields = {name: torch.empty(field.entries(n), dtype=DTYPES[field.dtype]) for name, field in format.fields.items()}
     fields["master"].copy_(master)
-    for moment in MOMENTS.values():
-        stored_field(moment, fields).write(average if moment.signed else square.square())
+    for moment in MOMENTS:
+        stored_field(moment, fields).write(average if is_signed(moment) else square.square())
     return fields, grad

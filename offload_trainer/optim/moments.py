@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import Kind, scales_of
+from offload_trainer.plan.tiered.state_formats import is_signed, scales_of
 
 _PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
 _INFINITY = 0x7F800000  # the bits of fp32 infinity; the magnitude of a NaN is larger
@@ -94,7 +94,7 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
 class StoredField:
     """A master or moment: `values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]), views of its fields."""
 
-    kind: Kind
+    signed: bool  # an average of squares is not
     values: torch.Tensor
     scales: torch.Tensor | None
 
@@ -102,13 +102,13 @@ class StoredField:
         """Return the values as fp32[n]; fp32 values are not copied."""
         if self.scales is None:
             return self.values.float()
-        wide = dynamic_map(self.kind.signed)[self.values.long()]
+        wide = dynamic_map(self.signed)[self.values.long()]
         return wide.mul_(self.scales.repeat_interleave(BLOCK_8BIT)[: wide.numel()])
 
     def write(self, values: torch.Tensor, *, noise: Bits | None = None) -> None:
         """Store `values` (fp32[n]), rounded stochastically by the bits of `noise` if the format is stochastic."""
         if self.scales is not None:
-            self._write_codes(values, noise=None if self.kind.signed else noise)
+            self._write_codes(values, noise=None if self.signed else noise)
         elif self.values.dtype is torch.bfloat16 and noise is not None:
             encode_bf16(values, self.values, noise=noise)
         else:
@@ -127,7 +127,7 @@ class StoredField:
         usable = (absmax.isfinite() & (absmax > 0))[:, None]
         scaled = torch.where(usable, blocks / absmax[:, None], 0.0).view(-1)[:n]
         if noise is None:
-            self.values.copy_(torch.bucketize(scaled, _bounds(self.kind.signed)))
+            self.values.copy_(torch.bucketize(scaled, _bounds(self.signed)))
             return
         lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
         end, way = cells()[lower].T
@@ -138,16 +138,16 @@ class StoredField:
     def start_at_zero(self) -> None:
         """Set a field whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""
         if self.scales is not None:
-            self.values.fill_(int((dynamic_map(self.kind.signed) == 0).nonzero()))
+            self.values.fill_(int((dynamic_map(self.signed) == 0).nonzero()))
 
 
-def stored_field(kind: Kind, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredField:
+def stored_field(kind: str, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredField:
     """Return the master or a moment of a page's elements `here`, which start at a multiple of 256, or of all."""
-    values, scales = fields[kind.name], fields.get(scales_of(kind.name))
+    values, scales = fields[kind], fields.get(scales_of(kind))
     if here is not None:
         values = values[here]
         scales = None if scales is None else scales[here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]
-    return StoredField(kind, values, scales)
+    return StoredField(is_signed(kind), values, scales)
 
 
 # -- tables of the 8-bit format --------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class StoredKind:
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
-        self._kind = KINDS.get(kind)
+        self._kind = kind
         self._file = stack.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
         self.dtypes = {entry.dtype for entry in self._file.entries.values()}  # of the stored values
         held = {name: entry.shape for name, entry in self._file.entries.items()}
@@ -203,7 +203,7 @@ class StoredKind:
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
         """Return `count` elements from `start` (a multiple of 256) as fp32; frozen weights in their dtype."""
         values, scales = self.as_stored(name, start, count)
-        return values if self._kind is None else StoredField(self._kind, values, scales).read()
+        return StoredField(is_signed(self._kind), values, scales).read() if self._kind in KINDS else values
 
 
 def read_tensors(

@@ -35,11 +35,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.plan.machine import MachineProfile, Rate
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Weight
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, Place, TierMap, Unit, range_of_rank, rank_of
 from offload_trainer.plan.tiers import on_drive
@@ -238,11 +238,10 @@ def link_seconds(one: Collective, machine: MachineProfile, *, here: int) -> floa
     """
     measured = machine.links.all_gather if one.kind == "ring" else machine.links.all_to_all
     inside = machine.links.between_gpus or measured or machine.rates.both_ways
-    through, network = one.network(here), machine.links.network
-    if (one.bytes and inside is None and here > 1) or (through and network is None):
+    ways = (one.bytes * (here > 1), inside), (one.network(here), machine.links.network)
+    if any(size and rate is None for size, rate in ways):
         return None
-    seconds = one.bytes / inside.value if inside is not None and here > 1 else 0.0
-    return max(seconds, through / network.value if through and network else 0.0)
+    return max(size / rate.value if rate else 0.0 for size, rate in ways)
 
 
 def as_traffic(moved: Iterable[Collective], *, here: int) -> Iterator[Traffic]:
@@ -283,17 +282,8 @@ def refusal(shape: ModelShape, *, tensor: int = 1, sequence: int = 1, seq_len: i
 
 def part_held(weight: Weight, tensor: int) -> int:
     """Return the elements of a weight on one rank of a tensor-parallel group; embeddings and head are whole."""
-    return -(-weight.numel // tensor) if _is_divided(weight) else weight.numel
-
-
-def weights_held(shape: ModelShape, tensor: int) -> int:
-    """Return the weights of a rank in elements, before ZeRO partitions them."""
-    divided = sum(weight.numel for weight in shape.weights if _is_divided(weight))
-    return round(divided / tensor) + shape.parameters - divided
-
-
-def _is_divided(weight: Weight) -> bool:
-    return weight.block and (weight.split in ("column", "row") or len(weight.shape) > 1)
+    divided = weight.block and (weight.split in ("column", "row") or len(weight.shape) > 1)
+    return -(-weight.numel // tensor) if divided else weight.numel
 
 
 def column_products(shape: ModelShape) -> int:
@@ -303,16 +293,6 @@ def column_products(shape: ModelShape) -> int:
         return max(counts.values())
     counts = Counter(weight.unit for weight in matrices if weight.block and weight.products)
     return max(0, max(counts.values(), default=0) - 2)
-
-
-def divided(counted: Activations, tensor: int) -> Activations:
-    """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
-
-    def inside(one: Growth) -> Growth:
-        whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
-        return Growth(*(value / tensor for value in one.values())) + whole
-
-    return replace(counted, kinds=tuple(kind.each(inside) for kind in counted.kinds))
 
 
 # -- the gradient norm of a weight, divided over the ranks that each hold a part of its summed gradient
@@ -337,7 +317,6 @@ class NormShards:
     """The part of one weight's norm that one rank computes. Elements are counted from the unit's start."""
 
     starts: range  # starts of the pieces that begin in its range
-    ends: int  # end of the weight
     has: int  # end of the weight's part in its range
     gives: Part | None  # the part that it sends to an earlier rank
     gets: tuple[Part, ...]  # the parts that it receives from later ranks
@@ -363,4 +342,4 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     first, has = within(rank)
     starts = range(first + (place.start - first) % width, has, width)
     gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
-    return NormShards(starts, ends, has, gives, gets=tuple(part for owner, part in sent if owner == rank))
+    return NormShards(starts, has, gives, gets=tuple(part for owner, part in sent if owner == rank))

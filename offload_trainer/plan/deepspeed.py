@@ -5,14 +5,13 @@ the rest comes from other GPUs. Traffic follows counted bytes, and memory is cou
 stage_1_and_2.py, stage3.py, swap_tensor/). docs/benchmarks/predictions.md compares both with measurements.
 
 Each item says what is allocated throughout a step. In addition, the largest of these moments counts (per rank: e bytes
-per weight, W ranks with the same weights, of which T are trained; a full gradient bucket has b elements, at most T; the
-largest weight has L, and the largest part of one whose optimizer state the rank has l):
+per weight, W ranks with the same weights; a full gradient bucket has b elements; the largest weight has L, and at most
+l of them have their optimizer state on the rank):
 
     model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
     full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
-                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
-                        whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
-                        the last gathered weight. Activations are added if the largest gradient is not the last one
+                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e b. ZeRO-3 has all
+                        three: e b even for W = 1, fp32 on the way to a drive, and the last gathered weight
     start               AutoTP shards weights that were built whole
 
 ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
@@ -21,25 +20,26 @@ the head of a wide model has less of it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.communication import (
     as_traffic,
-    divided,
     link_seconds,
     part_held,
     refusal,
     tensor_collectives,
-    weights_held,
     zero_bounds,
     zero_collectives,
 )
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, mapped_from, process_items
+from offload_trainer.plan.memory import ACTIVATIONS, LONG, activation_items, input_items, mapped_from, process_items
 from offload_trainer.plan.shape import ModelShape, decay_groups
 from offload_trainer.plan.step_time import (
     DEVICE_COPIES,
@@ -57,14 +57,8 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 # From the fastest to the one that needs the least memory.
-_PLACEMENTS = (
-    Placement(TierKind.GPU, TierKind.GPU),
-    Placement(TierKind.GPU, TierKind.RAM),
-    Placement(TierKind.RAM, TierKind.RAM),
-    Placement(TierKind.GPU, TierKind.DRIVES),
-    Placement(TierKind.RAM, TierKind.DRIVES),
-    Placement(TierKind.DRIVES, TierKind.DRIVES),
-)
+_HOMES = ("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "cpu"), ("gpu", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")
+_PLACEMENTS = tuple(Placement(TierKind(params), TierKind(optimizer)) for params, optimizer in _HOMES)
 
 # Measured (docs/benchmarks/step.md): seconds per parameter that DeepSpeed's hooks add to a backward on the CPU, and the
 # speed of its optimizer step relative to the fused kernel.
@@ -75,16 +69,6 @@ _SPEED = 0.47
 _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
-
-# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
-TUNING_OF_DRIVES = (
-    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
-    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
-    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
-    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
-    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
-)
-_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
 
 
 @dataclass(frozen=True)
@@ -131,6 +115,7 @@ class DeepSpeed:
         }
         return [sentence for sentence, wrong in found.items() if wrong]
 
+    @property
     def packages(self) -> list[tuple[str, str]]:
         """Return (setting, package) for each package that the settings need and that is not always installed."""
         eight = [("optim.moment_dtype=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
@@ -189,7 +174,7 @@ class DeepSpeed:
             found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
         if not found or self._sums_need_ram(work):
             found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
-        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
+        return [DeepSpeedCandidate(work, machine, placement, self.section) for placement in found]
 
 
 class DeepSpeedCandidate:
@@ -198,10 +183,10 @@ class DeepSpeedCandidate:
     engine = "deepspeed"
 
     def __init__(
-        self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection, moments: str
+        self, work: Workload, machine: MachineProfile, placement: Placement, section: DeepSpeedSection
     ) -> None:
         self.work, self.machine, self.placement, self._section = work, machine, placement, section
-        shape, trainable = work.shape, work.shape.trainable
+        shape = work.shape
         self.sizes = zero_sizes(shape, section, placement, world=work.world, item_bytes=work.item_bytes)
         how = f"AutoTP over {work.tensor} ranks, ZeRO-1" if work.tensor > 1 else f"ZeRO-{placement.stage}"
         self.title = f"DeepSpeed {how}"
@@ -210,13 +195,14 @@ class DeepSpeedCandidate:
         why: str | None = None
         if placement.optimizer == TierKind.DRIVES:
             why = "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-        elif moments == "8bit":
+        elif work.state.moments.name == "8bit":
             why = "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         self.cannot_save = why
-        self._held = weights_held(shape, work.tensor)  # weights of a rank, divided by tensor parallelism only
-        self._held_trained = -(-self._held * trainable // shape.parameters)
+        held = [(part_held(weight, work.tensor), weight.trainable) for weight in shape.weights]
+        self._held = sum(count for count, _ in held)  # weights of a rank, divided by tensor parallelism only
+        self._held_trained = sum(count for count, trained in held if trained)
         self._trained = -(-self._held_trained * work.here // work.data)  # parameters with their state on a node
-        self._parts = [part_held(weight, work.tensor) for weight in shape.weights if weight.trainable]  # of a rank
+        self._largest = max((count for count, trained in held if trained), default=0)
         self._bucket = min(self.sizes.reduce_bucket, self._held_trained)
         self._gathered = min(shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)  # by ZeRO-3, at a time
         # Bytes of the gradient sums over a rank's micro-batches.
@@ -225,18 +211,14 @@ class DeepSpeedCandidate:
         zero = zero_collectives(work, stage=placement.stage, trained=self._held_trained, gathered=sent)
         self._collectives = [*zero, *tensor_collectives(work)]
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def costs(self) -> Costs:
         """Return the bytes that a step moves, and the time that it takes beside the model's computation."""
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
         update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
-            count, rate = self._trained, update_rate(work, machine)  # parameters per second of a node
-            if rate is not None:
-                stock = machine.rates.update.get("deepspeed")
-                rate = stock.value if stock else rate * _SPEED
-            seconds = None if rate is None else count / rate + UPDATE_START
+            count, ours, stock = self._trained, update_rate(work, machine), machine.rates.update.get("deepspeed")
+            rate = stock.value if stock else ours and ours * _SPEED  # parameters per second of a node
+            seconds = rate and count / rate + UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
         bounds = [update, *zero_bounds(collectives, machine, here=work.here)]  # `on_top` has the other collectives
         if machine.gpu is None:
@@ -264,20 +246,19 @@ class DeepSpeedCandidate:
         With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
         """
         work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
-        drive = self.machine.drives[0].directory if self.machine.drives else None
-        trained, total = self._trained, -(-work.shape.parameters // work.nodes)
+        trained, total, drives = self._trained, -(-work.shape.parameters // work.nodes), self.machine.drives
         own = -(-work.shape.parameters // work.world)
         if self.placement.optimizer != TierKind.GPU:
             yield self._gradient_copies
             if self.placement.params == TierKind.GPU or self.machine.gpu is None:
                 yield Traffic(DEVICE_COPIES, "update", e * -(-trained // work.here), 0)
-        if self.placement.optimizer == TierKind.DRIVES and drive:
-            yield Traffic(drive, "update", 16 * trained, 16 * trained)
+        if self.placement.optimizer == TierKind.DRIVES:
+            yield Traffic(drives[0].directory, "update", 16 * trained, 16 * trained)
         if self.placement.params != TierKind.GPU:
             yield from (Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward"))
-        if self.placement.params == TierKind.DRIVES and drive:
-            yield from (Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward"))
-            yield Traffic(drive, "update", 0, e * total)
+        if self.placement.params == TierKind.DRIVES:
+            moved = {"forward": (e * total * micro, 0), "backward": (e * total * micro, 0), "update": (0, e * total)}
+            yield from (Traffic(drives[0].directory, phase, *size) for phase, size in moved.items())
 
     @property
     def _gradient_copies(self) -> Traffic:
@@ -326,24 +307,16 @@ class DeepSpeedCandidate:
                 "AutoTP stores were measured only on a CPU"
             )
 
-    def tunable(self) -> list[tuple[str, ...]]:
-        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
-
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     @property
     def items(self) -> list[Item]:
         """Return a node's memory at its peak."""
-        work, shape, e, here, row = self.work, self.work.shape, self.work.item_bytes, self.work.here, self.work.seq_len
-        if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
-            on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
-            work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
+        work, e, here, row = self.work, self.work.item_bytes, self.work.here, self.work.seq_len
         # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
         reduced = self.placement.stage > 1
-        tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
-        waiting = e * tied if reduced else 0
-        model = [*activation_items(work, self.machine, gradients=reduced, waiting=waiting, tied_sum=waiting)]
-        there = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
+        waiting = e * reduced * sum(one.numel for one in work.shape.weights if one.trainable and one.uses > 1)
+        kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, self.machine)]
+        of_model = activation_items(work, self.machine, kept=kept, gradients=reduced, waiting=waiting, tied_sum=waiting)
+        model = [*of_model]
         items = process_items(self.machine, here=here, what="torch, transformers and DeepSpeed")
         if self.machine.gpu is None:
             each, why = _HOLES_OF_LONG_ROWS, f" of allocations below {format_bytes(mapped_from(row))}, in each process"
@@ -352,118 +325,71 @@ class DeepSpeedCandidate:
                 each = int(times * e * self._held_trained)
                 why = f", {times} times the temporary gradients; peaks were up to 13 % higher"
             items.append(Item(RAM_NAME, "heap", each * here, f"measured: heap fragments{why}"))
-        beyond = self._beyond(sum(there), kept=sum(there[:-1]))
-        return [*items, *self._weights(), *self._gradients(), *self._state(), *model, beyond]
-
-    def _tier(self, kind: TierKind) -> str:
-        if kind == TierKind.DRIVES:
-            return self.machine.drives[0].directory if self.machine.drives else kind
-        return self.machine.device if kind == TierKind.GPU else RAM_NAME
-
-    def _weights(self) -> Iterator[Item]:
-        work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
+        # The largest other moment, in excess of the model's peak. Only the last of these activations are not kept.
+        peaks = [item.bytes for item in model if item.tier == self.machine.device and item.name in ACTIVATIONS]
+        peak, alike, largest, bucket = sum(peaks), work.data, self._largest, self._bucket
+        whole_gradient = e * largest * (largest > self.sizes.reduce_bucket)
         if self.placement.stage < 3:
-            how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
-            yield Item(self.machine.device, "weights", e * self._held * here, f"{e} B a parameter, {how}")
-            return
-        home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
-        why = "gathered at the same time: max_live_parameters and a prefetch bucket"
-        yield Item(home, "weights", sharded, f"{e} B a parameter, sharded over the ranks")
-        yield Item(self.machine.device, "weights in use", e * self._gathered * here, why)
-        if self.placement.params == TierKind.DRIVES:
-            buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
-            swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
-            yield Item(RAM_NAME, "weight swap buffers", e * swap * here, why)
-            yield Item(RAM_NAME, "weight write buffer", e * write * here, "one sub-group")
-
-    def _gradients(self) -> Iterator[Item]:
-        e, here, device, several = self.work.item_bytes, self.work.here, self.machine.device, self.work.accumulate > 1
-        of_bucket = self._sums if self.placement.stage == 1 else e
-        count = 2 if self.machine.gpu is not None and self.placement.stage < 3 else 1
-        buckets = count * of_bucket * self._bucket * here
-        yield Item(device, "gradient buckets", buckets, f"{count} of {self._bucket:,} elements")
-        if self.placement.stage == 3:
-            tier = device if self.placement.optimizer == TierKind.GPU else RAM_NAME
-            why = f"{self._sums} B a parameter, sharded over the ranks"
-            yield Item(tier, "gradients", self._sums * self._trained, why)
-            return
-        if self.placement.stage == 1:
-            yield Item(device, "gradients", self._sums * self._held_trained * here, "whole on each rank")
-        elif self.placement.optimizer == TierKind.GPU:
-            yield Item(device, "gradients", e * self._trained, f"{e} B a parameter, until the update")
-        if several and self.placement.stage == 2 and self._sums > e:
-            why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            yield Item(device, "sums", 4 * self._trained, why)
-        elif several and self.placement.optimizer == TierKind.RAM:
-            yield Item(RAM_NAME, "sums", e * self._trained, "of the micro-batches' gradients")
-
-    def _state(self) -> Iterator[Item]:
-        e, trained, here, sizes = self.work.item_bytes, self._trained, self.work.here, self.sizes
-        home = self._tier(self.placement.optimizer)
-        yield Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")
-        if self.placement.optimizer == TierKind.DRIVES:
-            buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
-            why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
-            first = "from the first update, which creates them, to the second"
-            yield Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state")
-            yield Item(RAM_NAME, "optimizer swap buffers", buffers, why)
-            yield Item(RAM_NAME, "first moments", 8 * trained, first)
-            return
-        yield Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")
-        if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
-            through = e * max(self._parts, default=0) * here
-            yield Item(RAM_NAME, "new weights", e * trained, "output of the update")
-            yield Item(RAM_NAME, "gradients in transfer", through, "the largest weight's")
-            yield Item(self.machine.device, "gradients in transfer", through, "the largest weight's")
-
-    # -- the largest moment -------------------------------------------------------------------------------------------
-
-    def _beyond(self, model: int, *, kept: int) -> Item:
-        """Return what other moments need on the device in excess of the model's peak.
-
-        The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
-        """
-        e, here, parts = self.work.item_bytes, self.work.here, self._parts
-        bucket, alike, largest = self._bucket, self.work.data, max(self._parts, default=0)
-
-        def full_bucket(part: int) -> int:
-            """Return a rank's bytes at a full bucket's moment, with the state of up to `part` elements of a weight."""
-            norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
-            if self.placement.stage < 3:
-                sent = 2 * e * min(bucket, -(-self._held_trained // alike)) if alike > 1 else 0
-                return max(norm, sent)
-            if self.placement.optimizer == TierKind.DRIVES:
-                norm = max(norm, 4 * -(-bucket // alike))
-            return e * bucket * min(2, alike) + norm + e * largest
-
-        if self.placement.stage == 3:
-            model += e * self._gathered * here
-        of_each = sorted(map(full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
-        full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
-        if self._held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
-            full += kept  # the largest gradient is not the last one to be reduced
-        whole = e * (self.work.shape.parameters - self._held) * here if self.work.tensor > 1 else 0
-        if whole > max(model, full):
-            why = "until AutoTP has split it; in addition to activations"
-            return Item(self.machine.device, "whole model", whole - model, why)
+            full = _FP64 * min(largest, -(-self._held_trained // alike)) + whole_gradient
+            full = max(full, 2 * e * bucket * (alike > 1))
+        else:
+            peak += e * self._gathered * here
+            full = max(_FP64 * -(-largest // alike) + whole_gradient, 4 * -(-bucket // alike))
+            full += e * bucket * min(2, alike) + e * largest
+        full = here * full + sum(peaks[:-1]) * (self._held_trained > bucket)
+        whole, name = e * (work.shape.parameters - self._held) * here, "gradients reduced"
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
-        return Item(self.machine.device, "gradients reduced", max(0, full - model), why)
+        if whole > max(peak, full):
+            full, name, why = whole, "whole model", "until AutoTP has split it; in addition to activations"
+        beyond = Item(self.machine.device, name, max(0, full - peak), why)
+        return [*items, *self._throughout(), *model, beyond]
 
-    def _largest_parts(self) -> list[int]:
-        """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""
-        alike = self.work.data
-        if self.placement.stage == 3:
-            return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike
-        largest = [0] * alike
-        for group in decay_groups(self.work.shape.weights):
-            numels = [part_held(weight, self.work.tensor) for weight in group]
-            size, begin = max(1, -(-sum(numels) // alike)), 0
-            for numel in numels:
-                end = begin + numel
-                for rank in range(begin // size, min(alike, -(-end // size))):
-                    largest[rank] = max(largest[rank], min(end, (rank + 1) * size) - max(begin, rank * size))
-                begin = end
-        return largest
+    def _throughout(self) -> Iterator[Item]:
+        """Yield what is allocated throughout a step: weights, their gradients, and the optimizer's state."""
+        work, sizes, e, here, trained = self.work, self.sizes, self.work.item_bytes, self.work.here, self._trained
+        stage, params, optimizer = self.placement.stage, self.placement.params, self.placement.optimizer
+        device, ram, several = partial(Item, self.machine.device), partial(Item, RAM_NAME), work.accumulate > 1
+        swapped = optimizer == TierKind.DRIVES
+        tiers = {TierKind.GPU: device, TierKind.RAM: ram}
+        if self.uses_drives:
+            tiers[TierKind.DRIVES] = partial(Item, self.machine.drives[0].directory)
+        if stage < 3:
+            how = "whole on each rank" if work.tensor == 1 else f"{self._held:,} parameters on each rank"
+            yield device("weights", e * self._held * here, f"{e} B a parameter, {how}")
+        else:
+            sharded, how = e * -(-work.shape.parameters // work.nodes), f"{e} B a parameter, sharded over the ranks"
+            yield tiers[params]("weights", sharded, how)
+            how = "gathered at the same time: max_live_parameters and a prefetch bucket"
+            yield device("weights in use", e * self._gathered * here, how)
+        if params == TierKind.DRIVES:
+            size, how = sizes.weight_buffer_elements, f"{sizes.weight_buffers} buffers for the largest weight"
+            yield ram("weight swap buffers", e * sizes.weight_buffers * size * here, how)
+            yield ram("weight write buffer", e * sizes.largest_sub_group * here, "one sub-group")
+        count = 2 if self.machine.gpu is not None and stage < 3 else 1
+        size = count * (self._sums if stage == 1 else e) * self._bucket * here
+        yield device("gradient buckets", size, f"{count} of {self._bucket:,} elements")
+        if stage == 1:
+            yield device("gradients", self._sums * self._held_trained * here, "whole on each rank")
+        elif stage == 3:
+            tier, how = device if optimizer == TierKind.GPU else ram, f"{self._sums} B a parameter, sharded"
+            yield tier("gradients", self._sums * trained, f"{how} over the ranks")
+        elif optimizer == TierKind.GPU:
+            yield device("gradients", e * trained, f"{e} B a parameter, until the update")
+        if several and stage == 2 and self._sums > e:
+            yield device("sums", 4 * trained, "of the micro-batches' gradients, in fp32, sharded over the ranks")
+        elif several and stage < 3 and optimizer == TierKind.RAM:
+            yield ram("sums", e * trained, "of the micro-batches' gradients")
+        yield tiers[optimizer]("masters and moments", 12 * trained, "fp32 master, first and second moment")
+        how = "DeepSpeed swaps them together with the state" if swapped else "the update reads them in fp32"
+        yield tiers[optimizer]("gradients, fp32", 4 * trained, how)
+        if swapped:
+            size, how = sizes.largest_sub_group, f"{sizes.optimizer_buffers} buffers for the largest sub-group"
+            yield ram("optimizer swap buffers", 4 * sizes.optimizer_buffers * size * here, how)
+            yield ram("first moments", 8 * trained, "from the first update, which creates them, to the second")
+        elif optimizer == TierKind.RAM and stage < 3:
+            yield ram("new weights", e * trained, "output of the update")
+            for tier in (ram, device):
+                yield tier("gradients in transfer", e * self._largest * here, "the largest weight's")
 
 
 # -- ZeRO's buffer and bucket sizes, and the weights that ZeRO-3 gathers
@@ -545,14 +471,9 @@ def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: i
     margin for the module in use and for the head, which tied embeddings fetch at both ends.
     """
     sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
-    most = first = held = 0
-    for last, numel in enumerate(sizes):
-        held += numel
-        while held > window and first < last:
-            held -= sizes[first]
-            first += 1
-        most = max(most, last - first + 1)
-    return min(most, len(sizes)) + 4
+    ends = [0, *accumulate(sizes)]
+    counts = (bisect_right(ends, begin + window) - 1 - first for first, begin in enumerate(ends[:-1]))
+    return max((max(1, count) for count in counts), default=0) + 4
 
 
 def gathered(shape: ModelShape, sizes: ZeroSizes) -> dict[str, int]:

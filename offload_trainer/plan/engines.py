@@ -30,13 +30,12 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     data, parallel, rule, inputs = config.data, config.parallel, RULES[optim.name], model.offload_activations
     epochs = train.epochs if train.epochs == "auto" else f"{train.epochs:g}"
     homes: dict[str, object] = {"--params ": place.params, "--optimizer ": place.optimizer}
-    if isinstance(engine, Tiered):
-        homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
+    homes |= {"placement.gradients=": place.gradients, "model.offload_activations=": inputs}
     found: dict[str, object] = {
         f"{setting}nvme needs a drive: add --nvme DIR": home == TierKind.DRIVES and not place.nvme
         for setting, home in homes.items()
     }
-    found |= dict.fromkeys([*engine.mistakes(), *settings_of_others(engine, config)], True)
+    found |= dict.fromkeys([*engine.mistakes(), *_settings_of_others(engine, config)], True)
     found |= {
         f"model.offload_activations={inputs} needs checkpointed activations: use model.activation_checkpointing=on": (
             model.activation_checkpointing == "off" and inputs
@@ -78,7 +77,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     return [sentence for sentence, wrong in found.items() if wrong]
 
 
-def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
+def _settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     """Return errors for settings that only another engine supports and this one would ignore."""
     place, model, optim = config.placement, config.model, config.optim
     settings, mistakes = dict[str, tuple[bool, str]](), list[str]()

@@ -70,7 +70,6 @@ def activation_items(
     shape, world, gpu, device = work.shape, work.here, machine.gpu is not None, partial(Item, machine.device)
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if gpu else (shape.on_cpu, shape.tiled_on_cpu)
     counted = tiled if work.mlp_chunk else whole
-    offloaded = bool(kept) or bool(work.inputs_away and gpu)
     pieces = loss_pieces(shape.vocabulary, chunk=work.loss_chunk, gpu=gpu)
     of_rank = counted or estimated(shape, work.item_bytes, pieces=pieces)
     if work.sequence > 1:
@@ -78,13 +77,12 @@ def activation_items(
         own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
         kept_elements = shape.attention_elements * (1 + 2 * max(0.0, shape.sent_keys(work.sequence) - own))
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=work.item_bytes * kept_elements)
+    if work.tensor > 1:
+        of_rank = divided(of_rank, work.tensor)
     if shape.images:
         of_rank = replace(of_rank, images=image_part(work))
-    here, shared = not offloaded, {"waiting": waiting, "tied_sum": tied_sum}
-    peaks = [
-        peak_of(of_rank, work, rank=rank, inputs_here=here, gradients=gradients, **shared)
-        for rank in range(work.pipeline)
-    ]
+    one = partial(peak_of, of_rank, work, inputs_here=not kept, gradients=gradients, waiting=waiting, tied_sum=tied_sum)
+    peaks = [one(rank=rank) for rank in range(work.pipeline)]
     peak = max(peaks, key=lambda peak: peak.bytes)
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     yield from kept
@@ -92,10 +90,7 @@ def activation_items(
         each = tuple(peak.bytes for peak in peaks)
         size = world * peak.bytes if gpu else world // work.pipeline * sum(each)
         yield replace(device("activations", size, f"at the peak of each rank, {how}"), of_ranks=each)
-    elif offloaded:
-        if not kept:
-            inputs = work.checkpointed * work.hidden_bytes
-            yield Item(RAM_NAME, "block inputs", inputs * world, "saved by gradient checkpointing")
+    elif kept:
         yield device("activations", peak.bytes * world, f"at their peak, {how}")
     else:
         others = shape.layers - work.checkpointed
@@ -343,6 +338,15 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
         head=counted.head.each(changed),
         embedding=tuple(map(changed, counted.embedding)),
     )
+
+
+def divided(counted: Activations, tensor: int) -> Activations:
+    """Return the activations of one tensor-parallel rank: 1 / T inside blocks, except for two whole hidden states."""
+    whole = Growth(token=(1 - 1 / tensor) * 2 * counted.hidden.token)
+    inside = [
+        kind.each(lambda one: Growth(*(value / tensor for value in one.values())) + whole) for kind in counted.kinds
+    ]
+    return replace(counted, kinds=tuple(inside))
 
 
 # -- the parts of a model that only images pass through

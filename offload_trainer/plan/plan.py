@@ -49,7 +49,6 @@ class Plan:
     homes: str  # the placement of weights and optimizer state, in words
     uses_drives: bool
     cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
-    tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
     work: Workload  # the step, with the numbers that the plan chose
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]  # bytes by the tier's name: {"need": ..., "have": ...}
@@ -207,8 +206,8 @@ class Plan:
             untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
             drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
             command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
-            others = f" (the current choice), {', '.join(way.words for way in ways)}"
-            chooses = f"; auto then chooses the fastest of {self.way}{others}" if ways else ""
+            others = ", ".join(way.words for way in ways if not way.why_not)
+            chooses = f"; auto then chooses the fastest of {self.way} (the current choice), {others}" if others else ""
             return [
                 f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}",
                 f"    run `{command}` once to time it{chooses}",

@@ -11,28 +11,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Literal
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
-from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
+from offload_trainer.plan.engines import Candidate, Engine, engine_of
 from offload_trainer.plan.machine import MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, image_note, reserve_items, saved_items, with_rate
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered, TieredCandidate
-from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
+from offload_trainer.plan.tiered.spec import layouts_of
 from offload_trainer.plan.tiered.state_formats import BF16, state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
+LONGEST_ROW = 1024  # tokens, if the length of a row is `auto` and the model's context is not shorter
 _ROWS = 256  # row lengths are searched in multiples of this many tokens
 _ALIKE = 1.05  # steps within this factor count as equally fast
 
@@ -48,29 +46,35 @@ def make_plan(
 ) -> Plan:
     """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
-    Args:
-        config: the settings.
-        shape: the model's counts.
-        machine: the machine, which stands for each of `nodes` machines.
-        world: ranks of all nodes; each node has the same number.
-        nodes: number of machines.
-        saves: count checkpoints, or an export, on the drive of `machine.output`.
-
-    Raises:
-        UserError: the settings cannot be combined on this machine.
+    `machine` stands for each of `nodes` machines, which have the same number of the `world` ranks. `saves`: count
+    checkpoints, or an export, on the drive of `machine.output`. Raises UserError for settings that cannot be combined.
     """
-    if config.parallel.pipeline == "auto":
-        return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
+    plans, refused = list[tuple[str, Plan]](), dict[str, UserError]()
+    for way in divisions(config, world=world // nodes):
+        name = f"parallel.pipeline={way.parallel.pipeline}"
+        try:
+            plans.append((name, _plan_of_way(way, shape, machine, world=world, nodes=nodes, saves=saves)))
+        except UserError as error:
+            refused[name] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    chosen = _choose(plans, untimed="not timed")
+    whys = ((name, str(why).removeprefix(f"{name}: ").removesuffix("; leave it out")) for name, why in refused.items())
+    return replace(chosen, rejected=(*whys, *chosen.rejected))
+
+
+def _plan_of_way(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
+) -> Plan:
+    """Return the plan of ranks that are data-parallel, or of a pipeline."""
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
     for wrong, fix in card_mistakes(machine, dtype=work.dtype):
         raise UserError(f"{wrong}: {fix}")
-    for setting, package in engine.packages():
+    for setting, package in engine.packages:
         if machine.lacks(package):
             raise UserError(lacks(setting, package))
-    if ignored := settings_of_others(engine, config):
-        raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
     if work.mlp_chunk and not shape.tiles:
         raise UserError(
@@ -86,11 +90,7 @@ def make_plan(
             chosen = _best(engine, replace(work, checkpointed=chosen.work.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
-    notes = list(chosen.notes)
-    if note := work.state.rule.note:
-        notes.append(note.format(matrices=format_count(sum(w.numel for w in shape.weights if w.matrix))))
-    faster = tuple(_faster_formats(engine, chosen, work, machine))
-    return replace(chosen, notes=tuple(notes), faster=faster)
+    return replace(chosen, faster=tuple(_faster_formats(engine, chosen, work, machine)))
 
 
 def resolved(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -124,36 +124,6 @@ def divisions(config: TrainConfig, *, world: int) -> list[TrainConfig]:
     ]
 
 
-def _best_division(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
-) -> Plan:
-    """Return the plan with data-parallel ranks, or with a pipeline if that is faster or if only that fits.
-
-    Why the other was not chosen is the first of its rejected options. Within `_ALIKE`, ranks stay data-parallel.
-    """
-    ways = divisions(config, world=world // nodes)
-    plan = partial(make_plan, shape=shape, machine=machine, world=world, nodes=nodes, saves=saves)
-    try:
-        chosen = plan(ways[0])
-    except UserError:
-        with suppress(UserError):
-            return plan(ways[-1])
-        raise
-    for way in ways[1:]:
-        name = f"parallel.pipeline={way.parallel.pipeline}"
-        try:
-            other = plan(way)
-        except UserError as error:
-            why = str(error).removeprefix(f"{name}: ").removesuffix("; leave it out")
-            return replace(chosen, rejected=((name, why), *chosen.rejected))
-        step, shorter = chosen.forecast.step, other.forecast.step
-        faster = step is not None and shorter is not None and step > _ALIKE * shorter
-        if other.fits and (faster or not chosen.fits):
-            name, chosen, other = "parallel.pipeline=1", other, chosen
-        chosen = replace(chosen, rejected=((name, _why_not(other, chosen) or "not timed"), *chosen.rejected))
-    return chosen
-
-
 # -- the best of an engine's schedules and placements ----------------------------------------------------------------
 
 
@@ -162,7 +132,7 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 
     A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
     device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
-    moves to slower tiers; it may not put more on drives, which wear out. Without a forecast the default stays if it
+    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
     fits, else as few blocks as fit are checkpointed. If no number fits, all are.
 
     A CPU that computes the model shares its cores with the update and the transfers, so computation is not free where
@@ -178,15 +148,12 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
     plans = {default.work.checkpointed: default}
     least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
 
-    def on_drives(plan: Plan) -> tuple[float, ...]:
-        assert isinstance(plan.sizes, TierSizes)
-        homes = plan.placement.params, plan.sizes.gradients
-        return plan.sizes.on_drives, *(home == TierKind.DRIVES for home in homes)
+    def written(plan: Plan) -> int:
+        return sum(moved.written for moved in plan.traffic if moved.place != DEVICE_COPIES)
 
     def seconds(count: int) -> float:
         plan = plans[count]
-        more = any(one > other for one, other in zip(on_drives(plan), on_drives(default), strict=True))
-        if not plan.fits or (default.fits and more):
+        if not plan.fits or (default.fits and written(plan) > written(default)):
             return math.inf
         return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
 
@@ -237,9 +204,6 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     default, other = (FORWARD, OFF) if found.behind else (OFF, FORWARD)
     full = replace(engine, section=engine.section.model_copy(update={"overlap": "backward"}))
     why_not, may_have_two_copies = full.why_not_full(work, machine), engine.section.state_copies != 1
-    if first.fits and step is None:
-        open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
-        return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
     best, taken, tried = first, default, [_schedule_of(default, first)]
     if first.fits:
         toggled = replace(found, behind=not found.behind, hidden=found.could_hide)
@@ -268,22 +232,27 @@ def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:
 
 
 def _best_placement(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the best of the engine's candidates, and why the others were rejected.
+    return _choose([(plan.homes, plan) for plan in map(_plan_of, engine.candidates(work, machine))])
+
+
+def _choose(plans: Sequence[tuple[str, Plan]], *, untimed: str = "") -> Plan:
+    """Return the best of the named plans, and first of all why the others were rejected; `untimed`: without a forecast.
 
     That is the fastest that fits, the first one that fits if a forecast is missing, or the smallest excess. Forecasts
     are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
     """
-    plans = [_plan_of(one) for one in engine.candidates(work, machine)]
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for _, plan in plans if plan.fits]
     known = [plan.forecast.step for plan in fitting if plan.forecast.step is not None]
     if not fitting:
-        chosen = min(plans, key=lambda one: sum(max(0, room["need"] - room["have"]) for room in one.tiers.values()))
+        _, chosen = min(
+            plans, key=lambda one: sum(max(0, tier["need"] - tier["have"]) for tier in one[1].tiers.values())
+        )
     elif len(known) < len(fitting):
         chosen = fitting[0]
     else:
         chosen = next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
-    whys = [(plan.homes, _why_not(plan, chosen)) for plan in plans if plan is not chosen]
-    return replace(chosen, rejected=tuple((homes, why) for homes, why in whys if why))
+    whys = [(name, _why_not(plan, chosen) or untimed) for name, plan in plans if plan is not chosen]
+    return replace(chosen, rejected=(*((name, why) for name, why in whys if why), *chosen.rejected))
 
 
 def _why_not(plan: Plan, chosen: Plan) -> str:
@@ -350,11 +319,15 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
     """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output.
 
-    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks.
+    If `parallel.pipeline` is `auto`, it is that of data-parallel ranks. Raises UserError for rows longer than the
+    model's context.
     """
     model, train, optim = config.model, config.train, config.optim
     pipeline = 1 if config.parallel.pipeline == "auto" else config.parallel.pipeline
-    seq_len = row_length(config.data.seq_len, shape)
+    asked, context = config.data.seq_len, shape.context
+    seq_len = min(context, LONGEST_ROW) if asked == "auto" else asked
+    if seq_len > context:
+        raise UserError(f"--seq-len {seq_len}: this model's context is {context} tokens")
     chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
         shape=with_rate(shape, seq_len),
@@ -391,7 +364,6 @@ def _plan_of(one: Candidate) -> Plan:
         homes=one.homes,
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
-        tunable=tuple(one.tunable()),
         work=work,
         items=tuple(items),
         tiers=tiers,
@@ -433,9 +405,11 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> t
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> Iterator[str]:
-    """Yield sentences about what a run with this traffic does to drives, and about settings without effect."""
+    """Yield sentences about the model and its optimizer, what a run does to drives, and settings without effect."""
     if work.shape.images:
         yield image_note(work)
+    if note := work.state.rule.note:
+        yield note.format(matrices=format_count(sum(w.numel for w in work.shape.weights if w.matrix)))
     for drive in machine.drives:
         if written := sum(moved.written for moved in traffic if moved.place == drive.directory):
             rated = drive.endurance_bytes
@@ -509,19 +483,16 @@ def any_placement_fits(
     return any(all(tier["need"] <= tier["have"] for tier in _needs(one)[1].values()) for one in found)
 
 
-# -- values of `auto` that need no comparison of plans: dtype, checkpointing and row length ----------------------------
+# -- values of `auto` that need no comparison of plans: dtype and checkpointing ----------------------------------------
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
-LONGEST_ROW = 1024
 
 
 def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto: bool = False) -> int:
     """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
 
-    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it.
-
-    Raises:
-        UserError: the model has fewer blocks, or cannot checkpoint only some of them.
+    `auto` means all from 1e8 parameters on, or with `all_if_auto`, if the architecture supports it. Raises UserError if
+    the model has fewer blocks, or cannot checkpoint only some of them.
     """
     setting, large = section.activation_checkpointing, all_if_auto or shape.parameters >= CHECKPOINTING_FROM
     if not isinstance(setting, int):
@@ -535,19 +506,6 @@ def checkpointed_blocks(section: ModelSection, shape: ModelShape, *, all_if_auto
             f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
             "transformers, or what a single block keeps could not be counted; use on or off"
         )
-    return setting
-
-
-def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
-    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
-
-    Raises:
-        UserError: the requested length exceeds the model's context.
-    """
-    if setting == "auto":
-        return min(shape.context, LONGEST_ROW)
-    if setting > shape.context:
-        raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
     return setting
 
 

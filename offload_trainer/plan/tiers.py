@@ -1,11 +1,5 @@
 """Tiers: the names and numbers of the places for weights, gradients, optimizer state and block inputs.
 
-    TierKind                what a configuration key asks for: the GPU, RAM, or the drives
-    Placement               the kinds of the 16-bit weights and of the optimizer state
-    RAM, DEVICE, ELSEWHERE  and 0, 1, ...: homes, the number of the tier where a page or a unit is (drives from 0 on);
-                            `tier_names` names a machine's tiers by these numbers
-    Item                    bytes on a tier, with a name and the reason: a line of the plan
-
 What goes where is decided in plan/tiered/layout.py and the engines' plans; machine/ probes and measures.
 """
 
@@ -61,8 +55,8 @@ class Item:
     of_ranks: tuple[int, ...] = ()  # bytes on the device of each rank of a pipeline, if they differ
 
 
-# Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page
-# files store these numbers.
+# Homes, the numbers of the tiers where pages and units are. Drives are 0, 1, ...; ELSEWHERE means that another node has
+# the page. Manifests of page files store these numbers.
 RAM, DEVICE, ELSEWHERE = NOT_DRIVES = (-1, -2, -3)
 WHERE = {DEVICE: "on the GPU", RAM: "in RAM"}  # homes that a share of the optimizer state may have, in words
 

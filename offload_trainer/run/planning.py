@@ -84,18 +84,20 @@ def plan_run(
 ) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
-    Args:
-        config: the settings.
-        nodes: number of machines.
-        longest: also find the longest row (in tokens) that fits.
-        again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
-        like: the settings of a run that this one goes on from without a checkpoint.
+    `longest`: also find the longest row (in tokens) that fits. `again`: an earlier plan of `config`, whose machine,
+    perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
+    checkpoint.
     """
     from offload_trainer.run.resume_point import earlier_run
 
     before, from_pages = earlier_run(config.save)
     before = before or (like.model_dump(mode="json") if like else {})
-    config = _with_template_date(config, before)
+    if config.data.template_date == "auto":
+        try:
+            day = date.fromisoformat(before["data"]["template_date"])
+        except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
+            day = date.today()
+        config = config.with_keys("data", template_date=day.isoformat())
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     if from_pages and nodes == 1:
         config, machine = as_page_files(config, machine)
@@ -352,17 +354,6 @@ def may_tile(config: TrainConfig) -> bool:
 
 
 # -- choices of the run that this one resumes --------------------------------------------------------------------------
-
-
-def _with_template_date(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
-    """Return the configuration with today's date, or that of the run that it resumes, for chat templates."""
-    if config.data.template_date != "auto":
-        return config
-    try:
-        day = date.fromisoformat(before["data"]["template_date"])
-    except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
-        day = date.today()
-    return config.with_keys("data", template_date=day.isoformat())
 
 
 def as_page_files(config: TrainConfig, machine: MachineProfile) -> tuple[TrainConfig, MachineProfile]:

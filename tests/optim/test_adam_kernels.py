@@ -128,7 +128,7 @@ def updated(kernel: Kernel, *given: Any, **words: Any) -> list[torch.Tensor]:
 def torchs_adamw(page: Page, whole: ParamRange, *, given: torch.dtype) -> list[torch.Tensor]:
     """Return what `updated` should, of a page that is one range: moments.py around torch.optim.AdamW(fused=True)."""
     (before, grad), hyper = page, whole.hyper
-    wide = {name: stored_field(kind, before).read().clone() for name, kind in KINDS.items()}
+    wide = {name: stored_field(name, before).read().clone() for name in KINDS}
     weight = torch.nn.Parameter(wide["master"])
     words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
     optimizer = torch.optim.AdamW([weight], **words, fused=True)
@@ -138,7 +138,7 @@ def torchs_adamw(page: Page, whole: ParamRange, *, given: torch.dtype) -> list[t
     optimizer.step()
     expected = {name: torch.empty_like(field) for name, field in before.items()}
     for name, values in wide.items():
-        stored_field(KINDS[name], expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
+        stored_field(name, expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
     return [*expected.values(), expected["master"].bfloat16()]
 
 

@@ -18,7 +18,7 @@ from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Bits, Noise, StoredField, random_bits, stored_field
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.state_files import StoredKind
-from offload_trainer.plan.tiered.state_formats import EXP_AVG, EXP_AVG_SQ, MOMENTS
+from offload_trainer.plan.tiered.state_formats import MOMENTS
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
@@ -38,7 +38,7 @@ def encoded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
-    stored = StoredField(EXP_AVG if signed else EXP_AVG_SQ, codes, absmax)
+    stored = StoredField(signed, codes, absmax)
     stored.write(x, noise=noise)
     return codes, absmax, stored.read()
 
@@ -133,7 +133,7 @@ def largest_update(states: str, gradients: Iterator[torch.Tensor], *, beta2: flo
     """Return the largest change of an element in one step, in units of the rate. Both kernels have the same bits."""
     (fields, _), largest = random_page(1024, form(states)), 0.0
     fields["master"].zero_()
-    for moment in MOMENTS.values():
+    for moment in MOMENTS:
         stored_field(moment, fields).write(torch.zeros(1024))
     others = {name: field.clone() for name, field in fields.items()}
     both = (TorchKernel(), fields), (choose_kernel("native")[0], others)
@@ -223,7 +223,7 @@ def test_bf16_masters_move_at_the_mean_rate_of_fp32_ones(states: str) -> None:
     for name, masters in ((states, torch.bfloat16), (states.removesuffix("_bf16_masters"), torch.float32)):
         fields = random_page(n, form(name))[0]
         fields["master"].fill_(1.5)  # its last place is 2^-7
-        for moment in MOMENTS.values():
+        for moment in MOMENTS:
             stored_field(moment, fields).write(torch.zeros(n))
         out, kernel = torch.empty(n, dtype=torch.bfloat16), choose_kernel("native")[0]
         for step in range(1, steps + 1):

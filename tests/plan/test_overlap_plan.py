@@ -29,13 +29,26 @@ from offload_trainer.plan.step_time import (
     parts_of,
 )
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
-from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of
-from offload_trainer.plan.tiers import DEVICE, RAM, TierKind
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes
+from offload_trainer.plan.tiers import Placement, TierKind
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
 BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long
 EVERY = (OFF, FORWARD, FULL)
+PARAMS = Placement(TierKind.GPU, TierKind.RAM)
+SIZES = TierSizes(
+    gpu_fraction=0.0,
+    ram_fraction=1.0,
+    gradients=TierKind.RAM,
+    page=1 << 20,
+    page_buffers=6,
+    unit_buffers=3,
+    overlap=False,
+    ahead=False,
+    speeds=(),
+)
 # drives take nearly all of the time
 DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")
 
@@ -86,8 +99,7 @@ def test_the_forward_does_not_wait_for_the_cpu_where_the_gpu_has_the_state() -> 
     first, block = (sum(unit.trained for unit in its) / trained for its in (units[:2], units[2:3]))
 
     def hidden(share: float, on_gpu: float) -> float:
-        pages = pages_of(units, page=1 << 20, shares=((DEVICE, share), (RAM, 1 - share)), speeds=())
-        homes = homes_of(units, pages, params=TierKind.GPU, gradients=TierKind.RAM, speeds=())
+        homes = Layouts(units).homes(PARAMS, replace(SIZES, gpu_fraction=share, ram_fraction=1 - share))
         bounds = Bound("update", 0.9, "", "adamw"), Bound("update", on_gpu, "", "adamw_gpu")
         return Overlap(forecast(0.9, 2.0, *bounds), parts_of(units, homes), 1, True).hidden()
 
@@ -550,10 +562,8 @@ def test_smaller_moments_are_advised_where_they_are_faster_and_never_chosen() ->
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
 def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
     units = units_of(SHAPE)
-    cut = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
-    pages = cut.pages
-    kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
-    homes = homes_of(units, cut, **kinds, speeds=(), shadows=share)
+    homes = Layouts(units).homes(PARAMS, replace(SIZES, page=1 << 18, ranks=ranks, ahead=True, shadow_fraction=share))
+    pages = homes.pages
     blocks = [unit for unit in units if unit.block]
     assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
     for unit in blocks:

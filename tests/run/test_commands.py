@@ -198,10 +198,10 @@ def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set
     config = load_config(["--nvme", str(tmp_path), "--save-every", "0", *words])
     here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
     plan = make_plan(config, SHAPES["gpt2"], here)
-    tried = {word.partition("=")[0] for group in plan.tunable for word in group}
+    tried = {word.partition("=")[0] for group in tune.tunable(plan) for word in group}
     assert tried == keys
     assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
-    for group in plan.tunable:
+    for group in tune.tunable(plan):
         for added in group:
             wish(*words, *added.split())  # each trial is a valid configuration
 

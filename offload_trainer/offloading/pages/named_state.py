@@ -118,14 +118,14 @@ class TieredState:
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
         """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: those of moments differ."""
-        for moment in MOMENTS.values():  # the padding after a weight shares the weight's last scale
+        for moment in MOMENTS:  # the padding after a weight shares the weight's last scale
             stored_field(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
             within = page.start + part.start - self.places[name][1].start
             master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
-            for moment in (moment for moment in MOMENTS.values() if self.holds(moment.name, name)):
-                here, source = stored_field(moment, fields, part), stored[moment.name]
+            for moment in (moment for moment in MOMENTS if self.holds(moment, name)):
+                here, source = stored_field(moment, fields, part), stored[moment]
                 count = here.values.numel()
                 if converted:
                     here.write(source.in_fp32(name, within, count))

@@ -326,7 +326,7 @@ class ShardedNorms:
             parts = share.parts
             starts = parts.starts[:-1] if parts.gets else parts.starts
             if starts:
-                whole = sums[starts[0] : min(starts[-1] + starts.step, parts.ends)]
+                whole = sums[starts[0] : min(starts[-1] + starts.step, parts.has)]
                 results = self._kernel.add(whole, None, pieces=share.pieces)
                 self._numbers[share.first : share.first + len(starts)] = results
             given = sums[parts.gives[1] : parts.gives[2]] if parts.gives else sums[:0]

@@ -35,7 +35,7 @@ from offload_trainer.optim.muon import MatrixKernel
 from offload_trainer.optim.native_kernel import NativeKernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.tiered.layout import Page, Unit
-from offload_trainer.plan.tiered.spec import Part, Route, routes_of, slot_bytes
+from offload_trainer.plan.tiered.spec import Part, Route, route_of, slot_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Workers, done, together
 
@@ -111,8 +111,8 @@ class Updater:
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device
-        every = routes_of(homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
-        routes = [route for route in every if homes.of_rank(route.number, parts.node.rank)]
+        mine = ((n, page) for n, page in enumerate(homes.pages) if homes.of_rank(n, parts.node.rank))
+        routes = [route_of(n, page, homes, is_gpu=device.is_cuda) for n, page in mine]  # in the order of a forward
         if store.format.rule.matrices:
             place = device.place if device.is_cuda else None
             threads = cores_beside(device) if sizes.overlap else torch.get_num_threads()

@@ -18,7 +18,7 @@ from offload_trainer.offloading.device import DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Connections
 from offload_trainer.offloading.weights.quantised import QuantisedUnit
-from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
+from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done
@@ -127,7 +127,8 @@ class PlacedWeights:
     def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
         """Fill in the parts of a weight's masters that other nodes update. All ranks call it."""
         node = self._node
-        begins = [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes]
+        starts = [range_of_rank(unit, its.start, ranks=node.world)[0] - place.start for its in node.nodes]
+        begins = [min(max(0, start), masters.numel()) for start in starts]
         for source, first, end in zip(node.counterparts, begins, [*begins[1:], masters.numel()], strict=True):
             node.broadcast_across(masters[first:end], source=source)
 

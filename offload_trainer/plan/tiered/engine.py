@@ -76,7 +76,7 @@ class Tiered:
     place: PlacementSection
     section: TieredSection
 
-    name = "tiered"
+    name, packages = "tiered", ()
 
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each: of ranks, and of shares that contradict."""
@@ -108,10 +108,6 @@ class Tiered:
         return [
             f"{setting.format(ranks)}; leave it out" for setting, is_set in settings.items() if is_set and world > 1
         ]
-
-    def packages(self) -> list[tuple[str, str]]:
-        """Return no package: this engine needs none that is not always installed."""
-        return []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
@@ -562,11 +558,3 @@ class TieredCandidate:
             held_up = [wait for wait in costs.waits if wait.phase == phase and wait.seconds is not None]
             if parts_of_it := [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]:
                 yield f"in the {phase}, ranks additionally wait {', '.join(parts_of_it)}"
-
-    def tunable(self) -> Iterator[tuple[str, ...]]:
-        """Yield groups of settings for `tune` to try; none of them changes a result or a placement."""
-        if self.uses_drives:
-            yield "tiered.page_size=2097152", "tiered.page_size=8388608"
-            yield "tiered.page_buffers=4", "tiered.page_buffers=10"
-        if self.placement.params != TierKind.GPU:
-            yield "tiered.weight_buffers=2", "tiered.weight_buffers=4"

@@ -18,8 +18,9 @@ from math import prod
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
+    ELSEWHERE,
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
     OUTBOXES,

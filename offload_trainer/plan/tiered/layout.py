@@ -12,9 +12,9 @@ unit. The planner counts with these functions, and the engine allocates with the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Annotated
@@ -22,7 +22,7 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind
+from offload_trainer.plan.tiers import DEVICE, NOT_DRIVES, RAM
 from offload_trainer.safe_files import Count, exact_record
 
 ALIGN = 4096  # elements
@@ -186,11 +186,6 @@ def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
 
 
-def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
-    """Return the element of a weight at which the part of `rank` and of the ranks after it begins."""
-    return min(max(0, range_of_rank(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
-
-
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
     kinds = {(unit.trained, unit.cuts): unit for unit in units}.values()
@@ -200,9 +195,7 @@ def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
     """Return the rank that updates an element of the unit."""
-    if unit.matrices:
-        return next(rank for rank in range(ranks) if element < range_of_rank(unit, rank, ranks=ranks)[1])
-    return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
+    return bisect_right(range(ranks), element, key=lambda rank: range_of_rank(unit, rank, ranks=ranks)[0]) - 1
 
 
 def pages_of(
@@ -247,7 +240,7 @@ def pages_of(
 
 
 def _pages_of_rank(
-    bare: list[Page], *, shares: Mapping[int, float], speeds: Sequence[float], last: int
+    bare: Sequence[Page], *, shares: Mapping[int, float], speeds: Sequence[float], last: int
 ) -> tuple[Page, ...]:
     """Assign a tier to each page: `shares` of all elements go to the tiers that they name, the rest to the drives.
 
@@ -258,50 +251,49 @@ def _pages_of_rank(
     of such pages may be smaller by less than one page. `speeds` has one number per drive. It may be empty if the shares
     sum to 1.
     """
-    left = total = sum(piece.elements for piece in bare)
+    pages, waiting = list[Page](), deque(bare)
+    left = total = sum(page.elements for page in bare)
+
+    def fill(home: int, elements: int) -> int:
+        """Assign the first `elements` of the waiting pages to a tier; return how many were."""
+        nonlocal left
+        before = left
+        while elements and (waiting[0].elements <= elements or not waiting[0].matrices):
+            page = waiting.popleft()
+            size = min(page.elements, elements)
+            pages.append(_piece(page, 0, size, home=home))
+            if size < page.elements:
+                waiting.appendleft(_piece(page, size, page.elements, home=page.home))
+            elements, left = elements - size, left - size
+        return before - left
+
     targets = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
-    pages: list[Page] = []
-    for home in [home for home in targets if home != RAM]:
-        taken, bare = _first(bare, min(left, targets[home]), home=home)
-        pages += taken
-        left -= sum(piece.elements for piece in taken)
+    for home in (home for home in targets if home != RAM):
+        fill(home, min(left, targets[home]))
     in_ram = min(left, targets.get(RAM, 0)) if round(1 - sum(shares.values()), 9) > 0 else left
     assert in_ram == left or speeds, "state outside memory needs a drive"
-    whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
-    inside, bare = _first(bare, whole, home=RAM)
-    taken_here = sum(piece.elements for piece in inside)
-    left, in_ram = left - taken_here, in_ram - taken_here
-    if in_ram == left:
-        return (*pages, *inside, *_first(bare, left, home=RAM)[0])
-    drives = sum(speeds)
-    wanted = {RAM: in_ram / left}
-    wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
-    held = dict.fromkeys(wanted, 0)
-    done = 0
-    others: list[Page] = []
-    for piece in bare:
-        done += piece.elements
-        home = max(wanted, key=lambda home: wanted[home] * done - held[home])
-        held[home] += piece.elements
-        others.append(_moved_to(piece, home))
-    return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
+    in_ram -= fill(RAM, left if in_ram == left else min(in_ram, sum(p.elements for p in waiting if p.unit < last)))
+    wanted = {RAM: in_ram / max(1, left)}
+    wanted |= {drive: (1 - wanted[RAM]) * speed / sum(speeds) for drive, speed in enumerate(speeds)}
+    held, done = dict.fromkeys(wanted, 0), 0
+
+    def lacks(home: int) -> float:
+        return wanted[home] * done - held[home]
+
+    for page in waiting:
+        done += page.elements
+        drive, room = max(range(len(speeds)), key=lacks), in_ram - held[RAM]
+        inside = min(page.elements, room if lacks(RAM) >= lacks(drive) else max(0, room - (left - done)))
+        if page.matrices and inside < page.elements:
+            inside = 0
+        for home, first, end in ((RAM, 0, inside), (drive, inside, page.elements)):
+            if first < end:
+                pages.append(_piece(page, first, end, home=home))
+                held[home] += end - first
+    return tuple(pages)
 
 
-def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Page], list[Page]]:
-    """Return the first `elements` of the pages, assigned to `home`, and the remaining pages."""
-    inside: list[Page] = []
-    for place, page in enumerate(pages):
-        if page.elements > elements:
-            if not elements or page.matrices:
-                return inside, list(pages[place:])
-            head, rest = _split(page, elements)
-            return [*inside, replace(head, home=home)], [rest, *pages[place + 1 :]]
-        inside.append(_moved_to(page, home))
-        elements -= page.elements
-    return inside, []
-
-
-# -- where pages end: `_cut` and `_split` decide it alone, at any multiple of ALIGN, but not inside a matrix that is
+# -- where pages end: `_cut` and `_pages_of_rank` decide it, at any multiple of ALIGN, but not inside a matrix that is
 # updated as a whole. The same holds for the range of a rank (`range_of_rank`).
 
 
@@ -323,34 +315,11 @@ def _cut(unit: Unit, cuts: Sequence[int], *, page: int) -> list[Page]:
     return pages + [Page(unit.index, at, min(size, end - at), RAM) for at in range(start, end, size)]
 
 
-def _moved_to(page: Page, home: int) -> Page:
-    """Return the page in another tier; faster than `replace`, since a plan may count millions of pages."""
-    return page if page.home == home else Page(page.unit, page.start, page.elements, home, page.matrices)
-
-
-def _split(page: Page, elements: int) -> tuple[Page, Page]:
-    rest = Page(page.unit, page.start + elements, page.elements - elements, page.home)
-    return replace(page, elements=elements), rest
-
-
-def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
-    """Move `missing` elements into RAM (out of RAM if negative), beginning with the last pages."""
-    settled = []
-    for page in reversed(pages):
-        movable = page.elements if (page.home == RAM) == (missing < 0) else 0
-        moved = min(abs(missing), movable)
-        if page.matrices and moved < page.elements:
-            moved = 0
-        target = RAM if missing > 0 else page.unit % max(1, drives)
-        missing += moved if missing < 0 else -moved
-        if moved == page.elements:
-            settled.append(replace(page, home=target))
-        elif moved:
-            head, rest = _split(page, page.elements - moved)
-            settled += [replace(rest, home=target), head]
-        else:
-            settled.append(page)
-    return settled[::-1]
+def _piece(page: Page, first: int, end: int, *, home: int) -> Page:
+    """Return elements of a page in a tier; faster than `replace`, since a plan may count millions of pages."""
+    if (first, end, home) == (0, page.elements, page.home):
+        return page
+    return Page(page.unit, page.start + first, end - first, home, page.matrices)
 
 
 @dataclass(frozen=True)
@@ -405,63 +374,6 @@ class TierMap:
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
         return self.cut.owners[number] == rank
-
-
-def homes_of(
-    units: Sequence[Unit],
-    cut: CutPages,
-    *,
-    params: TierKind,
-    gradients: TierKind,
-    speeds: Sequence[float],
-    shadows: float = 0.0,
-) -> TierMap:
-    """Return the tiers of pages, weights and gradients, with shadow memory for at most `shadows` of the state in RAM.
-
-    `params` and `gradients` apply to all units that are not small. `cut` comes from `pages_of`. Gradient sums of small
-    units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
-    device stay there.
-
-    Shadow memory holds the old bytes of a page that is updated during the backward. What the backward cannot update
-    is left to the next forward, and hides best there if no block has more of it than others. So the pages are spread
-    evenly, for each rank. Units before the blocks have none: their gradients come last, when the step is decided.
-    """
-    drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
-    held = [0.0] * len(speeds)
-    for unit in (unit for unit in units if speeds and not unit.small):
-        size = unit.stored_bytes(item_bytes=2)
-        after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
-        drive[unit.index] = after.index(min(after))
-        held[drive[unit.index]] += size
-    place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
-    pages = [one.page for one in cut.groups]
-    updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
-
-    def gradient(unit: Unit) -> int:
-        if unit.index in updated:
-            return DEVICE
-        return place[gradients] if gradients in place else RAM if unit.small else drive[unit.index]
-
-    first, kept, seen, has = first_block(units), set[int](), Counter[int](), Counter[int]()
-    for number, page in enumerate(cut.pages) if shadows else ():
-        if page.home == RAM and page.unit >= first:
-            rank = cut.owners[number]
-            seen[rank] += page.elements
-            if has[rank] + page.elements <= shadows * seen[rank]:
-                has[rank] += page.elements
-                kept.add(number)
-    weights = [DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units]
-    return TierMap(cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
-
-
-def on_node(homes: TierMap, here: range) -> TierMap:
-    """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
-    owners = homes.cut.owners
-    pages = tuple(
-        page if rank in here else _moved_to(page, ELSEWHERE) for page, rank in zip(homes.pages, owners, strict=True)
-    )
-    shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
-    return replace(homes, cut=CutPages(pages, owners), shadows=shadows)
 
 
 # -- frozen weights that are stored quantised (`model.base`), and where a unit's stored bytes hold each weight

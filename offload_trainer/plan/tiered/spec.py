@@ -5,6 +5,7 @@ The engine allocates with these functions, and the planner counts with them. Pur
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -16,8 +17,7 @@ from offload_trainer.plan.tiered.layout import (
     Page,
     TierMap,
     Unit,
-    homes_of,
-    on_node,
+    first_block,
     pages_of,
     range_of_rank,
     units_of,
@@ -88,24 +88,52 @@ class Layouts:
         return lru_cache(_KEPT)(partial(pages_of, self.units))
 
     def homes(self, placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
-        """Return the tiers of pages, weights and gradients on node `node`; every node has all weights."""
-        pages = self.pages(
-            page=sizes.page,
-            shares=tuple(sizes.shares.items()),
-            speeds=sizes.speeds,
-            ranks=sizes.ranks,
-            ahead=sizes.ahead,
-        )
-        homes = homes_of(
-            self.units,
-            pages,
-            params=placement.params,
-            gradients=sizes.gradients,
-            speeds=sizes.speeds,
-            shadows=sizes.shadow_fraction if sizes.ahead else 0.0,
-        )
-        here = range(node * sizes.here, (node + 1) * sizes.here)
-        return on_node(homes, here) if sizes.nodes > 1 else homes
+        """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.
+
+        `placement.params` and `sizes.gradients` apply to all units that are not small. Gradient sums of small units are
+        on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
+        device stay there.
+
+        Shadow memory, of at most `sizes.shadow_fraction` of the state in RAM, holds the old bytes of a page that is
+        updated during the backward. What the backward cannot update is left to the next forward, and hides best there
+        if no block has more of it than others. So the pages are spread evenly, for each rank. Units before the blocks
+        have none: their gradients come last, when the step is decided.
+        """
+        units, speeds, ranks, ahead = self.units, sizes.speeds, sizes.ranks, sizes.ahead
+        shares = tuple(sizes.shares.items())
+        cut = self.pages(page=sizes.page, shares=shares, speeds=speeds, ranks=ranks, ahead=ahead)
+        drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
+        held = [0.0] * len(speeds)
+        for unit in (unit for unit in units if speeds and not unit.small):
+            size = unit.stored_bytes(item_bytes=2)
+            after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
+            drive[unit.index] = after.index(min(after))
+            held[drive[unit.index]] += size
+        place, params, sums = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}, placement.params, sizes.gradients
+        firsts = [one.page for one in cut.groups]
+        updated = {page.unit for page in firsts} - {page.unit for page in firsts if page.home != DEVICE}
+
+        def gradient(unit: Unit) -> int:
+            if unit.index in updated:
+                return DEVICE
+            return place[sums] if sums in place else RAM if unit.small else drive[unit.index]
+
+        first, kept, seen, has = first_block(units), set[int](), Counter[int](), Counter[int]()
+        for number, page in enumerate(cut.pages) if ahead and sizes.shadow_fraction else ():
+            if page.home == RAM and page.unit >= first:
+                rank = cut.owners[number]
+                seen[rank] += page.elements
+                if has[rank] + page.elements <= sizes.shadow_fraction * seen[rank]:
+                    has[rank] += page.elements
+                    kept.add(number)
+        weights = [DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units]
+        if sizes.nodes > 1:
+            pages, of_node = list(cut.pages), range(node * sizes.here, (node + 1) * sizes.here)
+            for number, page in enumerate(pages):
+                if cut.owners[number] not in of_node:
+                    pages[number] = Page(page.unit, page.start, page.elements, ELSEWHERE, page.matrices)
+            cut, kept = CutPages(tuple(pages), cut.owners), {one for one in kept if pages[one].home != ELSEWHERE}
+        return TierMap(cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
 
 
 def layouts_of(work: Workload) -> Layouts:
@@ -159,17 +187,11 @@ class Route:
         return self.page.home == DEVICE
 
 
-def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
-    """Return the route of each page of this node.
+def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
+    """Return the route of a page of this node.
 
     `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
     """
-    here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
-    return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
-
-
-def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
-    """Return the route of one page; see `routes_of`."""
     parts: dict[Part, int] = {"gradient": homes.gradients[page.unit], "weights": homes.weights[page.unit]}
     if page.home == DEVICE:
         host = frozenset(part for part, home in parts.items() if on_drive(home))

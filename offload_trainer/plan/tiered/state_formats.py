@@ -19,18 +19,8 @@ from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 _BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A tensor that a rule keeps for each weight: master or running average. An average of squares is unsigned."""
-
-    name: str
-    signed: bool
-
-
-MASTER = Kind("master", signed=True)
-EXP_AVG, EXP_AVG_SQ = Kind("exp_avg", signed=True), Kind("exp_avg_sq", signed=False)
-MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
-KINDS = {MASTER.name: MASTER, **MOMENTS}
+MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")  # tensors that a rule keeps for each weight
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -126,11 +116,11 @@ class StateFormat:
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Return a page's fields by name, in storage order."""
-        fields = {MASTER.name: Field(self.masters.dtype)}
-        for moment in MOMENTS.values():
-            fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
+        fields = {MASTER: Field(self.masters.dtype)}
+        for moment in MOMENTS:
+            fields[moment] = Field(self.moments.dtype, for_matrices=moment == EXP_AVG or not self.rule.matrices)
             if self.moments.block:
-                fields[scales_of(moment.name)] = Field("fp32", per=self.moments.block)
+                fields[scales_of(moment)] = Field("fp32", per=self.moments.block)
         return fields
 
     @cached_property
@@ -146,14 +136,7 @@ class StateFormat:
 
     def page_bytes(self, page: Page) -> int:
         """Return the bytes of a page."""
-        kind = page.elements, page.matrices  # a plan asks for millions of pages of a few kinds
-        if kind not in self._bytes_by_kind:
-            self._bytes_by_kind[kind] = sum(field.padded(page) for field in self.fields.values())
-        return self._bytes_by_kind[kind]
-
-    @cached_property
-    def _bytes_by_kind(self) -> dict[tuple[int, bool], int]:
-        return {}
+        return sum(field.padded(page) for field in self.fields.values())
 
 
 def scales_of(moment: str) -> str:
@@ -163,7 +146,7 @@ def scales_of(moment: str) -> str:
 
 def is_signed(field: str) -> bool:
     """Return whether a field may be negative. Averages of squares and scales (largest magnitudes) may not."""
-    return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
+    return not field.endswith("_scales") and field != EXP_AVG_SQ
 
 
 ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments, masters) for masters in ADAMW.masters for moments in ADAMW.formats)
@@ -171,11 +154,7 @@ ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments, masters) for masters in ADAMW.
 
 @cache
 def state_format(rule: str, moments: str, masters: str = "fp32") -> StateFormat:
-    """Return the format for optim.name, optim.moment_dtype and optim.master_dtype.
-
-    Raises:
-        ValueError: the rule does not support moments or masters in that format.
-    """
+    """Return the format for optim.name, optim.moment_dtype and optim.master_dtype; raise ValueError if it has none."""
     found = StateFormat(RULES[rule], FORMATS[moments], FORMATS[masters])
     if found.moments not in found.rule.formats:
         raise ValueError(f"{found.rule.title} has no moments in {moments}")

@@ -60,8 +60,7 @@ class Rings:
         """Mark the unit as used now."""
         number = self.slot_of(unit)
         assert number is not None
-        self._clock += 1
-        self.slots[number].used = self._clock
+        self.put(unit, number)
 
     def put(self, unit: int, number: int) -> None:
         """Record that the unit is being fetched into buffer `number`."""

@@ -42,7 +42,7 @@ class Check:
 def examine(config: TrainConfig) -> list[Check]:
     """Run all checks for a run with this configuration."""
     place, engine = config.placement, engine_of(config)
-    stock, needed = isinstance(engine, DeepSpeed), [package for _, package in engine.packages()]
+    stock, needed = isinstance(engine, DeepSpeed), [package for _, package in engine.packages]
     checks = [_torch(), *_packages(), _native_kernel(), *_stock_tools(needed=stock, drive=bool(place.nvme))]
     if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))

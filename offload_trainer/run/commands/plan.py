@@ -82,13 +82,11 @@ def compare_modes(
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    models = _models(config)
+    models = _models(config.with_keys("parallel", pipeline="auto"))  # which also looks for why there can be none
     shape, whole = models.as_wished(config).shape, ""  # why ranks cannot share rows of this model
     if not _preset(config):
-        from offload_trainer.model.probes.blocks import why_no_chain
         from offload_trainer.model.probes.rows import refuse_pieces
 
-        shape = replace(shape, no_chain=shape.no_chain or why_no_chain(models.source().meta(), pipeline=True))
         try:
             refuse_pieces(models.source().meta())
         except UserError as error:
@@ -103,8 +101,6 @@ def compare_modes(
                 raise UserError(f"{rows} rows a step are not a multiple of {world // together} data-parallel ranks")
             if whole and "sequence" in words:
                 raise UserError(whole)
-            if shape.no_chain and "pipeline" in words:
-                raise UserError(shape.no_chain)
             batches = _batches(config, words, each, together)
             tried = (make_plan(batch, shape, here, world=world, nodes=count) for batch in batches)
             fitting = (plan for plan in tried if plan.fits)
@@ -117,7 +113,8 @@ def compare_modes(
             if words == "--engine tiered" and not rest:
                 raise
             reason = "; ".join(str(error).split("\n  - ")[1:]) or str(error)
-            refused.setdefault(reason.removeprefix(f"{words.split()[-1]}: "), []).append(name)
+            reason = reason.removeprefix(f"{words.split()[-1]}: ").removesuffix("; leave it out")
+            refused.setdefault(reason, []).append(name)
     if not plans:
         raise UserError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
     plans.sort(key=lambda one: (not one[2].fits, one[2].forecast.step is None, one[2].forecast.step or 0.0))

@@ -29,6 +29,19 @@ _WARM = 2
 _GAIN = 0.98
 _ALWAYS = ("--steps", "1000", "train.epochs=auto", "train.eval_every=0", "--save-every", "0", "--resume", "never")
 
+# Groups of settings, none of which changes a result or a placement
+_PAGES = ("tiered.page_size=2097152", "tiered.page_size=8388608"), ("tiered.page_buffers=4", "tiered.page_buffers=10")
+_WEIGHTS = ("tiered.weight_buffers=2", "tiered.weight_buffers=4")
+_BUCKETS = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
+# 12 buffers are the fewest that work with both pipelines.
+_NVME_OPTIMIZER = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+
 
 @dataclass
 class Trial:
@@ -54,6 +67,13 @@ class Trial:
             "failed": self.failed or None,
             "steps": self.steps,
         }
+
+
+def tunable(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the groups of settings to try for a plan."""
+    if plan.engine == "deepspeed":
+        return [_BUCKETS, *(_NVME_OPTIMIZER if plan.placement.optimizer == "nvme" else ())]
+    return [*(_PAGES if plan.uses_drives else ()), *((_WEIGHTS,) if plan.placement.params != "gpu" else ())]
 
 
 def steered_phase(plan: Plan) -> str:

@@ -85,9 +85,9 @@ def _say(line: str) -> None:
     print(shown(line), file=sys.stderr, flush=True)
 
 
-def _answer(found: Any, *, as_json: bool, told: Callable[[], str]) -> None:
-    """Print a result as JSON, or in the words of `told`."""
-    print(json.dumps(found, indent=1, default=asdict) if as_json else shown(told()), flush=True)
+def _answer(given: Namespace, found: Any, told: Callable[[], str]) -> None:
+    """Print a result as JSON if --json was given, else in the words of `told`."""
+    print(json.dumps(found, indent=1, default=asdict) if given.json else shown(told()), flush=True)
 
 
 def _train(given: Namespace, words: list[str]) -> None:
@@ -122,11 +122,11 @@ def _plan(given: Namespace, words: list[str]) -> None:
     quieten(loads=machine is None)
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
-        _answer(values, as_json=given.json, told=lambda: text)
+        _answer(given, values, lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
         steps = config.train.known_steps
-        _answer(plan.to_json(), as_json=given.json, told=lambda: plan.describe(steps=steps, full=given.explain))
+        _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     plan.refuse(force=config.placement.force)
 
 
@@ -141,11 +141,8 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.planning import plan_run
 
     planned = plan_run(config, longest=True)
-    _answer(
-        planned.plan.to_json(),
-        as_json=given.json,
-        told=lambda: planned.plan.describe(steps=config.train.known_steps, full=given.explain),
-    )
+    plan, steps = planned.plan, config.train.known_steps
+    _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     refuse(planned)
     check_start(planned, say=_say)
     try:
@@ -164,7 +161,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"`offload-train plan` knows seconds from now on; all rates, and how they were measured:\n  {cache_file()}"
-    _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
+    _answer(given, machine.to_json(), lambda: f"{describe_rates(machine)}\n{kept}")
 
 
 def _tune(given: Namespace, words: list[str]) -> None:
@@ -185,7 +182,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
     best = f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {as_planned.seconds:.2f}"
-    _answer([trial.to_json() for trial in trials], as_json=given.json, told=lambda: f"{best}; {path}")
+    _answer(given, [trial.to_json() for trial in trials], lambda: f"{best}; {path}")
 
 
 def _doctor(given: Namespace, words: list[str]) -> None:
@@ -194,7 +191,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
     with redirect_stdout(sys.stderr):  # libraries print there
         checks = examine(config)
-    _answer(checks, as_json=given.json, told=lambda: report(checks))
+    _answer(given, checks, lambda: report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
 
@@ -269,7 +266,7 @@ def _runs(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 
     found = runs_in(given.directory)
-    _answer(found, as_json=given.json, told=lambda: aligned(run_table(found)))
+    _answer(given, found, lambda: aligned(run_table(found)))
 
 
 def _report(given: Namespace, _: list[str]) -> None:
@@ -279,14 +276,14 @@ def _report(given: Namespace, _: list[str]) -> None:
     if given.html is not None:
         write_page(given.html, found)
         _say(f"{given.html}: written")
-    _answer([run.to_json() for run in found], as_json=given.json, told=lambda: aligned(comparison(found)))
+    _answer(given, [run.to_json() for run in found], lambda: aligned(comparison(found)))
 
 
 def _ls(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.recipes import listing, recipes
 
     found = recipes()
-    _answer(found, as_json=given.json, told=lambda: listing(found))
+    _answer(given, found, lambda: listing(found))
 
 
 def _cp(given: Namespace, _: list[str]) -> None:

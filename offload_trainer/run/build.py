@@ -70,8 +70,8 @@ class Setup(Planned):
         return record_of(self, identity=identity, model=self.output / "model")
 
 
-def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
-    """Return the setup with `train.steps` computed from `train.epochs`, unless that is `auto`.
+def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:
+    """Return the setup with `train.steps` computed from `train.epochs`, and say so, unless that is `auto`.
 
     The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
@@ -86,6 +86,7 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
     if mistakes := mistakes_of_length(setup.config.optim, steps=steps):
         raise UserError("; ".join(mistakes))
+    say(f"epochs: {train.epochs:g} of {rows} rows, {rows_of_step} rows a step: {steps} steps")
     return replace(setup, config=setup.config.with_keys("train", steps=steps, epochs="auto"))
 
 

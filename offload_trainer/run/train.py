@@ -86,8 +86,7 @@ def train_run(
     ranks.end_if_rank_vanishes(say=lambda line: write_now(f"{log.clear}offload-train: {line}"))
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
-        planned = _plan_together(config, nodes=nodes, log=log)
-        setup, checkpoint, finished = _set_up(config, planned, log)
+        setup, checkpoint, finished = _set_up(config, nodes=nodes, log=log)
         if ranks.from_rank_zero(lambda: lock < 0, bool):
             lock = hold(stack, setup.output, log, create=True)
             ranks.everybody().first(lambda: checks.refuse_another(setup, checkpoint))
@@ -185,38 +184,30 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 # -- probe, plan, check ------------------------------------------------------------------------------------------------
 
 
-def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
-    """Return rank 0's plan on every rank, with the drives of each node. Collective.
+def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
+    """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
 
-    Raises UserError if the ranks differ, the plan must not start, or another node lacks memory or disk space for it.
+    Return the setup, the checkpoint to resume from, if any, and whether the run has finished already. Writes to the
+    token cache only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
     """
     alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
     checks.refuse_other_programs(alike)
+    first = ranks.everybody().first
     here = ranks.rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
     planned = shared_plan(here)
-    if not machine_rates.is_due(planned):
+    if not (lacks_rates := machine_rates.is_due(planned)):
         log.say(planned.plan.describe(steps=config.train.known_steps))
-    ranks.everybody().first(lambda: checks.refuse(planned))
+    first(lambda: checks.refuse(planned))
     if len(nodes) > 1:
         mine = ranks.place_here()[0] in [its.start for its in nodes[1:]]
         ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=mine)
-    return planned
-
-
-def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None, bool]:
-    """Refuse what cannot start and prepare the data; return the setup and the checkpoint to resume from, if any.
-
-    Return also whether the run has finished already. Collective. Writes to the token cache only.
-    """
-    ranks.everybody().first(lambda: checks.check_start(planned, say=lambda _: None))
+    first(lambda: checks.check_start(planned, say=lambda _: None))
     checkpoint = ranks.from_rank_zero(lambda: checks.refuse_output(planned), Path | None)
-    if machine_rates.is_due(planned):  # measure the rates that the plan lacks, and plan again
-        before, found = planned, list[Planned]()
-        machine = machine_rates.rates_at_start(before, say=log.say)
-        ranks.everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
-        planned = shared_plan(found[0] if found else before)
+    if lacks_rates:
+        measured = replace(planned, machine=machine_rates.rates_at_start(planned, say=log.say))
+        planned = shared_plan(ranks.rank_zero_first(partial(plan_run, config, again=measured)))
         log.say(planned.plan.describe(steps=config.train.known_steps))
-        ranks.everybody().first(lambda: checks.refuse(planned))
+        first(lambda: checks.refuse(planned))
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
@@ -258,7 +249,7 @@ def _run_once(
     unvalidated: int = 0,
 ) -> None:
     """Resume if there is something to resume from, and train to the end, in the locked run directory."""
-    log, epochs = setup.log, setup.config.train.epochs
+    log = setup.log
     with ExitStack() as stack:
         if len(nodes) > 1:
             checks.refuse_unseen(setup.output, first=next(its.start for its in nodes if ranks.place_here()[0] in its))
@@ -266,10 +257,7 @@ def _run_once(
         files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train
-        setup = with_steps(setup, begins)
-        if epochs != "auto":
-            rows, rows_of_step = len(setup.data.split.train), setup.plan.work.tokens // setup.plan.work.seq_len
-            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.config.train.steps} steps")
+        setup = with_steps(setup, begins, say=log.say)
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)

@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
             if (message := explain(error)) is None:
                 raise
             if RERUN_HINT in message:
-                from offload_trainer.run.resume_point import with_resume_hint
+                from offload_trainer.run.resume import with_resume_hint
 
                 message = with_resume_hint(message, words)
             # The launcher sends a stop signal to every rank, and reports it itself.

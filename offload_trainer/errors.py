@@ -17,7 +17,7 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-RERUN_HINT = "the same command resumes"  # run/resume_point.py completes this phrase with the step it resumes from
+RERUN_HINT = "the same command resumes"  # run/resume.py completes this phrase with the step it resumes from
 STORE = "OFFLOAD_TRAINER_STORE"  # environment variable: the file through which the launcher's ranks find each other
 LOST = 69  # exit code of a rank that ends only because another rank has ended
 

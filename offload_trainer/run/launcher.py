@@ -147,7 +147,7 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
             name = signal.Signals(code - 128).name
             print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
         return code
-    from offload_trainer.run.resume_point import resume_hint  # late: it imports torch
+    from offload_trainer.run.resume import resume_hint  # late: it imports torch
 
     print(f"offload-train: {why}; {resume_hint(words)}", file=sys.stderr)
     return code

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import ByteSize, TypeAdapter
+
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
@@ -40,7 +42,7 @@ from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, lo
 from offload_trainer.signals import stop_at_once
 from offload_trainer.stdio import lasting_streams
 from offload_trainer.synonyms import command_of, nearest
-from offload_trainer.units import format_bytes, parse_bytes, shown
+from offload_trainer.units import format_bytes, shown
 
 
 def main(words: list[str] | None = None) -> int:
@@ -346,7 +348,7 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 _NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
-_SIZE = _number("a number with a unit, such as 500MB or 5GB", parse_bytes, 1)
+_SIZE = _number("a number with a unit, such as 500MB or 5GB", TypeAdapter(ByteSize).validate_python, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args, get_origin
@@ -93,11 +94,7 @@ class _Loader(LimitedYaml):
 
 
 _Loader.yaml_implicit_resolvers = {
-    letter: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool")
-    ]
+    letter: [one for one in resolvers if not one[0].endswith((":timestamp", ":bool"))]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
@@ -346,12 +343,8 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _more_values(queue: list[str]) -> list[str]:
     """Return the words after a repeatable flag's first value that are further values of it."""
-    found = []
-    for word in queue:
-        if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")):
-            break
-        found.append(word)
-    return found
+    others = (".yaml", ".yml")
+    return list(takewhile(lambda word: not (word.startswith("-") or "=" in word or word.endswith(others)), queue))
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:

@@ -127,16 +127,13 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             try:
                 if state.step and state.step == job.unvalidated:
                     _evaluate(job, state.step)
-                    job.unvalidated = 0
                 last = state.step + 1 == job.train.steps
                 validates = last or (every > 0 and (state.step + 1) % every == 0)
                 job.to_save.begin("step", validates=validates)
                 state, job.unvalidated = _step(job, state, batches), 0
                 if validates:
-                    job.unvalidated = state.step
                     job.to_save.begin("validation")
                     _evaluate(job, state.step)
-                    job.unvalidated = 0
             except Exception as error:
                 if not fills_gpu(error):
                     raise
@@ -353,12 +350,14 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
 def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
+    job.unvalidated = step
     total, targets = 0.0, []
     for batch in job.validation_rows.validation_batches(
         micro_batch=job.train.micro_batch_size, limit=job.train.eval_rows
     ):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
+    job.unvalidated = 0
     predicted = torch.cat(targets) if targets else torch.empty(0)
     if not predicted.numel() or not job.telemetry:
         return

@@ -285,9 +285,8 @@ def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, Tra
             state = trainer.train(job, asked, resume=resume_from)
         except GpuFull as full:
             if asked.stop:
-                raise Interrupted(
-                    f"{full}, and the run was asked to stop; {RERUN_HINT}", signal_number=asked.stop
-                ) from full
+                message = f"{full}, and the run was asked to stop; {RERUN_HINT}"
+                raise Interrupted(message, code=128 + asked.stop) from full
             raise
         except Exception:
             if job.telemetry:
@@ -309,9 +308,8 @@ def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, Tra
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
-            stopped = Interrupted(farewell, signal_number=asked.stop)
             resume.drop(setup)
-            raise stopped if log.loud else PeerFailed(str(stopped), code=stopped.exit_code)
+            raise (Interrupted if log.loud else PeerFailed)(farewell, code=128 + asked.stop)
         export = ""
         if complete_checkpoints(output / "checkpoints"):
             words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"

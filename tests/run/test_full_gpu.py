@@ -161,7 +161,7 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
     assert fills_gpu(alone)
     assert fills_gpu(outer)
     assert not GpuFull(alone).missing
-    stopped = Interrupted("asked to stop", signal_number=15)
+    stopped = Interrupted("asked to stop", code=143)
     stopped.__cause__ = GpuFull(alone)
     assert not fills_gpu(stopped)
     for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):

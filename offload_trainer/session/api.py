@@ -182,7 +182,6 @@ def _keyword(found: re.Match[str]) -> str:
 
 
 Say = Callable[[str], None]
-Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def load(
@@ -307,12 +306,8 @@ def _joined(say: Say) -> Say:
 def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> Planned:
     """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
 
-    All ranks plan with what rank 0 measures, and raise UserError if their plans differ.
-
-    If rates are missing and worth their time (`machine_rates.is_due_in_session`), measure them first.
-
-    `source`: has the model's shape. `moves`: bytes of the model in this process, which are freed while the weights are
-    placed.
+    All ranks plan with what rank 0 measures, and raise UserError if their plans differ. `source` has the model's shape.
+    `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
     refuse_other_default()
     several = place_here()[1] > 1
@@ -429,11 +424,7 @@ def repeated_blocks(module: nn.Module) -> list[str]:
         alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
         inside = any(name.startswith(f"{block}.") for block in found)
         if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
-            found += [
-                f"{name}.{key}".lstrip(".")
-                for key, child in part.named_children()
-                if any(True for _ in child.parameters())
-            ]
+            found += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if [*child.parameters()]]
     return found
 
 
@@ -451,7 +442,7 @@ def _told(module: nn.Module, key: str) -> int | None:
 def _offloaded(
     model: nn.Module,
     parameters: dict[str, list[nn.Parameter]],
-    weights: Weights,
+    weights: Iterator[tuple[str, torch.Tensor, torch.Tensor]],
     parts: EngineParts,
     seed: int,
     stack: ExitStack,

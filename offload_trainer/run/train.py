@@ -268,11 +268,11 @@ def _run_once(
             return
         job.unvalidated = unvalidated
         resume.keep(setup, job)
-        _train_to_end(setup, job, resume_from=(checkpoint, begins) if begins else None)
+        _train_to_end(setup, job, begins=begins, checkpoint=checkpoint)
         resume.clear(setup)
 
 
-def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
+def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoint: Path | None) -> None:
     """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
@@ -282,7 +282,7 @@ def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, Tra
         if job.telemetry:
             job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
-            state = trainer.train(job, asked, resume=resume_from)
+            state = trainer.train(job, asked, begins=begins, checkpoint=checkpoint)
         except GpuFull as full:
             if asked.stop:
                 message = f"{full}, and the run was asked to stop; {RERUN_HINT}"

@@ -15,6 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
@@ -274,11 +275,10 @@ def _holds(annotation: Any, *kinds: type) -> bool:
 def _is_allowed(key: str, text: str) -> bool:
     draft = _Draft()
     draft.put(key, text, spelled=key)
-    try:
+    with suppress(ValidationError):
         TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
-    except ValidationError:
-        return False
-    return not draft.mistakes
+        return not draft.mistakes
+    return False
 
 
 def _ratio(one: str, other: str) -> float:

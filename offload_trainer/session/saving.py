@@ -73,8 +73,7 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
     final, group, optimizer = Path(directory).absolute(), everybody(), session.optimizer
     states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
     groups = [
-        _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
-        | {"params": names}
+        _plain({**group, "params": names}, "the optimizer's group")
         for group, names in zip(optimizer.param_groups, optimizer.names(), strict=True)
     ]
     state = json.dumps(asdict(_SessionState(groups, states, base=_base(session._offloaded))))

@@ -3,8 +3,7 @@
     refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
     newest_state ───> what the same command would resume from, for messages and plans
 
-A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
-directory on a drive that one run has locked for its page files.
+A lease is a directory on a drive that one run has locked for its page files.
 
     RUN/pages           paths of this run's leases, one per line (storage/scratch_dir)
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state

@@ -39,7 +39,7 @@ from offload_trainer.export import write_final
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import checks, machine_rates, resume
-from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
+from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
@@ -57,16 +57,11 @@ _MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it w
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
-def train_run(
-    config: TrainConfig, *, instead: Callable[[Job], None] | None = None, build: Build = build_engine
-) -> None:
+def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = None) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
-    Args:
-        config: the configuration; `auto` values are settled by the plan.
-        instead: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export
-            or report is written then.
-        build: builds the engine; benchmarks use it to run other engines.
+    `instead`: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export or
+    report is written then.
     """
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
@@ -93,7 +88,7 @@ def train_run(
         if finished and instead is None:
             resume.clear(setup)
             return
-        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead, build=build)
+        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
         if full and instead is not None:
@@ -245,7 +240,6 @@ def _run_once(
     lock: int,
     nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
-    build: Build,
     unvalidated: int = 0,
 ) -> None:
     """Resume if there is something to resume from, and train to the end, in the locked run directory."""
@@ -262,7 +256,7 @@ def _run_once(
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)
         resumes: dict[str, Any] = {"instead": places, "resume": files.resume} if files else {}
-        job = build_job(setup, stack, begins=begins, build=build, **resumes)
+        job = build_job(setup, stack, begins=begins, **resumes)
         if instead is not None:
             instead(job)
             return

@@ -176,9 +176,6 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
     return (range(world),)  # DeepSpeed handles several nodes itself; the plan sees one
 
 
-# -- probe, plan, check ------------------------------------------------------------------------------------------------
-
-
 def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
     """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
 
@@ -228,9 +225,6 @@ def prepare_run(config: TrainConfig) -> list[Path]:
         say(line)
     say(epoch_line(data, rows_per_step=plan.work.tokens // plan.work.seq_len, steps=planned.config.train.steps))
     return list(dict.fromkeys((*data.tokens.paths, *data.held_out.paths)))
-
-
-# -- resume, build, train ----------------------------------------------------------------------------------------------
 
 
 def _run_once(
@@ -320,9 +314,6 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
         f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
     )
-
-
-# -- report ----------------------------------------------------------------------------------------------------------
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:

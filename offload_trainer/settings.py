@@ -99,13 +99,10 @@ _Loader.yaml_implicit_resolvers = {
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-_Dumper.yaml_implicit_resolvers = {
-    letter: _Loader.yaml_implicit_resolvers.get(letter, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(letter, [])
-    for letter in {**_Loader.yaml_implicit_resolvers, **yaml.SafeDumper.yaml_implicit_resolvers}
-}
+for _either in (_Loader, _Dumper):
+    _either.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 @dataclass

@@ -167,7 +167,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
         )
     if world > 1:
         ranks.join()
-    if world > 1 and tiered:
+    if tiered:
         return ranks.nodes()
     if world > 1:
         from offload_trainer.engine.deepspeed import start_processes
@@ -292,7 +292,10 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
                     pass
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
             job.telemetry.end()
-            _tell_ratios(setup, rows)
+            took, plan = median_phases(rows), setup.plan.forecast.in_line
+            ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
+            if ratios and len(steady(rows)) >= _TELLING:
+                log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
@@ -359,10 +362,3 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
     if taken.keys() == forecast.keys() and len(known) == len(forecast):  # otherwise the ratio would mislead
         table += predicted_row("all phases, added", sum(known), sum(taken.values()), format_seconds)
     return table
-
-
-def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    took, plan = median_phases(rows), setup.plan.forecast.in_line
-    ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
-    if ratios and len(steady(rows)) >= _TELLING:
-        setup.log.say(f"took, times the plan's seconds: {', '.join(ratios)}")

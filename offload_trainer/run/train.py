@@ -190,9 +190,8 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[S
     if not (lacks_rates := machine_rates.is_due(planned)):
         log.say(planned.plan.describe(steps=config.train.known_steps))
     first(lambda: checks.refuse(planned))
-    if len(nodes) > 1:
-        mine = ranks.place_here()[0] in [its.start for its in nodes[1:]]
-        ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=mine)
+    of_others = ranks.place_here()[0] in [its.start for its in nodes[1:]]  # the first rank of another node
+    ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=of_others)
     first(lambda: checks.check_start(planned, say=lambda _: None))
     checkpoint = ranks.from_rank_zero(lambda: checks.refuse_output(planned), Path | None)
     if lacks_rates:

@@ -310,9 +310,7 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
     `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
     refuse_other_default()
-    several = place_here()[1] > 1
-    if several:
-        refuse_other_programs(config.model_dump(mode="json"))
+    refuse_other_programs(config.model_dump(mode="json"))
     machine = from_rank_zero(lambda: machine_here(config.placement), MachineProfile)
     planned = _plan_on(machine, config, source, moves=moves)
     if machine_rates.is_due_in_session(planned):
@@ -320,8 +318,7 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
     plan = planned.plan
     say(plan.describe())
     plan.refuse(force=planned.config.placement.force)
-    if several:
-        refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
+    refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
     return planned
 
 

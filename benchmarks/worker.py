@@ -220,7 +220,8 @@ def carry_out(
             replaced.enter_context(patch.object(Tiered, "refuse", lambda *_: None))
             replaced.enter_context(patch.object(build, "set_malloc_threshold", lambda *_, **__: None))
         early = replaced.enter_context(_early_updates())
-        train.train_run(config, instead=measure, build=peers.builder(peer))
+        replaced.enter_context(patch.object(build, "build_engine", peers.builder(peer)))
+        train.train_run(config, instead=measure)
     _give_back()
     if kept:
         answer(found)

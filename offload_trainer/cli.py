@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import ByteSize, TypeAdapter
+
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain
@@ -40,7 +42,7 @@ from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, lo
 from offload_trainer.signals import stop_at_once
 from offload_trainer.stdio import lasting_streams
 from offload_trainer.synonyms import command_of, nearest
-from offload_trainer.units import format_bytes, parse_bytes, shown
+from offload_trainer.units import format_bytes, shown
 
 
 def main(words: list[str] | None = None) -> int:
@@ -58,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
             if (message := explain(error)) is None:
                 raise
             if RERUN_HINT in message:
-                from offload_trainer.run.resume_point import with_resume_hint
+                from offload_trainer.run.resume import with_resume_hint
 
                 message = with_resume_hint(message, words)
             # The launcher sends a stop signal to every rank, and reports it itself.
@@ -85,9 +87,9 @@ def _say(line: str) -> None:
     print(shown(line), file=sys.stderr, flush=True)
 
 
-def _answer(found: Any, *, as_json: bool, told: Callable[[], str]) -> None:
-    """Print a result as JSON, or in the words of `told`."""
-    print(json.dumps(found, indent=1, default=asdict) if as_json else shown(told()), flush=True)
+def _answer(given: Namespace, found: Any, told: Callable[[], str]) -> None:
+    """Print a result as JSON if --json was given, else in the words of `told`."""
+    print(json.dumps(found, indent=1, default=asdict) if given.json else shown(told()), flush=True)
 
 
 def _train(given: Namespace, words: list[str]) -> None:
@@ -122,11 +124,11 @@ def _plan(given: Namespace, words: list[str]) -> None:
     quieten(loads=machine is None)
     if given.parallel or machine is None:
         values, text, plan = compare_modes(config, machine, given.nodes)
-        _answer(values, as_json=given.json, told=lambda: text)
+        _answer(given, values, lambda: text)
     else:
         plan = plan_elsewhere(config, machine, nodes=given.nodes)
         steps = config.train.known_steps
-        _answer(plan.to_json(), as_json=given.json, told=lambda: plan.describe(steps=steps, full=given.explain))
+        _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     plan.refuse(force=config.placement.force)
 
 
@@ -141,11 +143,8 @@ def _plan_here(given: Namespace, words: list[str]) -> None:
     from offload_trainer.run.planning import plan_run
 
     planned = plan_run(config, longest=True)
-    _answer(
-        planned.plan.to_json(),
-        as_json=given.json,
-        told=lambda: planned.plan.describe(steps=config.train.known_steps, full=given.explain),
-    )
+    plan, steps = planned.plan, config.train.known_steps
+    _answer(given, plan.to_json(), lambda: plan.describe(steps=steps, full=given.explain))
     refuse(planned)
     check_start(planned, say=_say)
     try:
@@ -164,7 +163,7 @@ def _bench(given: Namespace, words: list[str]) -> None:
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, drive_bytes=given.drive_gigabytes * 10**9 or None, say=_say)
     kept = f"`offload-train plan` knows seconds from now on; all rates, and how they were measured:\n  {cache_file()}"
-    _answer(machine.to_json(), as_json=given.json, told=lambda: f"{describe_rates(machine)}\n{kept}")
+    _answer(given, machine.to_json(), lambda: f"{describe_rates(machine)}\n{kept}")
 
 
 def _tune(given: Namespace, words: list[str]) -> None:
@@ -185,7 +184,7 @@ def _tune(given: Namespace, words: list[str]) -> None:
     write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
     best = f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {as_planned.seconds:.2f}"
-    _answer([trial.to_json() for trial in trials], as_json=given.json, told=lambda: f"{best}; {path}")
+    _answer(given, [trial.to_json() for trial in trials], lambda: f"{best}; {path}")
 
 
 def _doctor(given: Namespace, words: list[str]) -> None:
@@ -194,7 +193,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
 
     with redirect_stdout(sys.stderr):  # libraries print there
         checks = examine(config)
-    _answer(checks, as_json=given.json, told=lambda: report(checks))
+    _answer(given, checks, lambda: report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
 
@@ -269,7 +268,7 @@ def _runs(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 
     found = runs_in(given.directory)
-    _answer(found, as_json=given.json, told=lambda: aligned(run_table(found)))
+    _answer(given, found, lambda: aligned(run_table(found)))
 
 
 def _report(given: Namespace, _: list[str]) -> None:
@@ -279,14 +278,14 @@ def _report(given: Namespace, _: list[str]) -> None:
     if given.html is not None:
         write_page(given.html, found)
         _say(f"{given.html}: written")
-    _answer([run.to_json() for run in found], as_json=given.json, told=lambda: aligned(comparison(found)))
+    _answer(given, [run.to_json() for run in found], lambda: aligned(comparison(found)))
 
 
 def _ls(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.recipes import listing, recipes
 
     found = recipes()
-    _answer(found, as_json=given.json, told=lambda: listing(found))
+    _answer(given, found, lambda: listing(found))
 
 
 def _cp(given: Namespace, _: list[str]) -> None:
@@ -349,7 +348,7 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 _NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
-_SIZE = _number("a number with a unit, such as 500MB or 5GB", parse_bytes, 1)
+_SIZE = _number("a number with a unit, such as 500MB or 5GB", TypeAdapter(ByteSize).validate_python, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),

@@ -17,15 +17,19 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-RERUN_HINT = "the same command resumes"  # run/resume_point.py completes this phrase with the step it resumes from
+RERUN_HINT = "the same command resumes"  # run/resume.py completes this phrase with the step it resumes from
 STORE = "OFFLOAD_TRAINER_STORE"  # environment variable: the file through which the launcher's ranks find each other
 LOST = 69  # exit code of a rank that ends only because another rank has ended
 
 
 class TrainerError(Exception):
-    """An error that stops the run and is not a bug in this package: exit code 1."""
+    """An error that stops the run and is not a bug in this package: exit code 1, unless it says another."""
 
     exit_code = 1
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = self.exit_code if code is None else code
 
 
 class UserError(TrainerError):
@@ -71,17 +75,9 @@ _FULL = re.compile("CUDA out of memory|CUDA error: out of memory|_STATUS_ALLOC_F
 class PeerFailed(TrainerError):
     """Another rank has failed. That rank reports the error, so this one exits without printing anything."""
 
-    def __init__(self, message: str, *, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code
-
 
 class Interrupted(TrainerError):
     """A signal asked the run to stop, and it stopped in order: exit code 128 + the signal's number."""
-
-    def __init__(self, message: str, *, signal_number: int) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + signal_number
 
 
 class Stopped(KeyboardInterrupt):

@@ -42,14 +42,17 @@ def is_installed(module: str) -> bool:
     return False
 
 
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None if it has no metadata."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def too_old(package: str) -> str | None:
     """Return the installed version if it is below the bound; None if it is not, or if the package has no metadata."""
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        return None
-    bound = (REQUIRED | OPTIONAL)[package]
-    return found if _numbers(found) < _numbers(bound) else None
+    found, bound = version_of(package), (REQUIRED | OPTIONAL)[package]
+    return found if found and _numbers(found) < _numbers(bound) else None
 
 
 def to_install(*packages: str) -> str:

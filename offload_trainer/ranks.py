@@ -9,7 +9,6 @@ so each message is tagged with its size, and one of another size is not received
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -17,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from pathlib import PurePath
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from pydantic_core import to_json
 from torch.distributed.rendezvous import rendezvous
 
 from offload_trainer.errors import LOST, RERUN_HINT, STORE, PeerFailed, TrainerError, UserError
@@ -188,10 +187,10 @@ class Group:
         return [value for _, _, (value,) in results]
 
     def all_gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Return every member's value, as JSON validated against the type `kind`."""
+        """Return every member's value, of plain types, paths and dataclasses, as JSON validated against `kind`."""
         if len(self.members) == 1:
             return [value]
-        data = _encode(value)
+        data = to_json(value)
         sizes = self.all_gather_numbers(len(data))
         if max(sizes) > _MOST_BYTES or min(sizes) < 0:
             raise PeerGone(f"messages of {sizes} bytes, and at most {_MOST_BYTES} are taken")
@@ -479,15 +478,6 @@ def all_reduce(values: torch.Tensor, *, group: Group) -> None:
     gathered[group.number] = values.reshape(-1)
     all_gather_parts(gathered.view(-1), group.number, group=group)
     values.copy_(gathered.sum(0).reshape(values.shape))
-
-
-def _encode(value: Any) -> bytes:
-    """Encode a value of plain types, paths and dataclasses of those as JSON."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, PurePath) else {f.name: getattr(value, f.name) for f in fields(value)}
-
-    return json.dumps(value, default=plain).encode()
 
 
 def _decode(data: bytes, kind: Any) -> Any:

@@ -15,8 +15,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args, get_origin
@@ -93,21 +95,14 @@ class _Loader(LimitedYaml):
 
 
 _Loader.yaml_implicit_resolvers = {
-    letter: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool")
-    ]
+    letter: [one for one in resolvers if not one[0].endswith((":timestamp", ":bool"))]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-_Dumper.yaml_implicit_resolvers = {
-    letter: _Loader.yaml_implicit_resolvers.get(letter, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(letter, [])
-    for letter in {**_Loader.yaml_implicit_resolvers, **yaml.SafeDumper.yaml_implicit_resolvers}
-}
+for _either in (_Loader, _Dumper):
+    _either.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 @dataclass
@@ -277,11 +272,10 @@ def _holds(annotation: Any, *kinds: type) -> bool:
 def _is_allowed(key: str, text: str) -> bool:
     draft = _Draft()
     draft.put(key, text, spelled=key)
-    try:
+    with suppress(ValidationError):
         TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
-    except ValidationError:
-        return False
-    return not draft.mistakes
+        return not draft.mistakes
+    return False
 
 
 def _ratio(one: str, other: str) -> float:
@@ -346,12 +340,8 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _more_values(queue: list[str]) -> list[str]:
     """Return the words after a repeatable flag's first value that are further values of it."""
-    found = []
-    for word in queue:
-        if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")):
-            break
-        found.append(word)
-    return found
+    others = (".yaml", ".yml")
+    return list(takewhile(lambda word: not (word.startswith("-") or "=" in word or word.endswith(others)), queue))
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:

@@ -114,7 +114,7 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
         hid = isinstance(error, NameError | AttributeError)
         if hid:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            hid = str(frame.f_globals.get("__name__")).partition(".")[0] != __package__  # raised by another package
+            hid = str(frame.f_globals.get("__name__")).partition(".")[0] != "offload_trainer"  # raised by others
         error = error.__context__ if hid else error.__cause__
     return error
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -44,32 +44,27 @@ class TimeToSave:
 
     def __init__(self, *, step: float | None, save: float) -> None:
         """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
-        self._planned_step = step
-        self.save = save
+        self._planned_step, self.save = step, save
         self._took = {"step": deque[float](maxlen=_LATEST), "validation": deque[float](maxlen=1)}
-        self._validates = False
-        self._phase: Literal["step", "validation", "save"] = "save"
+        self._left: tuple[str, ...] = ("save",)
         self._since = time.monotonic()
 
-    def begin(self, phase: Literal["step", "validation", "save"], *, validates: bool = False) -> None:
-        """Begin a step, which a validation follows if it `validates`, that validation, or the time to save it."""
+    def begin(self, *phases: str) -> None:
+        """Begin the first of the phases ("step", "validation", "save") that are left until the step is saved."""
         now = time.monotonic()
-        if self._phase != "save":
-            self._took[self._phase].append(now - self._since)
-        if phase == "step":
-            self._validates = validates
-        self._phase, self._since = phase, now
+        if (ended := self._left[0]) in self._took:
+            self._took[ended].append(now - self._since)
+        self._left, self._since = phases, now
 
     @property
     def seconds(self) -> float | None:
         """Return the estimate; None in a first step whose seconds the plan does not know."""
-        step = max(self._took["step"], default=self._planned_step)
-        if self._phase == "step" and step is None:
+        step, validation = (max(self._took[phase], default=None) for phase in ("step", "validation"))
+        known = {"step": step or self._planned_step, "validation": validation or 0.0, "save": self.save}
+        this, *later = (known[phase] for phase in self._left)
+        if this is None:
             return None
-        validation = max(self._took["validation"], default=0.0) if self._validates else 0.0
-        phases = {"step": step or 0.0, "validation": validation, "save": self.save}
-        this, *later = list(phases.values())[list(phases).index(self._phase) :]
-        return max(this - (time.monotonic() - self._since), 0.0) + sum(later)
+        return max(this - (time.monotonic() - self._since), 0.0) + sum(seconds or 0.0 for seconds in later)
 
 
 @dataclass
@@ -99,44 +94,36 @@ class Job:
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
-def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
+def train(
+    job: Job, asked: StopRequest, *, begins: TrainState | None = None, checkpoint: Path | None = None
+) -> TrainState:
     """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
-    `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
-    engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
-    weights are then those of the previous step.
+    `begins`: the state to start from, which the engine holds, unless it is in `checkpoint`, which must be verified
+    already. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the weights are then
+    those of the previous step.
     """
-    state, every = TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
-    if resume is not None:
-        checkpoint, state = resume
-        if checkpoint is not None:
-            job.engine.load(checkpoint)
-            job.checkpoints.saved = state.step
-            job.say(f"resumed from {checkpoint}, step {state.step}")
-    batches = job.train_rows.train_batches(
-        state.data_position,
-        micro_batch=job.train.micro_batch_size,
-        rank=job.engine.rank,
-        world=job.engine.world,
-    )
+    state, every = begins or TrainState(step=0, tokens=0, data_position=0), job.train.eval_every
+    if checkpoint is not None:
+        job.engine.load(checkpoint)
+        job.checkpoints.saved = state.step
+        job.say(f"resumed from {checkpoint}, step {state.step}")
+    batches = _batches(job, state.data_position)
     with job.checkpoints:
-        if resume is not None and resume[0] is None and state.step >= job.train.steps:
+        if checkpoint is None and state.step >= job.train.steps:
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
             _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
             try:
                 if state.step and state.step == job.unvalidated:
                     _evaluate(job, state.step)
-                    job.unvalidated = 0
                 last = state.step + 1 == job.train.steps
                 validates = last or (every > 0 and (state.step + 1) % every == 0)
-                job.to_save.begin("step", validates=validates)
+                job.to_save.begin(*(["step", "validation", "save"] if validates else ["step", "save"]))
                 state, job.unvalidated = _step(job, state, batches), 0
                 if validates:
-                    job.unvalidated = state.step
-                    job.to_save.begin("validation")
+                    job.to_save.begin("validation", "save")
                     _evaluate(job, state.step)
-                    job.unvalidated = 0
             except Exception as error:
                 if not fills_gpu(error):
                     raise
@@ -151,6 +138,11 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
     return state
+
+
+def _batches(job: Job, position: int) -> Iterator[Batch]:
+    size, engine = job.train.micro_batch_size, job.engine
+    return job.train_rows.train_batches(position, micro_batch=size, rank=engine.rank, world=engine.world)
 
 
 def _keep(job: Job, state: TrainState) -> None:
@@ -327,13 +319,10 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
     Drive traffic is counted between the ends of consecutive steps, so I/O that overlaps the next step counts there.
     """
-    train = job.train
-    rank, world = job.engine.rank, job.engine.world
-    batches = job.train_rows.train_batches(0, micro_batch=train.micro_batch_size, rank=rank, world=world)
-    counted = read_io()
+    batches, counted = _batches(job, 0), read_io()
     for number in range(steps):
         forget_peak_rss()
-        rate = learning_rate(number, job.optim, steps=train.steps)
+        rate = learning_rate(number, job.optim, steps=job.train.steps)
         _, result, seconds = _timed_step(job, batches, lr=rate)
         before, counted = counted, read_io()
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **memory_of_step(())}
@@ -353,12 +342,14 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
 def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
+    job.unvalidated = step
     total, targets = 0.0, []
     for batch in job.validation_rows.validation_batches(
         micro_batch=job.train.micro_batch_size, limit=job.train.eval_rows
     ):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
+    job.unvalidated = 0
     predicted = torch.cat(targets) if targets else torch.empty(0)
     if not predicted.numel() or not job.telemetry:
         return

@@ -1,9 +1,8 @@
-"""Format and parse bytes, seconds and counts for messages, and escape text. Everywhere else they are plain numbers.
+"""Format bytes, seconds and counts for messages, and escape text. Everywhere else they are plain numbers.
 
 Sizes are decimal (1 GB = 10**9 bytes), as for drives and bandwidths.
 """
 
-import re
 from shutil import get_terminal_size
 
 _STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -41,16 +40,6 @@ def shown(text: object) -> str:
 def is_utf8(text: str) -> bool:
     """Return False if `text` has lone surrogates, as from a file name whose bytes are not UTF-8."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size: ``parse_bytes('500MB') == 500_000_000``; binary units have an i (MiB). Return 0 if invalid."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if not found:
-        return 0
-    number, letter, binary = found.groups()
-    power = " kmgtp".index(letter.lower() or " ")
-    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def format_count(number: float) -> str:

@@ -32,7 +32,7 @@ from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, 
 
 from offload_trainer.config import SaveSection
 from offload_trainer.errors import UserError
-from offload_trainer.run.resume_point import newest_state
+from offload_trainer.run.resume import newest_state
 
 STEPS = 14
 WITHIN = 300.0  # seconds in which all processes must have ended

@@ -28,7 +28,6 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.allocation import Drives, EngineParts
 from offload_trainer.offloading.device import CpuDevice, CudaDevice, Device
 from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.ranks.cuts import Cuts
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
@@ -99,6 +98,8 @@ class TieredEngine:
             self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
             self.offloaded.loss_scale = LossScale.initial(work.dtype)
             stack.callback(self.offloaded.close)
+            self.synchronize, self.named_master_parameters = self.offloaded.synchronize, self.offloaded.masters
+            self.snapshot, self.load = self.offloaded.snapshot, self.offloaded.load
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
             if self._together > 1:  # sequence parallelism: neighbouring ranks share rows
@@ -211,9 +212,6 @@ class TieredEngine:
         if self._overlaps:
             clock.move(self.offloaded.update_progress.waited - before, from_=name, to="wait")
 
-    def synchronize(self) -> None:
-        self.offloaded.synchronize()
-
     def abandon_step(self) -> None:
         if self._updating:
             raise TrainerError("the update of the next step had begun")
@@ -264,17 +262,6 @@ class TieredEngine:
         first = self.rank * self._together
         losses = self._of_all([loss * piece.counted])[first : first + self._together]
         return sum(losses) / max(1, batch.counted)
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.offloaded.masters()
-
-    def snapshot(self) -> TieredSnapshot:
-        return self.offloaded.snapshot()
-
-    def load(self, directory: Path) -> None:
-        self.offloaded.load(directory)
 
     def commit(self, train: Mapping[str, int]) -> None:
         """Record the training loop's state with the page files, after each step (`ManifestWriter.commit`)."""

@@ -70,8 +70,8 @@ class Setup(Planned):
         return record_of(self, identity=identity, model=self.output / "model")
 
 
-def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
-    """Return the setup with `train.steps` computed from `train.epochs`, unless that is `auto`.
+def with_steps(setup: Setup, begins: TrainState | None, *, say: Callable[[str], None] = lambda line: None) -> Setup:
+    """Return the setup with `train.steps` computed from `train.epochs`, and say so, unless that is `auto`.
 
     The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
@@ -86,10 +86,8 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
     if mistakes := mistakes_of_length(setup.config.optim, steps=steps):
         raise UserError("; ".join(mistakes))
+    say(f"epochs: {train.epochs:g} of {rows} rows, {rows_of_step} rows a step: {steps} steps")
     return replace(setup, config=setup.config.with_keys("train", steps=steps, epochs="auto"))
-
-
-Build = Callable[..., Engine]  # same signature as `build_engine`
 
 
 def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
@@ -141,18 +139,14 @@ def build_job(
     stack: ExitStack,
     *,
     begins: TrainState | None,
-    build: Build = build_engine,
     instead: Sequence[ScratchDirectory] = (),
     resume: Callable[[Engine], None] = lambda engine: None,
 ) -> Job:
     """Lease directories on the drives, build the engine and return the Job. `stack` closes everything opened.
 
-    Args:
-        begins: state that the run resumes from; None at step 0.
-        build: builds the engine.
-        instead: existing directories of page files to use in place of new ones.
-        resume: loads those page files into the engine. It runs before records of later steps are removed from the
-            run's metrics, so that a failure leaves them.
+    `begins`: state that the run resumes from; None at step 0. `instead`: directories of page files to use in place of
+    new ones. `resume` loads these into the engine, before records of later steps are removed from the run's metrics, so
+    that a failure leaves them.
     """
     log = setup.log
     drives = setup.drives if setup.plan.uses_drives else []
@@ -162,7 +156,7 @@ def build_job(
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
     set_malloc_threshold(setup.plan.engine, row=setup.plan.work.seq_len)
-    engine = build(setup, swaps=swaps, load_weights=begins is None)
+    engine = build_engine(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
     return_now()  # DeepSpeed's flat weights leave holes as large as the model
     log.say(

@@ -42,9 +42,6 @@ _MOST = 10  # lines in a message
 _PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written
 
 
-# -- one rank ----------------------------------------------------------------------------------------------------------
-
-
 def refuse(planned: Planned) -> None:
     """Raise UserError for a plan that does not fit, or that cannot write or resume from the requested checkpoints."""
     config, plan = planned.config, planned.plan
@@ -99,9 +96,6 @@ def refuse_another(planned: Planned, checkpoint: Path | None) -> None:
         raise UserError(f"another run has ended in {planned.output} in the meantime: repeat the command")
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
-
-
 def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UserError if ranks differ in versions, configuration, or hardware that changes results in the last bits.
 
@@ -146,9 +140,6 @@ def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
         more = [f"  and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
         words = "\n".join(["the ranks of this run differ:", *lines[:_MOST], *more, fix])
         raise UserError(words) if place_here()[0] == 0 else PeerFailed(words, code=UserError.exit_code)
-
-
-# -- several nodes -----------------------------------------------------------------------------------------------------
 
 
 def refuse_node(planned: Planned, machine: MachineProfile) -> None:

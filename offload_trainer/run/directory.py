@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from offload_trainer.data.run_data import RunData
 from offload_trainer.data.tokenizer import save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, explain
 from offload_trainer.model.loader import save_model_config
+from offload_trainer.packages import version_of
 from offload_trainer.ranks import everybody
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
@@ -208,16 +208,11 @@ def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> 
 
 
 def environment() -> dict[str, Any]:
-    packages: dict[str, str | None] = {}
-    for name in ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
+    names = ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors")
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": packages,
+        "packages": {name: version_of(name) for name in names},
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "command": sys.argv,
     }

@@ -88,16 +88,15 @@ class _Ranks:
         failed: dict[int, int] = {}
         until, ask = math.inf, math.inf  # when the ranks that are left get SIGKILL and SIGTERM
         while self.living:
-            signal_info = signal.sigtimedwait(self.waited, _LOOK)
-            if signal_info and signal_info.si_signo not in self.waited:
-                signal_info = None  # Python leaves it uninitialised if the launcher is stopped beyond the timeout
-            if signal_info and signal_info.si_signo != signal.SIGCHLD:
-                self._send(signal_info.si_signo)
-            if signal_info and signal_info.si_signo in _STOPPING:
-                self.stopped = self.stopped or signal_info.si_signo
+            arrived = signal.sigtimedwait(self.waited, _LOOK)
+            number = arrived.si_signo if arrived else 0
+            # Python leaves the number uninitialised if the launcher is stopped beyond the timeout.
+            if number in self.waited - {signal.SIGCHLD}:
+                self._send(number)
+                if number in _STOPPING:
+                    self.stopped = self.stopped or number
             for rank, process in list(self.living.items()):
-                code = process.poll()
-                if code is not None:
+                if (code := process.poll()) is not None:
                     del self.living[rank]
                 if code:
                     failed[rank] = code
@@ -147,13 +146,10 @@ def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: in
             name = signal.Signals(code - 128).name
             print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
         return code
-    from offload_trainer.run.resume_point import resume_hint  # late: it imports torch
+    from offload_trainer.run.resume import resume_hint  # late: it imports torch
 
     print(f"offload-train: {why}; {resume_hint(words)}", file=sys.stderr)
     return code
-
-
-# -- in the ranks ------------------------------------------------------------------------------------------------------
 
 
 def has_launcher() -> bool:

@@ -88,7 +88,7 @@ def plan_run(
     perhaps with new rates, and model are used. `like`: the settings of a run that this one goes on from without a
     checkpoint.
     """
-    from offload_trainer.run.resume_point import earlier_run
+    from offload_trainer.run.resume import earlier_run
 
     before, from_pages = earlier_run(config.save)
     before = before or (like.model_dump(mode="json") if like else {})

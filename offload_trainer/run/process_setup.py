@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import STREAM, TrainConfig
 from offload_trainer.model.presets import local_directory
 from offload_trainer.run.launcher import end_without_launcher
 from offload_trainer.settings import load_config
@@ -73,12 +73,10 @@ def prepare_process(config: TrainConfig) -> int:
     if not any(os.environ.get(name) for name in _ALLOCATOR):
         # Expandable segments avoid fragmentation. torch before 2.9 reads the second name.
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
-    names = [config.model.name, config.data.tokenizer]
-    for path in (*config.data.path, *config.data.validation_path):
-        kind, _, name = path.partition(":")
-        if kind in ("hub", "stream") and not os.path.exists(os.path.expanduser(name)):
-            names.append(name)
-    if not any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in names):
+    paths = (*config.data.path, *config.data.validation_path)
+    named = [path.partition(":")[2] for path in paths if path.startswith(("hub:", STREAM))]
+    names = (config.model.name, config.data.tokenizer, *named)
+    if not any("/" in name and not os.path.exists(os.path.expanduser(name)) for name in names):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

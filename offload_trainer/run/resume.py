@@ -1,9 +1,9 @@
 """Choose what a run resumes from, in its locked directory: nothing, a checkpoint, or page files of a killed run.
 
     refuse_output ──> checkpoint ── finished? ── take_over ──> page files, if they are newer
+    newest_state ───> what the same command would resume from, for messages and plans
 
-A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
-directory on a drive that one run has locked for its page files.
+A lease is a directory on a drive that one run has locked for its page files.
 
     RUN/pages           paths of this run's leases, one per line (storage/scratch_dir)
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -36,10 +37,11 @@ from offload_trainer.checkpoint import (
     configuration_of,
     read_state,
 )
+from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import done_before
+from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.export import done_before, final_export
 from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
     Newest,
@@ -52,10 +54,10 @@ from offload_trainer.offloading.pages.manifest import (
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import from_rank_zero, nodes, place_here
-from offload_trainer.retention import complete_checkpoints, remove_leftovers
+from offload_trainer.retention import complete_checkpoints, find_resume, remove_leftovers, step_of
 from offload_trainer.run.build import Setup, with_steps
-from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
+from offload_trainer.settings import load_config
 from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
@@ -334,3 +336,72 @@ _WORDS = {
     "rule": "optim.name",
     "model": "the run directory has moved",
 }
+
+
+# -- what the same command would resume from ---------------------------------------------------------------------------
+
+_WITHOUT = "the same command without --resume resumes"
+STARTS_OVER = "nothing was saved yet: the same command starts from step 0"
+
+
+def with_resume_hint(message: str, words: Sequence[str]) -> str:
+    """Complete the phrase `errors.RERUN_HINT` in a message with the point that the command `words` resumes from."""
+    hint = resume_hint(words)
+    message = re.sub(f"{RERUN_HINT}(?! from)", lambda _: hint, message)
+    return message.replace(RERUN_HINT, _WITHOUT) if hint.startswith(_WITHOUT) else message
+
+
+def resume_hint(words: Sequence[str]) -> str:
+    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read.
+
+    A run that has saved newer checkpoints than its --resume names goes on from these only without it.
+    """
+    again = RERUN_HINT
+    try:
+        save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
+        begins = find_resume(save.resume, output=Path(save.output))
+        newest = max(map(step_of, complete_checkpoints(Path(save.output) / "checkpoints")), default=-1)
+        if save.resume != "auto" and newest > (step_of(begins) if begins else -1):
+            save, again = save.model_copy(update={"resume": "auto"}), _WITHOUT
+        saved, kept = newest_state(save)
+    except (OSError, ValueError, UserError):
+        return again
+    if kept:
+        return f"{again} from its page files, step {kept}"
+    if saved:
+        return f"{again} from the checkpoint {saved.name}"
+    return STARTS_OVER
+
+
+def earlier_run(save: SaveSection) -> tuple[Mapping[str, Mapping[str, Any]], bool]:
+    """Return the resolved configuration of the run that this one would resume from or has ended; empty for a new run.
+
+    Return also whether it would resume from page files. The configuration is empty, too, if it cannot be read; the
+    later check of the checkpoint or page files reports that error.
+    """
+    kept = 0
+    try:
+        saved, kept = newest_state(save)
+        left = scratch_dir.folders_in(Path(save.output) / scratch_dir.PAGES)[0] if kept else saved
+        if left:
+            return configuration_of(left), bool(kept)
+        ended = final_export(Path(save.output)) if save.resume == "auto" else None
+        return ended.run.config if ended else {}, False
+    except (OSError, ValueError, UserError):
+        return {}, bool(kept)
+
+
+def newest_state(save: SaveSection) -> tuple[Path | None, int]:
+    """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint.
+
+    Raises ValueError or UserError if a run could not start from the page files.
+    """
+    saved = find_resume(save.resume, output=Path(save.output))
+    folders = scratch_dir.folders_in(Path(save.output) / scratch_dir.PAGES) if save.resume == "auto" else []
+    manifest = read_description(folders[0]) if folders else None
+    if manifest is None:
+        return saved, 0
+    files_of(manifest)
+    newest = read_newest(manifest)
+    kept = 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]
+    return saved, kept if kept > (step_of(saved) if saved else 0) else 0

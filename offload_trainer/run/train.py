@@ -39,7 +39,7 @@ from offload_trainer.export import write_final
 from offload_trainer.machine.rate_cache import keep_free
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run import checks, machine_rates, resume
-from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
+from offload_trainer.run.build import Setup, build_job, with_steps
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
@@ -57,16 +57,11 @@ _MORE_FREE = 0.02  # least share of a GPU that stays free in addition after it w
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
-def train_run(
-    config: TrainConfig, *, instead: Callable[[Job], None] | None = None, build: Build = build_engine
-) -> None:
+def train_run(config: TrainConfig, *, instead: Callable[[Job], None] | None = None) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
-    Args:
-        config: the configuration; `auto` values are settled by the plan.
-        instead: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export
-            or report is written then.
-        build: builds the engine; benchmarks use it to run other engines.
+    `instead`: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export or
+    report is written then.
     """
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
@@ -86,15 +81,14 @@ def train_run(
     ranks.end_if_rank_vanishes(say=lambda line: write_now(f"{log.clear}offload-train: {line}"))
     with ExitStack() as stack:
         lock = hold(stack, Path(config.save.output), log, create=False)  # before anything in it is read
-        planned = _plan_together(config, nodes=nodes, log=log)
-        setup, checkpoint, finished = _set_up(config, planned, log)
+        setup, checkpoint, finished = _set_up(config, nodes=nodes, log=log)
         if ranks.from_rank_zero(lambda: lock < 0, bool):
             lock = hold(stack, setup.output, log, create=True)
             ranks.everybody().first(lambda: checks.refuse_another(setup, checkpoint))
         if finished and instead is None:
             resume.clear(setup)
             return
-        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead, build=build)
+        attempt = partial(_run_once, lock=lock, nodes=nodes, instead=instead)
         began = read_state(checkpoint).step if checkpoint else 0
         full = _full(partial(attempt, setup, checkpoint))
         if full and instead is not None:
@@ -173,7 +167,7 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
         )
     if world > 1:
         ranks.join()
-    if world > 1 and tiered:
+    if tiered:
         return ranks.nodes()
     if world > 1:
         from offload_trainer.engine.deepspeed import start_processes
@@ -182,41 +176,29 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
     return (range(world),)  # DeepSpeed handles several nodes itself; the plan sees one
 
 
-# -- probe, plan, check ------------------------------------------------------------------------------------------------
+def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[Setup, Path | None, bool]:
+    """Plan on rank 0 for every rank, refuse what cannot start, and prepare the data. Collective.
 
-
-def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
-    """Return rank 0's plan on every rank, with the drives of each node. Collective.
-
-    Raises UserError if the ranks differ, the plan must not start, or another node lacks memory or disk space for it.
+    Return the setup, the checkpoint to resume from, if any, and whether the run has finished already. Writes to the
+    token cache only. Raises UserError also if the ranks differ, or another node lacks memory or disk space.
     """
     alike = config.model_dump(mode="json", exclude={"placement": {"nvme"}})  # nodes may use other drives
     checks.refuse_other_programs(alike)
+    first = ranks.everybody().first
     here = ranks.rank_zero_first(partial(plan_run, config, nodes=len(nodes)))
     planned = shared_plan(here)
-    if not machine_rates.is_due(planned):
+    if not (lacks_rates := machine_rates.is_due(planned)):
         log.say(planned.plan.describe(steps=config.train.known_steps))
-    ranks.everybody().first(lambda: checks.refuse(planned))
-    if len(nodes) > 1:
-        mine = ranks.place_here()[0] in [its.start for its in nodes[1:]]
-        ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=mine)
-    return planned
-
-
-def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None, bool]:
-    """Refuse what cannot start and prepare the data; return the setup and the checkpoint to resume from, if any.
-
-    Return also whether the run has finished already. Collective. Writes to the token cache only.
-    """
-    ranks.everybody().first(lambda: checks.check_start(planned, say=lambda _: None))
+    first(lambda: checks.refuse(planned))
+    of_others = ranks.place_here()[0] in [its.start for its in nodes[1:]]  # the first rank of another node
+    ranks.everybody().some(lambda: checks.refuse_node(planned, here.machine), mine=of_others)
+    first(lambda: checks.check_start(planned, say=lambda _: None))
     checkpoint = ranks.from_rank_zero(lambda: checks.refuse_output(planned), Path | None)
-    if machine_rates.is_due(planned):  # measure the rates that the plan lacks, and plan again
-        before, found = planned, list[Planned]()
-        machine = machine_rates.rates_at_start(before, say=log.say)
-        ranks.everybody().first(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
-        planned = shared_plan(found[0] if found else before)
+    if lacks_rates:
+        measured = replace(planned, machine=machine_rates.rates_at_start(planned, say=log.say))
+        planned = shared_plan(ranks.rank_zero_first(partial(plan_run, config, again=measured)))
         log.say(planned.plan.describe(steps=config.train.known_steps))
-        ranks.everybody().first(lambda: checks.refuse(planned))
+        first(lambda: checks.refuse(planned))
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
@@ -244,9 +226,6 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     return list(dict.fromkeys((*data.tokens.paths, *data.held_out.paths)))
 
 
-# -- resume, build, train ----------------------------------------------------------------------------------------------
-
-
 def _run_once(
     setup: Setup,
     checkpoint: Path | None,
@@ -254,11 +233,10 @@ def _run_once(
     lock: int,
     nodes: Sequence[range],
     instead: Callable[[Job], None] | None,
-    build: Build,
     unvalidated: int = 0,
 ) -> None:
     """Resume if there is something to resume from, and train to the end, in the locked run directory."""
-    log, epochs = setup.log, setup.config.train.epochs
+    log = setup.log
     with ExitStack() as stack:
         if len(nodes) > 1:
             checks.refuse_unseen(setup.output, first=next(its.start for its in nodes if ranks.place_here()[0] in its))
@@ -266,25 +244,22 @@ def _run_once(
         files, places = resume.take_over(setup, stack, begins=begins) if instead is None else (None, ())
         if files is not None:
             checkpoint, begins = None, files.train
-        setup = with_steps(setup, begins)
-        if epochs != "auto":
-            rows, rows_of_step = len(setup.data.split.train), setup.plan.work.tokens // setup.plan.work.seq_len
-            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.config.train.steps} steps")
+        setup = with_steps(setup, begins, say=log.say)
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup, setup.data)
         resumes: dict[str, Any] = {"instead": places, "resume": files.resume} if files else {}
-        job = build_job(setup, stack, begins=begins, build=build, **resumes)
+        job = build_job(setup, stack, begins=begins, **resumes)
         if instead is not None:
             instead(job)
             return
         job.unvalidated = unvalidated
         resume.keep(setup, job)
-        _train_to_end(setup, job, resume_from=(checkpoint, begins) if begins else None)
+        _train_to_end(setup, job, begins=begins, checkpoint=checkpoint)
         resume.clear(setup)
 
 
-def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
+def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoint: Path | None) -> None:
     """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
@@ -294,12 +269,11 @@ def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, Tra
         if job.telemetry:
             job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
-            state = trainer.train(job, asked, resume=resume_from)
+            state = trainer.train(job, asked, begins=begins, checkpoint=checkpoint)
         except GpuFull as full:
             if asked.stop:
-                raise Interrupted(
-                    f"{full}, and the run was asked to stop; {RERUN_HINT}", signal_number=asked.stop
-                ) from full
+                message = f"{full}, and the run was asked to stop; {RERUN_HINT}"
+                raise Interrupted(message, code=128 + asked.stop) from full
             raise
         except Exception:
             if job.telemetry:
@@ -317,13 +291,15 @@ def _train_to_end(setup: Setup, job: Job, *, resume_from: tuple[Path | None, Tra
                     pass
         if job.telemetry and (rows := read_metrics(output / "metrics.jsonl", most=_MOST_ROWS)):
             job.telemetry.end()
-            _tell_ratios(setup, rows)
+            took, plan = median_phases(rows), setup.plan.forecast.in_line
+            ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
+            if ratios and len(steady(rows)) >= _TELLING:
+                log.say(f"took, times the plan's seconds: {', '.join(ratios)}")
         if asked.stop:
             ranks.wait_for_all()  # a rank that ended while others still write would end them too
             farewell = _farewell(state.step, steps, saved=saved, output=output)
-            stopped = Interrupted(farewell, signal_number=asked.stop)
             resume.drop(setup)
-            raise stopped if log.loud else PeerFailed(str(stopped), code=stopped.exit_code)
+            raise (Interrupted if log.loud else PeerFailed)(farewell, code=128 + asked.stop)
         export = ""
         if complete_checkpoints(output / "checkpoints"):
             words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
@@ -340,9 +316,6 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
         f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
     )
-
-
-# -- report ----------------------------------------------------------------------------------------------------------
 
 
 def _run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
@@ -388,10 +361,3 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
     if taken.keys() == forecast.keys() and len(known) == len(forecast):  # otherwise the ratio would mislead
         table += predicted_row("all phases, added", sum(known), sum(taken.values()), format_seconds)
     return table
-
-
-def _tell_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
-    took, plan = median_phases(rows), setup.plan.forecast.in_line
-    ratios = [f"{phase} {took[phase] / known:.2f}" for phase, known in plan.items() if known and phase in took]
-    if ratios and len(steady(rows)) >= _TELLING:
-        setup.log.say(f"took, times the plan's seconds: {', '.join(ratios)}")

@@ -181,7 +181,6 @@ def _keyword(found: re.Match[str]) -> str:
 
 
 Say = Callable[[str], None]
-Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def load(
@@ -306,17 +305,11 @@ def _joined(say: Say) -> Say:
 def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> Planned:
     """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
 
-    All ranks plan with what rank 0 measures, and raise UserError if their plans differ.
-
-    If rates are missing and worth their time (`machine_rates.is_due_in_session`), measure them first.
-
-    `source`: has the model's shape. `moves`: bytes of the model in this process, which are freed while the weights are
-    placed.
+    All ranks plan with what rank 0 measures, and raise UserError if their plans differ. `source` has the model's shape.
+    `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
     refuse_other_default()
-    several = place_here()[1] > 1
-    if several:
-        refuse_other_programs(config.model_dump(mode="json"))
+    refuse_other_programs(config.model_dump(mode="json"))
     machine = from_rank_zero(lambda: machine_here(config.placement), MachineProfile)
     planned = _plan_on(machine, config, source, moves=moves)
     if machine_rates.is_due_in_session(planned):
@@ -324,8 +317,7 @@ def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> P
     plan = planned.plan
     say(plan.describe())
     plan.refuse(force=planned.config.placement.force)
-    if several:
-        refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
+    refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
     return planned
 
 
@@ -428,11 +420,7 @@ def repeated_blocks(module: nn.Module) -> list[str]:
         alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
         inside = any(name.startswith(f"{block}.") for block in found)
         if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
-            found += [
-                f"{name}.{key}".lstrip(".")
-                for key, child in part.named_children()
-                if any(True for _ in child.parameters())
-            ]
+            found += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if [*child.parameters()]]
     return found
 
 
@@ -450,7 +438,7 @@ def _told(module: nn.Module, key: str) -> int | None:
 def _offloaded(
     model: nn.Module,
     parameters: dict[str, list[nn.Parameter]],
-    weights: Weights,
+    weights: Iterator[tuple[str, torch.Tensor, torch.Tensor]],
     parts: EngineParts,
     seed: int,
     stack: ExitStack,

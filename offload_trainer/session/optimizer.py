@@ -96,8 +96,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._session._clear()
 
-    # -- state_dict ---------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict before the first step, when there are no moments; raise UserError afterwards.
 
@@ -134,9 +132,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The caller must save and load them with the session's `save` and `resume`.
         """
         return patch.object(self, "_saved_apart", True)
-
-
-# -- resident parameters -----------------------------------------------------------------------------------------------
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -236,9 +231,6 @@ def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:
         size = format_bytes(sum(added.values()))
         raise UserError(f"with {size} for the other trained parameters this does not fit: {shortfalls}")
     return counted
-
-
-# -- saves -----------------------------------------------------------------------------------------------------------
 
 
 def layout_of(residents: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -73,8 +73,7 @@ def save(session: Session, directory: str | Path, *stateful: Stateful) -> None:
     final, group, optimizer = Path(directory).absolute(), everybody(), session.optimizer
     states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
     groups = [
-        _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
-        | {"params": names}
+        _plain({**group, "params": names}, "the optimizer's group")
         for group, names in zip(optimizer.param_groups, optimizer.names(), strict=True)
     ]
     state = json.dumps(asdict(_SessionState(groups, states, base=_base(session._offloaded))))
@@ -118,16 +117,14 @@ def export(session: Session, directory: str | Path, *, dtype: str = "bf16", merg
     if session.rank:
         return
     refuse_written(session._model_parameters)
-    change = merging(session.model) if merge else None
+    change: Change = merging(session.model) if merge else lambda _, weight: weight
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     offloaded, step = session._offloaded, steps_done(session)
     masters = offloaded.store.format.masters.name
     source = Source(
         shapes={name: offloaded.places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
-        weights=(lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()))
-        if change
-        else offloaded.masters,
+        weights=lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()),
         read=offloaded.master,
         model=session.configuration,
         description=f"a session after step {step}",
@@ -248,26 +245,22 @@ def _newest(directory: Path) -> Path | None:
     return None
 
 
-def merging(model: nn.Module) -> Change | None:
-    """Return a function that merges the active adapters of `model` into a weight; None if it has no adapters.
+def merging(model: nn.Module) -> Change:
+    """Return a function that merges the active adapters of `model`, if it has any, into a weight.
 
     The merge is done in the weight's dtype. Raises UserError for parameters that are neither offloaded nor part of an
     adapter that can be merged.
     """
     layers: dict[str, list[LoraLayer]] = {}
-    dtypes: dict[str, torch.dtype] = {}
     merged: set[nn.Parameter] = set()
-    found: list[LoraLayer] = []
     if "peft" in sys.modules:  # without an import of PEFT there are no adapters
         from peft.tuners.lora import LoraLayer
 
-        found = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for layer in found:
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if isinstance(weight, OffloadedParameter) and not any(getattr(layer, "lora_bias", {}).values()):
-            layers.setdefault(weight.weight, []).append(layer)
-            dtypes[weight.weight] = weight.dtype
-            merged |= set(layer.parameters())
+        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            if isinstance(weight, OffloadedParameter) and not any(getattr(layer, "lora_bias", {}).values()):
+                layers.setdefault(weight.weight, []).append(layer)
+                merged |= set(layer.parameters())
     left = [
         name
         for name, parameter in model.named_parameters()
@@ -282,17 +275,17 @@ def merging(model: nn.Module) -> Change | None:
     @torch.no_grad()
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         for layer in layers.get(name, ()):
-            weight = _merged(layer, weight.to(dtypes[name]))
+            weight = _merged(layer, weight)
         return weight
 
-    return change if layers else None
+    return change
 
 
 def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` after PEFT's merge, run on a copy of the layer whose base holds only that weight."""
     place = next(p.device for p in layer.parameters() if not isinstance(p, OffloadedParameter))
     base, one = copy.copy(layer.get_base_layer()), copy.copy(layer)
-    base._parameters = {"weight": nn.Parameter(weight.to(place), requires_grad=False)}
+    base._parameters = {"weight": nn.Parameter(weight.to(place, base.weight.dtype), requires_grad=False)}
     one._modules = {**layer._modules, "base_layer": base}
     one.merged_adapters = []
     one.merge()

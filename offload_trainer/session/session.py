@@ -363,10 +363,9 @@ class Session:
         parameters that cannot be merged.
         """
         self._refuse_closed()
-        change = saving.merging(self.model) if merge else None
+        change: saving.Change = saving.merging(self.model) if merge else lambda _, weight: weight
         for name in self._offloaded.parameters:
-            weight = self._offloaded.weight(name)
-            yield name, change(name, weight) if change else weight
+            yield name, change(name, self._offloaded.weight(name))
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a copy of one weight on the CPU, in the model's dtype."""

@@ -41,7 +41,7 @@ from plain_engine import PlainEngine
 
 from offload_trainer.cli import main
 from offload_trainer.optim import loss_scale
-from offload_trainer.run import train
+from offload_trainer.run import build
 
 if "LOSS_SCALE" in os.environ:
     loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
@@ -50,7 +50,7 @@ if os.environ.get("ENGINE") == "plain":
     def plain(setup: Any, *, swaps: Any, load_weights: bool) -> PlainEngine:
         return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
 
-    train.train_run.__kwdefaults__["build"] = plain
+    build.build_engine = plain
 PATIENCE = 300.0  # seconds
 
 
@@ -77,7 +77,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "setup": ("offload_trainer.run.train:Setup", lambda *_: True),  # planned, with its data
     "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
     "build": (f"{ENGINE}.__init__", lambda *_: True),
-    "load": (f"{ENGINE}.load", lambda *_: True),
+    "load": ("offload_trainer.offloading.model:OffloadedModel.load", lambda *_: True),
     "takeover": ("offload_trainer.offloading.model:OffloadedModel.resume_from_pages", lambda *_: True),
     "step": (f"{ENGINE}.train_step", lambda *_: True),
     "loss": ("offload_trainer.model.loss:CausalLoss.forward", lambda _, module, *__: module.training),

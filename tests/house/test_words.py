@@ -52,6 +52,14 @@ def test_configuration_words_keep_their_order() -> None:
     assert (given.machine, given.nodes, given.json, given.parallel) == ("h200", 2, True, False)
 
 
+def test_sizes_that_users_write() -> None:
+    for text, size in {"5GB": 5 * 10**9, "1.5 kB": 1500, "2GiB": 2 << 30, "77": 77}.items():
+        assert parse("export", ["run", "out", "--max-shard-size", text])[0].max_shard_size == size
+    for text in ("-3GB", "5XB", "0", "much"):
+        with pytest.raises(UserError, match="500MB or 5GB"):
+            parse("export", ["run", "out", f"--max-shard-size={text}"])
+
+
 def test_the_program_without_arguments_prints_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

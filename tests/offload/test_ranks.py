@@ -217,10 +217,10 @@ def test_a_message_of_another_size_is_not_received(monkeypatch: pytest.MonkeyPat
 
 def test_values_between_ranks_are_json() -> None:
     """A value without a JSON form is an error for its sender; a malformed message is an error for its receiver."""
-    told = ranks._encode({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
-    assert str(ranks._decode(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
-    with pytest.raises(TypeError):
-        ranks._encode(object())
+    told = ranks.to_json({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2), "path": Path("/a")})
+    assert str(ranks._decode(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2], 'path': '/a'}"
+    with pytest.raises(ValueError, match="object"):
+        ranks.to_json(object())
     for wrong in (b"cos\nsystem\n(S'true'\ntR.", b"[1, 2", b"\xff", b"[" * 100_000):
         with pytest.raises(TrainerError, match="cannot read"):
             ranks._decode(wrong, list)

@@ -24,7 +24,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
     [
         (TrainerError("a drive failed"), 1, "a drive failed"),
         (UserError("no such key"), 2, "no such key"),
-        (Interrupted("stopped after step 3", signal_number=15), 143, "stopped after step 3"),
+        (Interrupted("stopped after step 3", code=143), 143, "stopped after step 3"),
         (Stopped(1), 129, "stopped by SIGHUP, with nothing to save"),
         (Stopped(3, unsaved="stopped at once"), 131, "SIGQUIT: stopped at once; the same command resumes"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),

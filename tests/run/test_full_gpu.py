@@ -70,10 +70,11 @@ def run(
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder / "cache")
         gpu.bytes, gpu.fails = size, fails
         patch.setattr("offload_trainer.run.train._MORE_FREE", share)
+        patch.setattr("offload_trainer.run.build.build_engine", build)
         patch.setattr("offload_trainer.optim.cuda_adam.why_no_cuda_kernel", lambda place: None)
         patch.setattr("offload_trainer.engine.tiered._device_kernel", lambda *_, **__: QueuedKernel(gpu))
         with cached_counts():
-            train_run(load_config([*given, *words]), build=build)
+            train_run(load_config([*given, *words]))
         return gpu.allocations
 
 
@@ -161,7 +162,7 @@ def test_errors_of_a_full_gpu_are_recognised() -> None:
     assert fills_gpu(alone)
     assert fills_gpu(outer)
     assert not GpuFull(alone).missing
-    stopped = Interrupted("asked to stop", signal_number=15)
+    stopped = Interrupted("asked to stop", code=143)
     stopped.__cause__ = GpuFull(alone)
     assert not fills_gpu(stopped)
     for other in (MemoryError(), RuntimeError("CUDA error: an illegal memory access was encountered")):

@@ -165,7 +165,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
     def work() -> int:
         # Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
         launcher._GRACE = 0.5 if fault == "saves" else 4
-        sys.modules["offload_trainer.run.resume_point"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
+        sys.modules["offload_trainer.run.resume"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
         ranks = launcher._Ranks
         start, argv = ranks.start, [sys.executable, "-c", RANK, str(tmp_path), fault]
         ranks.start = lambda self, command, *, count: start(self, argv, count=count)

@@ -25,7 +25,7 @@ from offload_trainer.offloading.pages.manifest import read_description, read_new
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import resume
 from offload_trainer.run.planning import as_page_files
-from offload_trainer.run.resume_point import STARTS_OVER, earlier_run, resume_hint
+from offload_trainer.run.resume import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import dead_runs, folders_in, leased
 from offload_trainer.telemetry.report import RELOAD

@@ -101,23 +101,23 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     left = trainer.TimeToSave(step=None, save=4.0)
-    left.begin("step", validates=True)
+    left.begin("step", "validation", "save")
     assert left.seconds is None  # nobody knows the seconds of a first step
     now[0] = 10.0
-    left.begin("validation")
+    left.begin("validation", "save")
     now[0] = 13.0
     left.begin("save")
     assert left.seconds == 4.0
     now[0] = 15.0
     assert left.seconds == 2.0
-    left.begin("step", validates=True)
+    left.begin("step", "validation", "save")
     now[0] = 16.0
     assert left.seconds == 9 + 3 + 4
     left.save = 6.0
     now[0] = 26.0  # the step takes longer than the one before
     assert left.seconds == 0 + 3 + 6
     left.begin("save")
-    left.begin("step", validates=False)
+    left.begin("step", "save")
     assert left.seconds == 11 + 6  # the longest of the latest steps
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
@@ -62,13 +62,9 @@ def examine(config: TrainConfig) -> list[Check]:
 
 def report(checks: list[Check]) -> str:
     """Format the checks as text, failures last."""
-    order = {"ok": 0, "warning": 1, "failure": 2}
-    lines = []
-    for check in sorted(checks, key=lambda check: order[check.state]):
-        lines.append(f"{check.state:<8} {check.name}: {check.found}")
-        if check.fix:
-            lines.append(f"         fix: {check.fix}")
-    return "\n".join(lines)
+    ordered = sorted(checks, key=lambda check: get_args(State).index(check.state))
+    fixes = (f"\n         fix: {check.fix}" if check.fix else "" for check in ordered)
+    return "\n".join(f"{one.state:<8} {one.name}: {one.found}{fix}" for one, fix in zip(ordered, fixes, strict=True))
 
 
 def _torch() -> Check:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.locks import NoLocks
-from offload_trainer.storage.scratch_dir import PAGES, folders_in, protected
+from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.telemetry.report import Series, comparison_page, in_words, refuse_foreign, results
 
@@ -56,11 +56,9 @@ def runs_in(directory: Path) -> list[dict[str, Any]]:
 def _summary(directory: Path) -> dict[str, Any]:
     metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     checkpoints = complete_checkpoints(directory / "checkpoints")
-    try:
-        steps = read_yaml(directory / "config.yaml")["train"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        steps = None
-    steps = steps if isinstance(steps, int) else None
+    steps = None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        steps = as_kind(read_yaml(directory / "config.yaml")["train"]["steps"], Count)
     saved = step_of(checkpoints[-1]) if checkpoints else None
     return {
         "directory": str(directory),
@@ -74,17 +72,12 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
-    try:
-        with protected(directory):
-            pass
-    except BlockingIOError:
-        return "is running"
-    except (OSError, NoLocks):  # that is not known
-        pass
-    try:
+    with suppress(UserError):  # that is not known
+        if is_alive(directory):
+            return "is running"
+    has_page_files = False
+    with suppress(OSError, ValueError):  # resuming the run reports the error
         has_page_files = bool(folders_in(directory / PAGES))
-    except (OSError, ValueError):  # resuming the run reports the error
-        has_page_files = False
     if (saved is None or saved != steps) and has_page_files:
         return "resumes from its page files"  # a newer checkpoint takes precedence
     exported = (directory / "export").is_dir()

@@ -21,8 +21,8 @@ from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.plan import Plan
+from offload_trainer.run.process_setup import prepared
 from offload_trainer.safe_files import parsed
-from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
 
 _WARM = 2
@@ -137,11 +137,7 @@ def _child(words: list[str]) -> None:
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    from offload_trainer.run.process_setup import prepare_process
-
-    steps = int(words.pop(0))
-    config = load_config(words)
-    prepare_process(config)
+    steps, config = int(words.pop(0)), prepared(words)
     from offload_trainer.run.train import train_run
     from offload_trainer.trainer import timed_steps
 

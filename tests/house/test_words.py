@@ -18,7 +18,6 @@ from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export import model_card
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
@@ -62,13 +61,6 @@ def test_the_program_without_arguments_prints_help(
     assert printed.out.startswith("usage: offload-train [COMMAND]")
     assert "`offload-train train` trains" in printed.err
     assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
-
-
-@pytest.mark.parametrize(("name", "near"), [("h100", "8xh100-80gb"), ("v100-23gb", "v100-32gb"), ("tpu-v5p", None)])
-def test_an_unknown_machine(name: str, near: str | None) -> None:
-    with pytest.raises(UserError) as caught:
-        read_machine(name)
-    assert (f"did you mean {near}" in str(caught.value)) if near else ("did you mean" not in str(caught.value))
 
 
 def test_a_plan_without_a_gpu_mentions_none() -> None:

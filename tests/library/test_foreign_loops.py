@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from engine_bench import batches
+from engine_bench import assert_same, batches
 from session_loop import HOMES, Spare, loss_of
 from torch import nn
 
@@ -97,15 +97,16 @@ def test_a_second_clip_includes_parameters_outside_the_model(drive: Path) -> Non
 def test_a_norm_that_is_not_finite(drive: Path) -> None:
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw()
+        optimizer, before = session.adamw(), {name: master.clone() for name, master in session.named_masters()}
         backward(model, batches(1)[0])
         model.scale.grad[0] = torch.inf
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
         assert session.clip_grad_norm_(1.0).isnan()  # infinity times 0, which is NaN in torch too
-        with pytest.raises(ot.NonFiniteGradient):
+        with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
             optimizer.step()
+        assert_same(dict(session.named_masters()), before)
 
 
 # -- gradients through .grad -------------------------------------------------------------------------------------------

@@ -445,6 +445,9 @@ def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> Non
     kept = views[model][0]
     assert torch.equal(copy.deepcopy(kept), views[reference][0])
     assert repr(kept) == repr(views[reference][0])
+    assert kept.cpu().numpy().tobytes() == views[reference][0].numpy().tobytes()
+    with pytest.raises(ot.UserError, match="data_ptr of an offloaded tensor"):
+        kept.data_ptr()
     assert type(kept * 1) is torch.Tensor
 
 

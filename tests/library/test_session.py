@@ -47,7 +47,6 @@ import offload_trainer as ot
 from offload_trainer import checkpoint as saving
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export import export
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
@@ -401,29 +400,6 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> None:
-    torch.manual_seed(1)
-    model = Tower()
-    reference = copy.deepcopy(model)
-    data = batches(2)
-    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw(weight_decay=0.0)
-        before = {name: master.clone() for name, master in session.named_masters()}
-        (loss_of(model, data[0]) * float("nan")).backward()
-        with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
-            optimizer.step()
-        assert all(torch.equal(master, before[name]) for name, master in session.named_masters())
-        optimizer.zero_grad()
-        optimizer.step()  # without a gradient nothing happens, as in torch
-        loss_of(model, data[1]).backward()
-        optimizer.step()
-        after = dict(session.named_masters())
-    usual = torch.optim.AdamW(reference.parameters(), weight_decay=0.0, fused=True)
-    loss_of(reference, data[1]).backward()
-    usual.step()
-    assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
-
-
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
     torch.manual_seed(1)
     model, refused = Tower(), "set_default_dtype.*bfloat16.* set it to torch.float32"
@@ -605,33 +581,6 @@ def test_blocks_are_found_or_named() -> None:
 
 
 # -- ot.load ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
-    model = transformers_model(tmp_path)
-    model.save_pretrained(tmp_path / "model")
-    messages: list[str] = []
-    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=messages.append, **HOMES["on the drive"]) as session:
-        assert "tiered engine" in messages[0]
-        assert "weights" in messages[0]
-        optimizer = session.adamw(groups(session.model), lr=1e-2)
-        session.model.eval()
-        model.eval()
-        found = list(trained(session.model, optimizer, one_cycle(optimizer), loss_at, session=session))
-        expected, weights = in_memory(model)
-        assert found == expected
-        with torch.no_grad():
-            prompt = torch.arange(5)[None]
-            assert torch.equal(
-                session.model.generate(prompt, max_new_tokens=4, do_sample=False),
-                model.generate(prompt, max_new_tokens=4, do_sample=False),
-            )
-        session.save(tmp_path / "save")
-        session.export(tmp_path / "out", dtype="fp32")
-    export(tmp_path / "save", tmp_path / "of the command", dtype="fp32", check=True)
-    for place in (tmp_path / "out", tmp_path / "of the command"):
-        assert_same(dict(AutoModelForCausalLM.from_pretrained(place).named_parameters()), weights)
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytes
 
 def test_ranks_stay_on_the_nodes_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     def bound(*nodes: set[int], ranks: int) -> list[frozenset[int]]:
-        """Return the CPUs to which the ranks bind themselves."""
         found: list[frozenset[int]] = []
         monkeypatch.setattr(process_setup, "numa_nodes", lambda: [frozenset(node) for node in nodes])
         monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))

@@ -86,7 +86,6 @@ def told(*words: str) -> str:
 
 @pytest.mark.parametrize(("typed", "here"), LEADS.items())
 def test_other_trainers_words_are_translated(typed: str, here: str) -> None:
-    """Another trainer's option gives one error with the option to use here, which is valid."""
     message = told(*shlex.split(typed))
     assert message.startswith("1 mistake")
     assert here in message
@@ -211,7 +210,6 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_misspellings_are_suggested() -> None:
-    """No option of transformers and TRL is taken for a misspelling of a different option."""
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
 

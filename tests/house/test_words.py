@@ -73,7 +73,6 @@ def test_a_plan_without_a_gpu_mentions_none() -> None:
 
 
 def test_why_a_slower_plan_was_not_chosen() -> None:
-    """Two step times that round alike are not reported as different."""
     chosen, alike, slower = (Mock(fits=True, forecast=Mock(step=step)) for step in (1.7, 1.701, 1.72))
     assert "1.7 s, not 1.7 s" not in _why_not(alike, chosen)
     assert [("longer" in _why_not(plan, chosen)) for plan in (alike, slower)] == [False, True]
@@ -111,7 +110,6 @@ def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unusable page-file directory is reported by the probe, before any output is written."""
     here = tmp_path / "offload-trainer"
     here.touch()
     with pytest.raises(UserError, match="is a link or a file of yours"):

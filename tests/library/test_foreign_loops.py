@@ -183,7 +183,6 @@ def test_gradients_are_read_and_changed_as_in_torch(
 
 
 def test_a_gradient_of_an_earlier_step_cannot_be_read(drive: Path) -> None:
-    """A gradient of a finished step cannot be read; taking its address or setting its data is refused."""
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
         optimizer = session.adamw()
@@ -350,7 +349,6 @@ def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
 
 
 def test_sparse_gradients_are_refused(drive: Path) -> None:
-    """Sparse gradients of the model's parameters and of extra ones are refused."""
     model = nn.Sequential(nn.Embedding(16, 16, sparse=True), nn.Linear(16, 4))
     beside = nn.Embedding(16, 16, sparse=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:

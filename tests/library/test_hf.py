@@ -100,8 +100,6 @@ def test_killed_and_resumed(
     drive: Path,
     tmp_path: Path,
 ) -> None:
-    """A killed run resumes from the newest complete checkpoint, also with another placement."""
-
     def die() -> None:
         with loaded(folder, drive) as model:
             trainer = ours(model, tmp_path / "run")
@@ -239,7 +237,6 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
 
 @pytest.mark.slow
 def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Saving again keeps other files, and removes old shards and remains of a killed save."""
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     (tmp_path / "notes.txt").write_text("mine")
     with loaded(folder, drive) as model:
@@ -403,7 +400,6 @@ def test_pushes_hold_a_model_and_no_state(folder: Path, drive: Path, hub: Hub, t
     ("strategy", "place"), [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-2")]
 )
 def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
-    """Checkpoints with the session's state are not pushed; those without it are."""
     words = PUSHES | {"hub_strategy": strategy, "max_steps": 2}
     said = rf"hub_strategy='{strategy}': .*'every_save' or 'end'.*save_only_model=True"
     with loaded(folder, drive) as model:

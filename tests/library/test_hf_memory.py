@@ -50,7 +50,6 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("what", ["trainer", "loop"])
 def test_memory_is_at_most_the_plans(what: str, folder: Path) -> None:
-    """Peak memory is between 60 % and 100 % of the plan's."""
     found = measured(what, folder)
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
 

@@ -188,7 +188,6 @@ def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_trainer_with_a_collator_of_images(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
-    """Logs and weights are the stock Trainer's."""
     folder, data = models("Idefics3")
     rows = [{key: values[number] for key, values in batch.items()} for batch in data for number in range(ROWS)]
     words = {"train_dataset": rows, "eval_dataset": rows[:ROWS], "data_collator": default_collate}

@@ -296,7 +296,6 @@ def penalised(model: Any, step: int) -> torch.Tensor:
 
 
 def penalised_weights(model: Any, step: int) -> torch.Tensor:
-    """Return a penalty on the gradients of all weights."""
     gradients = torch.autograd.grad(square(model, step), list(model.parameters()), create_graph=True)
     return sum(((gradient**2).sum() for gradient in gradients), start=torch.tensor(0.0))
 
@@ -405,7 +404,6 @@ def test_a_module_with_parametrizations_trains_as_in_plain_torch(home: str, tmp_
 
 @every_home
 def test_an_unforeseen_write_stops_the_step(home: str, tmp_path: Path) -> None:
-    """A write through an older view is detected at the step, and resuming a save restores the weight."""
     model = net()
     view, before = model.blocks[1][0].weight.detach(), model.blocks[1][0].weight.detach().clone()
     with offload(model, home, tmp_path) as session:

@@ -237,7 +237,6 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str, tmp_path: Path, drive: Path) -> None:
-    """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     assert in_a_fork(partial(killed, moment, tmp_path, drive)) == -signal.SIGKILL
     model = tower(tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))
@@ -258,7 +257,6 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
 
 @pytest.mark.slow
 def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
-    """Resuming within a step discards prefetched state and gradients of the interrupted step."""
     model = tower(tmp_path)
     data = batches(4)
     with ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"]) as session:
@@ -284,8 +282,6 @@ def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
 def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
     home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each step `named_weights` and `named_masters` give every new weight once, and keep none of them."""
-
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
         seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()
@@ -335,8 +331,6 @@ class Checkpointed(Tower):
 
 @pytest.mark.slow
 def test_checkpointed_parts_of_several_blocks(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputing several blocks with dropout is right if their weights fit together, and refused otherwise."""
-
     def step(model: nn.Module, around: Any, clip: Callable[[float], Any]) -> tuple[float, float]:
         torch.manual_seed(7)
         with around():

@@ -37,7 +37,6 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
 
 @pytest.mark.parametrize("architecture", NOISY)
 def test_each_micro_batch_draws_other_numbers(architecture: str, folder: Path) -> None:
-    """The same rows have another loss under another seed."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     rows = batches(1)[0]
     with engine(model, "--engine", "plain") as reference:

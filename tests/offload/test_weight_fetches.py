@@ -72,8 +72,6 @@ def fetch(kind: str, folder: Path, programs: Sequence[Sequence[int]], fails: boo
 
 
 def break_transfers() -> None:
-    """Let all reads and gathers of this rank fail."""
-
     def read(*_: Any) -> Future:
         future = Future()
         future.finish_part(TrainerError("the drive is gone"))

@@ -62,7 +62,6 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
 
 
 def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path, drive: Path, tmp_path: Path) -> None:
-    """A model whose whole blocks do not fit runs with fetches by module, which the plan chooses without an argument."""
     shape = {"hidden_size": 1024, "intermediate_size": 24576, "num_attention_heads": 8, "max_position_embeddings": 1024}
     words = [*TWO_STEPS, *model_of(tmp_path, **shape), "--seq-len", "128", "--nvme", drive, "--ram-fraction", "0"]
     words += ["placement.gradients=nvme", "tiered.overlap=off", "tiered.page_size=1048576"]

@@ -24,7 +24,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def position(run: Run) -> int:
-    """Return the number of rows visited by the newest checkpoint."""
     newest = sorted((run.output / "checkpoints").glob("step-*"))[-1]
     return json.loads((newest / "state.json").read_text())["data_position"]
 

@@ -64,8 +64,6 @@ def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed write names its file, although the system's error lacks it."""
-
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -239,7 +239,6 @@ def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) ->
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
-    """Write the files of a run that the list reads."""
     made = folder / name
     made.mkdir(parents=True)
     (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")

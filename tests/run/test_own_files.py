@@ -33,7 +33,6 @@ from offload_trainer.telemetry.sinks import JsonLines
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Lock a run directory; yield the lock."""
     with ExitStack() as stack:
         yield hold(stack, folder, Log(loud=False), create=True)
 

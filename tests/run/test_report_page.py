@@ -81,7 +81,6 @@ def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) ->
 
 
 def full_step(step: int) -> StepRecord:
-    """Return a step of a run that uses every tier."""
     memory = {"ram": 123 * 10**9, "gpu": 31 * 10**9, "drives": 987 * 10**9}
     row = a_step(step, memory=memory, nvme_written_bytes=10**9, device_peak_bytes=33 * 10**9, tokens=10**6 * step)
     return replace(row, loss=11.2 - step / 2000, phases={**row.phases, "wait": 0.4})
@@ -112,7 +111,6 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def small_page(rows: Sequence[StepRecord], **changes: Any) -> str:
-    """Return a page with nothing but these steps."""
     content = {"title": "a run", "evaluations": [], "predicted": [], "progress": (10_000, None)}
     return report_page(**{**content, "rows": rows, **changes})  # type: ignore[arg-type]
 
@@ -205,7 +203,6 @@ def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, li
 
 
 def facts_of(page: str) -> dict[str, str]:
-    """Return the figures at the top of a page."""
     return dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
 
@@ -314,7 +311,6 @@ def test_runs_have_different_lines_and_their_names_below(runs: int) -> None:
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
-    """Write the files of a gpt2-xl run."""
     machine = read_machine("h200")
     wished = load_config(["--model", "gpt2-xl", *words])
     plan = make_plan(wished, SHAPES["gpt2-xl"], machine)

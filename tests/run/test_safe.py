@@ -31,7 +31,6 @@ class Bomb:
 
 
 def test_no_pickle_is_loaded(tmp_path: Path) -> None:
-    """Weights that exist only as a pickle are refused, and a pickle next to safetensors is ignored."""
     ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
     torch.save({"model.norm.weight": Bomb(tmp_path / "exploded")}, tmp_path / "pytorch_model.bin")
     section = ModelSection(name=str(tmp_path), attention="eager")

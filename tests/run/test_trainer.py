@@ -19,14 +19,10 @@ from offload_trainer.telemetry.meters import IoCount
 
 
 class Unsaved(nullcontext):
-    """Checkpoints of a run that saves none."""
-
     ended = False
 
 
 def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a job whose steps only count."""
-
     monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     return SimpleNamespace(
@@ -44,7 +40,6 @@ def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal that arrives while ranks exchange requests after a step is handled after the next one."""
     asked, agreed, saved = StopRequest(), [], []
 
     def slowly(said: Any) -> Any:

@@ -31,7 +31,6 @@ def test_the_newest_record_is_read_and_the_next_follows_it(tmp_path: Path) -> No
 
 
 def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
-    """A record torn at any byte, or with any byte changed, gives the one before it."""
     path, old, new = tmp_path / "record", b"the step before", b"the step now"
     written(path, b"long ago", old).close()
     before = path.read_bytes()

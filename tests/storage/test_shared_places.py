@@ -204,7 +204,6 @@ def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "directory"])
 def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
-    """The user's own file at that name is reported by the plan, before anything is written."""
     THINGS[thing](tmp_path / "offload-trainer")
     for ask in (dead_runs, lambda drive: leased(drive).__enter__()):
         with pytest.raises(

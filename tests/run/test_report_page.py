@@ -90,15 +90,6 @@ def test_no_text_is_cut_or_on_another() -> None:
     page = page_of([full_step(step) for step in range(9_990, 12_345, 5)], place="/mnt/a-drive/" + "directory" * 9)
     assert faults(page) == []
     assert len(re.findall("<svg", page)) == 4
-    for broken, told in (
-        ('<svg viewBox="0 0 640 20"></svg>', "empty chart"),
-        ('<svg viewBox="0 0 640 40"><rect /><text x="630" y="20">far out</text></svg>', "12: far out is cut"),
-        (
-            '<svg viewBox="0 0 640 40"><rect /><text x="9" y="20">a</text><text x="9" y="30">b</text></svg>',
-            "20: a on b",
-        ),
-    ):
-        assert told in faults(page + broken)
 
 
 def elements(page: str) -> list[Element]:

@@ -574,9 +574,6 @@ def test_blocks_are_found_or_named() -> None:
         assert sorted(units) == names
 
 
-# -- ot.load ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     here = api.machine_here(PlacementSection())

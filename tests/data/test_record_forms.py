@@ -4,8 +4,6 @@ The forms are those that the three projects document (LLaMA-Factory `data/README
 TRL "Dataset formats and types"), as of 2026.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

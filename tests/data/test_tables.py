@@ -1,7 +1,5 @@
 """Tests of lines, compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets: all give what lines give."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -2,8 +2,6 @@
 steps whose micro-batches count different numbers of targets, and the lock of a killed build.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of export: weights saved by transformers, imported and exported, are the same bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib

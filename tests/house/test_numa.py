@@ -1,7 +1,5 @@
 """Tests of NUMA: the CPUs of each node, and the nodes of each rank."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A terminal is told before torch and transformers are loaded, which takes seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

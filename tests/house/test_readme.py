@@ -6,8 +6,6 @@ It parses the others with today's keys. They need a model, a run or a checkpoint
 drive, and other tests run their like.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

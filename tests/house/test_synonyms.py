@@ -1,7 +1,5 @@
 """Tests of other trainers' option names: each leads to the name used here, and no suggestion has another meaning."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Tests of the program's text: help of every command, messages for the machine, and no control codes from files."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

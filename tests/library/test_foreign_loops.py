@@ -1,7 +1,5 @@
 """Tests of loops written for plain models: their use of gradients and the optimizer gives torch's results."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tests of transformers' Trainer over an offloaded model: results have the stock Trainer's bits, with each switch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

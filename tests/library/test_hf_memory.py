@@ -1,7 +1,5 @@
 """Tests of the memory plan: a Trainer, and adapters in a loop, hold no more than planned, also in a cgroup."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

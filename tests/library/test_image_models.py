@@ -1,7 +1,5 @@
 """Tests of image-text models in the library: a loop with images has the bits of plain torch, wherever weights are."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests that every torch operation on an offloaded parameter gives plain torch's bits or is refused."""
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import inspect

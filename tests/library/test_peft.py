@@ -1,7 +1,5 @@
 """Tests of PEFT's adapters over an offloaded base, in a loop and in a Trainer: results have plain PEFT's bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache, partial

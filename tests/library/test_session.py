@@ -1,7 +1,5 @@
 """Tests of the library: a plain PyTorch loop over an offloaded model gives torch.optim.AdamW's results."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests of TRL's trainers over an offloaded model, compared with the stock ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that a run keeps all that a chat model's directory defines about its tokenizer and end-of-text tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

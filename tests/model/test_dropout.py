@@ -1,7 +1,5 @@
 """Tests that dropout and router noise depend only on the run's seed and on the rows' position."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

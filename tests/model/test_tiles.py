@@ -1,7 +1,5 @@
 """Tests of MLPs that run on a piece of the row at a time: which modules can, and that results match transformers."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

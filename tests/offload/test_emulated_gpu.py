@@ -2,8 +2,6 @@
 plain torch does, and it finds what fails on CUDA.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from contextlib import nullcontext

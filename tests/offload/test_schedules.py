@@ -7,8 +7,6 @@ first block until every possible page is updated, so that the outcome does not d
 not pause them.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

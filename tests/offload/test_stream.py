@@ -2,8 +2,6 @@
 needed, and bytes match the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

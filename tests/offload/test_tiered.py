@@ -3,8 +3,6 @@
 `test_pairs.py` compares the bits of all placements.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 every rank gets the right bits, whatever it needs next.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import partial

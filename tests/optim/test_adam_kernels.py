@@ -4,8 +4,6 @@ moments and all kinds of values, however a unit is cut, or a reason why they are
 Without a GPU, Triton's interpreter runs its function on the CPU; with one, the same tests run on it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -1,7 +1,5 @@
 """Tests of masters in 16 bits and moments in 16 and 8: bitsandbytes' format, and unbiased rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace

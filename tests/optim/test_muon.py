@@ -1,7 +1,5 @@
 """Tests of Muon: the bits of torch.optim.Muon and AdamW for every placement, after resumes and in sessions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

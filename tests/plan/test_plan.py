@@ -4,8 +4,6 @@ screen, which a person reads before a run starts.
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

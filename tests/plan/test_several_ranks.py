@@ -2,8 +2,6 @@
 weights reach several GPUs, and the ways to divide a step.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 it; and that a unit too large for the device is refused, and named with its size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests under a cgroup's memory limit: runs that the plan allows succeed, and others are refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of whole runs on conversations: trained tokens, reports, and a killed run that resumes with the same bits."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of saving on a failing disk: one message, no remains, and older checkpoints intact."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of a run's end: signals in each phase, with and without readers of its output; runs without checkpoints."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from pathlib import Path

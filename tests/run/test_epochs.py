@@ -1,7 +1,5 @@
 """Tests of `--epochs N`: its number of steps, equality with `--steps`, and resumed runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of how errors are reported: one line unless it is a bug, with the file concerned, also in log.txt."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ After each, the newest checkpoint is complete, and the same command ends with th
 moments of an undisturbed run, bit for bit.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable, Iterator

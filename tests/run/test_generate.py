@@ -1,7 +1,5 @@
 """Tests of `sample`, `chat` and `runs`: text matches transformers' module, and the list of runs is right."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

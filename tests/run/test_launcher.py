@@ -3,8 +3,6 @@
 Ranks that differ are refused before anything is written, with the difference named.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Tests of user errors: each gives one message with a remedy and exit code 2, and writes nothing."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import struct

@@ -3,8 +3,6 @@
 They have the bits of one rank, also after a kill and a resume.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

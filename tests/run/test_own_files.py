@@ -1,7 +1,5 @@
 """Tests of what a start finds: user files in a run's or report's place, pipes, links, and another start."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

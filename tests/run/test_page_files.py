@@ -1,7 +1,5 @@
 """Tests of resuming from page files after a kill: the bits are those of an undisturbed run, without a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

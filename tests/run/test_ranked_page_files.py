@@ -3,8 +3,6 @@
 No bit depends on the rank that is killed, or on the moment.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

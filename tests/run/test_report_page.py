@@ -1,7 +1,5 @@
 """Tests of report.html, which follows a run, and of `offload-train report`: no text is cut or overlaps another."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

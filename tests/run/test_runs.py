@@ -1,7 +1,5 @@
 """Tests of whole runs of the command: equal engines and placements, kills, signals, ranks, refusals, export."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests of safe defaults: no pickles, no model code, no network, the user's umask, no paths outside a directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Tests of the file for Slurm, with stand-ins for Slurm's programs; test_ends.py has runs that are told to stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tests of signals and of standard streams that are gone, without a run; test_ends.py has whole runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource

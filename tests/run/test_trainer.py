@@ -1,7 +1,5 @@
 """Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of invalid values: no weight or moment with NaN, infinity or a wrong sign is saved, exported or trained."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of safetensors files written in parts by one writer or several: their tensors, and the sums of the whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import zlib

@@ -1,7 +1,5 @@
 """Tests of records that are replaced atomically: if one is torn, the one before it is read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

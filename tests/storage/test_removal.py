@@ -3,8 +3,6 @@
 `test_every_removal_is_known` walks the code. A table here lists every removal, rename and replacement of a file.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Locks are tested on the local filesystem, and on simulated network filesystems (`FILESYSTEMS`).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Tests of the folder for a GPU machine without network: it has all dependencies, and its versions are pinned."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Tests of the GPU suite: both calls are rehearsed without a GPU, measure what they name, and report failures."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of the prebuilt CPU kernels: a start uses the one that fits and has torch's bits, and says why it does not."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

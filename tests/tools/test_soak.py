@@ -1,7 +1,5 @@
 """Tests of the scripts in soak/: short runs of them, and planted faults that they must find."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hf_trainers import Ours, arguments, loaded, told, weights
 from image_models import PATCHES, ROWS, Batch, image_model, opened
 from sample_chats import chat_tokenizer
 from session_loop import ACCUMULATE, by_torch, one_cycle, trained
+from tiny_models import tiny_config
 from torch.utils.data import default_collate
 from transformers import (
     AutoConfig,
@@ -41,9 +41,6 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.run.planning import model_of
 from offload_trainer.settings import load_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from tiny_models import tiny_config
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),

@@ -14,31 +14,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_suite
+import peers
 import pytest
 import torch
+import worker
 from commands import environment
+from gpu_stages import speed
+from gpu_stages.stage import Record, Stage
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker import OUT_OF_TIME, Failure, Worker
+
+from offload_trainer.config import ModelSection
+from offload_trainer.data.rows import Batch
+from offload_trainer.errors import UserError
+from offload_trainer.model.loader import ModelSource, resolve_model
+from offload_trainer.model.loss import CausalLoss
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.settings import load_config
+from offload_trainer.telemetry.meters import PhaseClock
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-sys.path[:0] = [str(SCRIPTS), str(ROOT / "benchmarks")]
-
-import gpu_suite  # noqa: E402
-import peers  # noqa: E402
-import worker  # noqa: E402
-from gpu_stages import speed  # noqa: E402
-from gpu_stages.stage import Record, Stage  # noqa: E402
-from worker import OUT_OF_TIME, Failure, Worker  # noqa: E402
-
-from offload_trainer.config import ModelSection  # noqa: E402
-from offload_trainer.data.rows import Batch  # noqa: E402
-from offload_trainer.errors import UserError  # noqa: E402
-from offload_trainer.model.loader import ModelSource, resolve_model  # noqa: E402
-from offload_trainer.model.loss import CausalLoss  # noqa: E402
-from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
-from offload_trainer.settings import load_config  # noqa: E402
-from offload_trainer.telemetry.meters import PhaseClock  # noqa: E402
-
 TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
 
 

@@ -7,19 +7,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import damage
 import pytest
 import torch
 from commands import environment
+from damage import KINDS, Violation, made, search
+from runs import Difference, compare
 from safetensors.torch import save_file
 
+from offload_trainer.offloading.pages.store import PageCopies
+
 SOAK = Path(__file__).resolve().parents[2] / "soak"
-sys.path.insert(0, str(SOAK))
-
-import damage  # noqa: E402
-from damage import KINDS, Violation, made, search  # noqa: E402
-from runs import Difference, compare  # noqa: E402
-
-from offload_trainer.offloading.pages.store import PageCopies  # noqa: E402
 
 # -- kill and resume ---------------------------------------------------------------------------------------------------
 

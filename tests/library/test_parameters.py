@@ -442,8 +442,6 @@ def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> Non
     assert torch.equal(copy.deepcopy(kept), views[reference][0])
     assert repr(kept) == repr(views[reference][0])
     assert kept.cpu().numpy().tobytes() == views[reference][0].numpy().tobytes()
-    with pytest.raises(ot.UserError, match="data_ptr of an offloaded tensor"):
-        kept.data_ptr()
     assert type(kept * 1) is torch.Tensor
 
 
@@ -486,6 +484,8 @@ def test_one_operation_uses_parameters_of_two_sessions(offloaded: Offloaded, tmp
                 assert torch.equal(parameter.grad, expected.grad)
         with pytest.raises(ot.UserError, match="write"):
             other.scale.copy_(model.scale)
+        with pytest.raises(ot.UserError, match="data_ptr of an offloaded tensor"):
+            other.head.weight.data.data_ptr()
 
 
 @pytest.mark.parametrize("loss_of", [penalised, penalised_weights])

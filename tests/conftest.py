@@ -1,7 +1,5 @@
 """Fixtures, and the choice of tests: those of a quick run unless --all is given."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of conversations: token ids, the tokens that are trained on, compared with transformers, and their rows."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

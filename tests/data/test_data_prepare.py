@@ -1,7 +1,5 @@
 """Tests of token files, ours and others': they hold the tokenizer's ids, and a torn or foreign file is never used."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of rows and mixtures: epochs have each row or exact shares, batches the right rows; resuming is exact."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of data sources: the files that a path or a data set of the hub means, and those that are refused by name."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

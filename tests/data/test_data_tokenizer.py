@@ -1,7 +1,5 @@
 """Tests of tokenizers: the built-in one encodes any text, and bits per byte are of the bytes of the evaluated rows."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ The forms are those that the three projects document (LLaMA-Factory `data/README
 TRL "Dataset formats and types"), as of 2026.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -160,15 +158,12 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         untrained("'prompt' and 'completions' and 'labels'"),
     ),
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
-    "trl conversational language modeling": ({"messages": turns("a", "A")}, row("a", "A")),
     "trl prompt-completion": ({"prompt": "The sky", "completion": " is blue."}, "The sky« is blue.<end>»"),
     "trl conversational prompt-completion": (
         {"prompt": turns("a", "A", "b"), "completion": turns("", "B")[1:]},
         "<user>a<end><assistant>A<end>" + row("b", "B"),
     ),
     "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
-    "trl unpaired preference": ({"prompt": "a", "completion": "b", "label": False}, untrained("'label'")),
-    "trl prompt-only": ({"prompt": turns("a")}, untrained("'prompt' without an answer")),
     "trl chat_template_kwargs": (
         {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
         "'chat_template_kwargs' is not read",

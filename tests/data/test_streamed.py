@@ -1,7 +1,5 @@
 """Tests of streamed data sets: their ids are those of the prepared token file, and a killed run resumes bit for bit."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of lines, compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets: all give what lines give."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -155,29 +153,23 @@ def test_an_array_gives_what_it_holds(
         ("a.csv", 'text\na\n"b" c\n', r"a\.csv, line 3: cannot be read as CSV: ',' expected after '\"'"),
         ("a.tsv", 'text\n"a\n', r"a\.tsv, line 2: cannot be read as CSV: unexpected end of data"),
         ("a.csv", "text,x,text\na,b,c\n", r"line 2: not one field for each of the 3 names in the first row: text, x"),
-        ("a.csv", "text,x,text\na,b,c,d\n", r"line 2: not one field for each of the 3 names in the first row: text, x"),
         ("a.csv", "text\na\n\udcff\n", r"a\.csv, line 3: not UTF-8"),
         ("a.csv", "text;x\na;1\n", r"line 2: no field 'text'; there are: text;x"),
         ("a.csv", 'messages\n"[{""role"": ""user""}]"\n', r"line 2: 'messages' holds a string, .*CSV has strings only"),
-        ("a.csv", "text\n", "it contains no text"),
         ("a.jsonl.gz", '{"text": "a"}\n{"text": 1}\n', r"a\.jsonl\.gz, line 2: field 'text' holds a number"),
         ("a.parquet", "Once upon a time there was no table.", r"a\.parquet cannot be read as parquet: "),
         ("a.arrow", "Once upon a time there was no table.", r"a\.arrow cannot be read as arrow: "),
-        ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json, record 2: field 'text' holds a number"),
+        ("a.json", '[{"text": "a"}, {"text": 1}]', r"record 2: field 'text' holds a number, where a string"),
         ("a.json", '[{"text": "a"}, {"text": "b', r"a\.json, record 2: not JSON \(Unterminated string"),
         ("a.json", '[{"text": "a"}', r"a\.json, record 2: not JSON \(Expecting value"),
         ("a.json", '[{"text": "a"}, "b"]', r"record 2: a string, where an object is needed"),
         ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', r"the array has ended, and more text follows"),
         ("a.json", '{\n "text": "a"\n}', r"a\.json, line 1: not JSON"),
         ("a.json", '[{"text": "a", "x": ' + "7" * 5000 + "}]", r"record 1: JSON that cannot be read"),
-        ("a.json", "[]", "it contains no text"),
-        ("a.txt", "", "it contains no text"),
         ("a.jsonl", '{"text": ""}\n\n', "it contains no text"),
         ("a.txt", "a line of text\n" * 40 + "and \udce2\udc82", r"a\.txt, line 41: not UTF-8: its byte 0xe2"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": "cut', r"a\.jsonl, line 3: not JSON"),
         ("a.jsonl", '{"Text": "a", "id": 1}', r"no field 'text'; there are: Text, id\. Set data\.text_field=Text"),
-        ("a.jsonl", '{"text": 5}', "line 1: field 'text' holds a number, where a string"),
-        ("a.jsonl", '["text"]', "line 1: a list, where an object"),
         ("a.jsonl", '{"text": "\udcff"}', "line 1: not UTF-8"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: .*surrogate"),
         (

@@ -2,8 +2,6 @@
 steps whose micro-batches count different numbers of targets, and the lock of a killed build.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +65,6 @@ def leave_out_last_block(folder: Path, words: list[str], late: bool) -> str:
 @pytest.mark.ops
 @pytest.mark.parametrize("words", [["--params", "gpu", "--optimizer", "cpu"], LATE])
 def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(words: list[str], tmp_path: Path) -> None:
-    """A bf16 run starts from an fp32 directory; its last block is then left out of one of two micro-batches."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if words == LATE else {}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
     more = [*words, "--accumulate", "2", "model.activation_checkpointing=off"]

@@ -1,7 +1,5 @@
 """Test of what a GPU needs to repeat its bits."""
 
-from __future__ import annotations
-
 import os
 from unittest.mock import MagicMock
 

@@ -2,8 +2,6 @@
 is exact.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -113,7 +111,6 @@ def test_a_run_resumes_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) 
 
 
 def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
-    """Two ranks that share rows give the metrics, evaluations and masters of one rank."""
     words = [*TINY, "--steps", "4", "--dtype", "fp32", "train.eval_every=2", "--lr", "1e-3"]
     words += ["model.overrides.resid_pdrop=0.0", "model.overrides.embd_pdrop=0.0", "model.overrides.attn_pdrop=0.0"]
     messages = []

@@ -1,7 +1,5 @@
 """Tests of export: weights saved by transformers, imported and exported, are the same bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib
@@ -206,7 +204,6 @@ def test_an_export_keeps_the_keys_of_the_configuration_that_it_began_from(tmp_pa
 
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check finds a changed value, and names missing and converted weights; no export remains."""
     write = exports._write_shards
 
     def wrong(weights: Any, place: Path, *, all_there: bool, **rest: Any) -> None:
@@ -289,7 +286,6 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
 def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a kill during writing, the record of the new weights does not apply to an earlier run's weights."""
     record: Any = SimpleNamespace(identity={}, run={"config": {}})
 
     def written(source: Any, destination: Path, **_: Any) -> None:

@@ -1,7 +1,5 @@
 """Test that transformers 4 and llama.cpp compute exports as the installed transformers does."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

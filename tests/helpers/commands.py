@@ -1,7 +1,5 @@
 """Run the real command in a separate process, or in an equivalent fork (fork_server.py), and read its run directory."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 A count depends on the model's configuration, dtype and trained weights, which are its key, and on the program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Create what dead runs leave on a drive."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Build engines in this process on small models with fixed batches, for tests that compare engines bit for bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

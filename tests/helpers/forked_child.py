@@ -1,7 +1,5 @@
 """Run test code in a forked child, for events a process survives only once: being killed, losing its terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

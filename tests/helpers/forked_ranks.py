@@ -9,8 +9,6 @@ python forked_ranks.py FOLDER                 be one of the ranks, and call what
 `work` is a function of a module of tests, and what it gets and returns is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Run commands in a new virtual environment without this repository, with the libraries of this interpreter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

@@ -8,8 +8,6 @@ WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains 
 of anonymous memory, sampled every few milliseconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Make small image-text models with random weights, and batches with images for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Copies to and from the device are those of the real CUDA device on simulated streams (`emulated_gpu.py`).
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

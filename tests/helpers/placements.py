@@ -1,7 +1,5 @@
 """Placements of weights, gradients and state, schedules of the update, and what tests of them share."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ On a CPU the tiered engine gives the same bits. On a GPU the results are close b
 CUDA rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ directory. Both run in transformers 4.57 and 5. The third prints one of what `lo
 (file, size of the vocabulary, prompts of ids) of a JSON list.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

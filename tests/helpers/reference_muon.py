@@ -1,7 +1,5 @@
 """Muon for the matrices of blocks and AdamW for all other weights, by torch's own optimizers, as a reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -18,8 +18,6 @@ lose~pipe, lose~terminal     stdout and stderr have no reader any more
 nan                          the call's result is multiplied by NaN
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import itertools

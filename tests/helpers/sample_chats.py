@@ -1,7 +1,5 @@
 """Sample conversations and a tokenizer with a chat template, for tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sample machines, configurations and model shapes for tests of the planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from offload_trainer.config import TrainConfig

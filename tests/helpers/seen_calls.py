@@ -1,7 +1,5 @@
 """Note the calls of a function, or act before each of them. `replace` is setattr, or that of a MonkeyPatch."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Train in a user's loop, over a model in memory or over an offloaded one, with PEFT's adapters or without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build small transformers models of many architectures, with random weights, for tests."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

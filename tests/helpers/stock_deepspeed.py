@@ -4,8 +4,6 @@ train_stock(folder, words, ranks=2)      train on `ranks` ranks in forks; FOLDER
 planned_bytes(folder, words, ranks=2)    return the collectives' bytes according to the plan
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import partial

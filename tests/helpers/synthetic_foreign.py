@@ -5,8 +5,6 @@ write_trainer(folder, state)     transformers' Trainer
 write_fsdp(folder, state)        the same with FSDP2, through accelerate
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

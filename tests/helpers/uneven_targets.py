@@ -1,7 +1,5 @@
 """Train with micro-batches that count different numbers of targets, on transformers with torch alone as a reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Build update ranges of pages for tests of the optimizer kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Tests that every key of docs/config.md is used: runs read it, or a named test elsewhere sets it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

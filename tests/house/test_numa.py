@@ -1,7 +1,5 @@
 """Tests of NUMA: the CPUs of each node, and the nodes of each rank."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,7 +21,6 @@ def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytes
 
 def test_ranks_stay_on_the_nodes_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     def bound(*nodes: set[int], ranks: int) -> list[frozenset[int]]:
-        """Return the CPUs to which the ranks bind themselves."""
         found: list[frozenset[int]] = []
         monkeypatch.setattr(process_setup, "numa_nodes", lambda: [frozenset(node) for node in nodes])
         monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))

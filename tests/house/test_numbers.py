@@ -1,7 +1,5 @@
 """Tests of the numbers of a run's records against an independent count."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -3,8 +3,6 @@
 A terminal is told before torch and transformers are loaded, which takes seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -80,7 +78,6 @@ def run_without(names: set[str], *words: object, stderr: int = subprocess.PIPE) 
 
 @pytest.mark.slow
 def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> None:
-    """Training, export and doctor work without any optional package."""
     words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--steps", 1, "--output", tmp_path / "out"]
     done = run_without(LIBRARIES, *words)
     assert done.returncode == 0, done.stderr
@@ -159,7 +156,6 @@ def test_a_terminal_is_told_before_torch_is_loaded(words: list[str]) -> None:
 
 
 def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An outdated package is reported, such as transformers 4, which lacks `core_model_loading`."""
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
     assert too_old("transformers") == "4.57.6"
     assert too_old("torch") is None

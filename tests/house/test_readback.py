@@ -1,7 +1,5 @@
 """Tests of JSON that is read back: it is typed and limited, and anything else is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

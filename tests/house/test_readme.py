@@ -6,8 +6,6 @@ It parses the others with today's keys. They need a model, a run or a checkpoint
 drive, and other tests run their like.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -95,7 +93,6 @@ def test_scripts() -> None:
 
 @pytest.mark.parametrize("command", sorted(command for command in COMMANDS if verb(command) not in ("ls", "runs")))
 def test_commands(command: str) -> None:
-    """The words of a command are known to its parser, and the others are a valid configuration."""
     words = shlex.split(command)[1:]
     if words == ["--help"]:
         return
@@ -174,7 +171,6 @@ def test_quoted_messages_are_printed() -> None:
 
 
 def test_each_test_file_holds_a_promise() -> None:
-    """tests/README.md, the table of promises, names every test file and no other."""
     named = set(re.findall(r"`([a-z]+/test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
     assert named == {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
 

@@ -322,9 +322,8 @@ def test_answers_without_torch(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_documentation_of_keys_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documentation_of_keys_is_current() -> None:
     """docs/config.md is the output of scripts/write_config_docs.py."""
-    monkeypatch.syspath_prepend("scripts")
     from write_config_docs import page
 
     assert Path("docs/config.md").read_text() == page()

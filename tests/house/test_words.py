@@ -1,7 +1,5 @@
 """Tests of the program's text: help of every command, messages for the machine, and no control codes from files."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
@@ -18,7 +16,6 @@ from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export import model_card
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
@@ -72,13 +69,6 @@ def test_the_program_without_arguments_prints_help(
     assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
 
 
-@pytest.mark.parametrize(("name", "near"), [("h100", "8xh100-80gb"), ("v100-23gb", "v100-32gb"), ("tpu-v5p", None)])
-def test_an_unknown_machine(name: str, near: str | None) -> None:
-    with pytest.raises(UserError) as caught:
-        read_machine(name)
-    assert (f"did you mean {near}" in str(caught.value)) if near else ("did you mean" not in str(caught.value))
-
-
 def test_a_plan_without_a_gpu_mentions_none() -> None:
     told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe(full=True)
     assert "gpu" not in told.lower().replace("note: no gpu here", "")
@@ -89,7 +79,6 @@ def test_a_plan_without_a_gpu_mentions_none() -> None:
 
 
 def test_why_a_slower_plan_was_not_chosen() -> None:
-    """Two step times that round alike are not reported as different."""
     chosen, alike, slower = (Mock(fits=True, forecast=Mock(step=step)) for step in (1.7, 1.701, 1.72))
     assert "1.7 s, not 1.7 s" not in _why_not(alike, chosen)
     assert [("longer" in _why_not(plan, chosen)) for plan in (alike, slower)] == [False, True]
@@ -127,7 +116,6 @@ def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unusable page-file directory is reported by the probe, before any output is written."""
     here = tmp_path / "offload-trainer"
     here.touch()
     with pytest.raises(UserError, match="is a link or a file of yours"):

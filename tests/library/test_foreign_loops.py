@@ -1,7 +1,5 @@
 """Tests of loops written for plain models: their use of gradients and the optimizer gives torch's results."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from engine_bench import batches
+from engine_bench import assert_same, batches
 from session_loop import HOMES, Spare, loss_of
 from torch import nn
 
@@ -97,15 +95,16 @@ def test_a_second_clip_includes_parameters_outside_the_model(drive: Path) -> Non
 def test_a_norm_that_is_not_finite(drive: Path) -> None:
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw()
+        optimizer, before = session.adamw(), {name: master.clone() for name, master in session.named_masters()}
         backward(model, batches(1)[0])
         model.scale.grad[0] = torch.inf
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
         assert session.clip_grad_norm_(1.0).isnan()  # infinity times 0, which is NaN in torch too
-        with pytest.raises(ot.NonFiniteGradient):
+        with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
             optimizer.step()
+        assert_same(dict(session.named_masters()), before)
 
 
 # -- gradients through .grad -------------------------------------------------------------------------------------------
@@ -182,7 +181,6 @@ def test_gradients_are_read_and_changed_as_in_torch(
 
 
 def test_a_gradient_of_an_earlier_step_cannot_be_read(drive: Path) -> None:
-    """A gradient of a finished step cannot be read; taking its address or setting its data is refused."""
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
         optimizer = session.adamw()
@@ -349,7 +347,6 @@ def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
 
 
 def test_sparse_gradients_are_refused(drive: Path) -> None:
-    """Sparse gradients of the model's parameters and of extra ones are refused."""
     model = nn.Sequential(nn.Embedding(16, 16, sparse=True), nn.Linear(16, 4))
     beside = nn.Embedding(16, 16, sparse=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:

@@ -1,7 +1,5 @@
 """Tests of transformers' Trainer over an offloaded model: results have the stock Trainer's bits, with each switch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -100,8 +98,6 @@ def test_killed_and_resumed(
     drive: Path,
     tmp_path: Path,
 ) -> None:
-    """A killed run resumes from the newest complete checkpoint, also with another placement."""
-
     def die() -> None:
         with loaded(folder, drive) as model:
             trainer = ours(model, tmp_path / "run")
@@ -238,26 +234,7 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
-    with loaded(folder, drive) as model:
-        found = model.state_dict()
-        expected = weights(folder)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
-            assert found[name].cpu().numpy().tobytes() == tensor.numpy().tobytes()
-            assert torch.equal(found[name], tensor)
-            assert found[name].is_contiguous()
-        with pytest.raises(UserError, match=r"data_ptr of an offloaded tensor"):
-            found["model.layers.0.mlp.up_proj.weight"].data_ptr()
-        torch.save(found, tmp_path / "whole.pt")
-    assert_same(torch.load(tmp_path / "whole.pt"), expected)
-
-
-@pytest.mark.slow
 def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Saving again keeps other files, and removes old shards and remains of a killed save."""
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     (tmp_path / "notes.txt").write_text("mine")
     with loaded(folder, drive) as model:
@@ -421,7 +398,6 @@ def test_pushes_hold_a_model_and_no_state(folder: Path, drive: Path, hub: Hub, t
     ("strategy", "place"), [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-2")]
 )
 def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
-    """Checkpoints with the session's state are not pushed; those without it are."""
     words = PUSHES | {"hub_strategy": strategy, "max_steps": 2}
     said = rf"hub_strategy='{strategy}': .*'every_save' or 'end'.*save_only_model=True"
     with loaded(folder, drive) as model:

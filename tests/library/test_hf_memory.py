@@ -1,7 +1,5 @@
 """Tests of the memory plan: a Trainer, and adapters in a loop, hold no more than planned, also in a cgroup."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -50,7 +48,6 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("what", ["trainer", "loop"])
 def test_memory_is_at_most_the_plans(what: str, folder: Path) -> None:
-    """Peak memory is between 60 % and 100 % of the plan's."""
     found = measured(what, folder)
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
 

@@ -1,10 +1,7 @@
 """Tests of image-text models in the library: a loop with images has the bits of plain torch, wherever weights are."""
 
-from __future__ import annotations
-
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from hf_trainers import Ours, arguments, loaded, told, weights
 from image_models import PATCHES, ROWS, Batch, image_model, opened
 from sample_chats import chat_tokenizer
 from session_loop import ACCUMULATE, by_torch, one_cycle, trained
+from tiny_models import tiny_config
 from torch.utils.data import default_collate
 from transformers import (
     AutoConfig,
@@ -43,9 +41,6 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.run.planning import model_of
 from offload_trainer.settings import load_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from tiny_models import tiny_config
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
@@ -188,7 +183,6 @@ def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_trainer_with_a_collator_of_images(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
-    """Logs and weights are the stock Trainer's."""
     folder, data = models("Idefics3")
     rows = [{key: values[number] for key, values in batch.items()} for batch in data for number in range(ROWS)]
     words = {"train_dataset": rows, "eval_dataset": rows[:ROWS], "data_collator": default_collate}

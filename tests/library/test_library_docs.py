@@ -2,8 +2,6 @@
 integrations.md, the notebook, and the recipes that are scripts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Tests of PEFT's adapters over an offloaded base, in a loop and in a Trainer: results have plain PEFT's bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache, partial
@@ -44,7 +42,6 @@ def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_norms(model: PeftModel) -> PeftModel:
-    """Make the base model's norms trainable too."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.requires_grad_(True)
@@ -301,7 +298,6 @@ def short(trainer_of: Any, model: Any, output: Path, **changes: Any) -> Trainer:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVED)
 def test_other_adapters_are_trained_saved_and_resumed(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Each adapter kind trains, saves and resumes like the stock one; biases of the base resume with the session."""
     biases = kind == "bias"
     folder = model_folder(tmp_path / "biases", attention_bias=True) if biases else folder
     keys = {"freeze": [r"^(?!.*bias)"] if biases else FROZEN}
@@ -373,8 +369,6 @@ def test_adapters_that_change_or_copy_the_base_are_refused(
 
 
 class WithValue(nn.Module):
-    """A custom head on an offloaded model."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -386,7 +380,6 @@ class WithValue(nn.Module):
 
 @pytest.mark.slow
 def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A head outside the offloaded model trains and resumes with torch's bits."""
     inputs = rows(1)[0]["input_ids"][None]
     words = {"lr": 1e-2, "weight_decay": 0.1}
 

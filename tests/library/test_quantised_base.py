@@ -2,8 +2,6 @@
 trains adapters over it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

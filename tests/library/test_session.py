@@ -1,7 +1,5 @@
 """Tests of the library: a plain PyTorch loop over an offloaded model gives torch.optim.AdamW's results."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil
@@ -47,7 +45,6 @@ import offload_trainer as ot
 from offload_trainer import checkpoint as saving
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export import export
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
@@ -238,7 +235,6 @@ def killed(moment: str, folder: Path, drive: Path) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str, tmp_path: Path, drive: Path) -> None:
-    """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     assert in_a_fork(partial(killed, moment, tmp_path, drive)) == -signal.SIGKILL
     model = tower(tmp_path)
     expected, weights = in_memory(copy.deepcopy(model))
@@ -259,7 +255,6 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
 
 @pytest.mark.slow
 def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
-    """Resuming within a step discards prefetched state and gradients of the interrupted step."""
     model = tower(tmp_path)
     data = batches(4)
     with ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"]) as session:
@@ -285,8 +280,6 @@ def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
 def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
     home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each step `named_weights` and `named_masters` give every new weight once, and keep none of them."""
-
     def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
         seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()
@@ -336,8 +329,6 @@ class Checkpointed(Tower):
 
 @pytest.mark.slow
 def test_checkpointed_parts_of_several_blocks(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputing several blocks with dropout is right if their weights fit together, and refused otherwise."""
-
     def step(model: nn.Module, around: Any, clip: Callable[[float], Any]) -> tuple[float, float]:
         torch.manual_seed(7)
         with around():
@@ -399,29 +390,6 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> None:
-    torch.manual_seed(1)
-    model = Tower()
-    reference = copy.deepcopy(model)
-    data = batches(2)
-    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
-        optimizer = session.adamw(weight_decay=0.0)
-        before = {name: master.clone() for name, master in session.named_masters()}
-        (loss_of(model, data[0]) * float("nan")).backward()
-        with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
-            optimizer.step()
-        assert all(torch.equal(master, before[name]) for name, master in session.named_masters())
-        optimizer.zero_grad()
-        optimizer.step()  # without a gradient nothing happens, as in torch
-        loss_of(model, data[1]).backward()
-        optimizer.step()
-        after = dict(session.named_masters())
-    usual = torch.optim.AdamW(reference.parameters(), weight_decay=0.0, fused=True)
-    loss_of(reference, data[1]).backward()
-    usual.step()
-    assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
 
 
 def test_another_default_dtype_is_refused_before_it_rounds_an_update(drive: Path) -> None:
@@ -602,36 +570,6 @@ def test_blocks_are_found_or_named() -> None:
     for blocks, names in ((None, [f"floors.{number}" for number in range(4)]), (["floors.1"], ["floors.1"])):
         units = {weight.unit for weight in api.shape_of(Tower(), blocks=blocks).weights if weight.block}
         assert sorted(units) == names
-
-
-# -- ot.load ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
-    model = transformers_model(tmp_path)
-    model.save_pretrained(tmp_path / "model")
-    messages: list[str] = []
-    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=messages.append, **HOMES["on the drive"]) as session:
-        assert "tiered engine" in messages[0]
-        assert "weights" in messages[0]
-        optimizer = session.adamw(groups(session.model), lr=1e-2)
-        session.model.eval()
-        model.eval()
-        found = list(trained(session.model, optimizer, one_cycle(optimizer), loss_at, session=session))
-        expected, weights = in_memory(model)
-        assert found == expected
-        with torch.no_grad():
-            prompt = torch.arange(5)[None]
-            assert torch.equal(
-                session.model.generate(prompt, max_new_tokens=4, do_sample=False),
-                model.generate(prompt, max_new_tokens=4, do_sample=False),
-            )
-        session.save(tmp_path / "save")
-        session.export(tmp_path / "out", dtype="fp32")
-    export(tmp_path / "save", tmp_path / "of the command", dtype="fp32", check=True)
-    for place in (tmp_path / "out", tmp_path / "of the command"):
-        assert_same(dict(AutoModelForCausalLM.from_pretrained(place).named_parameters()), weights)
 
 
 @pytest.mark.slow

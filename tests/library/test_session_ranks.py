@@ -3,8 +3,6 @@
 torchrun starts the ranks, which run this file: test_session_ranks.py FOLDER OUTPUT DRIVE. The model is in FOLDER.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

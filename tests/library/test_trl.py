@@ -1,7 +1,5 @@
 """Tests of TRL's trainers over an offloaded model, compared with the stock ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 
 def distinct(completions: list[Any], **_: Any) -> list[float]:
-    """Reward completions of many distinct characters."""
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
@@ -118,7 +115,6 @@ def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path,
 
 @pytest.mark.usefixtures("nothing_is_small")
 def test_reward_model(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """A reward model that was offloaded from memory matches the stock trainer, resumes, and loads in transformers."""
     torch.manual_seed(2)
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")

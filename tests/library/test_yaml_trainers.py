@@ -1,7 +1,5 @@
 """Tests that the YAMLs of docs/integrations.md train as the projects that they are for do, in pinned versions."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of grouped heads on GPUs whose fast kernels lack them: keys are repeated only there, with the same results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

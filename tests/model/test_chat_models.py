@@ -1,7 +1,5 @@
 """Tests that a run keeps all that a chat model's directory defines about its tokenizer and end-of-text tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -153,7 +151,6 @@ def test_a_tokenizer_that_transformers_would_rewrite_is_kept_unchanged(tmp_path:
 
 
 def test_random_weights_end_where_their_tokenizer_does(given: Path, tmp_path: Path) -> None:
-    """A model that is trained from scratch keeps no generation settings of the original."""
     kept = through_a_run(given, tmp_path / "run", scratch=True)
     generation = json.loads((kept / "generation_config.json").read_text())
     assert generation["eos_token_id"] == TURN

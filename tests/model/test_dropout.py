@@ -1,7 +1,5 @@
 """Tests that dropout and router noise depend only on the run's seed and on the rows' position."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,6 @@ def test_dropout_is_the_same_in_every_placement(architecture: str, folder: Path,
 
 @pytest.mark.parametrize("architecture", NOISY)
 def test_each_micro_batch_draws_other_numbers(architecture: str, folder: Path) -> None:
-    """The same rows have another loss under another seed."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     rows = batches(1)[0]
     with engine(model, "--engine", "plain") as reference:

@@ -2,8 +2,6 @@
 registers them in. The models are tiny ones of transformers' causal architectures.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from math import isnan

@@ -1,7 +1,5 @@
 """Tests of model loading and loss: transformers' weights block by block, and its loss without whole logits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 which architectures can split rows among ranks.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

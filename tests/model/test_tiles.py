@@ -1,7 +1,5 @@
 """Tests of MLPs that run on a piece of the row at a time: which modules can, and that results match transformers."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -40,9 +38,6 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> None:
-    """Loss and gradients match untiled transformers, with and without checkpointing; the pieces do not
-    divide the rows.
-    """
     model = model_of(name)
     found, again = tileable(model)
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
@@ -133,8 +128,6 @@ def test_the_backward_draws_the_dropout_of_the_forward() -> None:
 
 
 class Looks(LlamaMLP):
-    """An MLP that also reads the previous token."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 0.1 * nn.functional.pad(x, (0, 0, 1, -1)))
 
@@ -149,8 +142,6 @@ class Capacity(LlamaMLP):
 
 
 class Draws(LlamaMLP):
-    """An MLP that adds random noise."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + torch.randn_like(x))
 

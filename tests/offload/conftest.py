@@ -1,7 +1,5 @@
 """Fixtures of tests of the update's schedules."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 `test_pairs.py` compares results.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from pathlib import Path

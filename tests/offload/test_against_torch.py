@@ -2,8 +2,6 @@
 loss that is one mean over all counted targets of a step's micro-batches.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 once a pass, and what cannot run so is named.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

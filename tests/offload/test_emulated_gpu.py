@@ -2,12 +2,9 @@
 plain torch does, and it finds what fails on CUDA.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,37 +213,6 @@ def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         assert not into.any()
         arrival.wait()
         assert bool((into == 3.0).all())
-        device.close()
-
-
-def test_a_staging_buffer_is_reused_only_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third read into two staging buffers starts only after the first copy, on another thread than the requesting
-    one.
-    """
-    with queued(monkeypatch, haste=0.0) as cuda:
-        device = cuda.device(staging_bytes=4096, stagings=2)
-        inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]
-        stagings: list[torch.Tensor] = []
-        begun = [threading.Event() for _ in range(4)]
-
-        def source(number: int, staging: torch.Tensor) -> Future:
-            assert len(stagings) == number
-            if number >= 2:  # the staging buffer's previous content has been copied
-                assert bool((inside[number - 2] == number - 2 + 1.0).all())
-            stagings.append(staging)
-            begun[number].set()
-            return reads[number]
-
-        arrivals = [device.fetch(partial(source, n), into, after=device.mark()) for n, into in enumerate(inside)]
-        assert len(stagings) == 2
-        for number, read in enumerate(reads):
-            assert begun[number].wait(300)
-            stagings[number].fill_(number + 1.0)
-            read.finish_part()
-        for number, arrival in enumerate(arrivals):
-            arrival.wait()
-            assert bool((inside[number] == number + 1.0).all())
-        assert stagings[0].data_ptr() == stagings[2].data_ptr() != stagings[1].data_ptr() == stagings[3].data_ptr()
         device.close()
 
 

@@ -1,7 +1,5 @@
 """Tests of gradients in transit: which threads wait, memory bounds, and norms. test_tiered.py tests the results."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

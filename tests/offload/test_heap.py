@@ -1,7 +1,5 @@
 """Tests that freed host memory returns to the system between blocks, or is kept for reuse up to a limit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that NaN in a gradient never reaches the master weights, for any engine and placement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ simulated streams. On a GPU they are its own.
 Pages are updated slowly, and every step of an update during the backward is speculative, also after clipped ones.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from itertools import combinations, count, product

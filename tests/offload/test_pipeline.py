@@ -1,7 +1,5 @@
 """Tests of ranks that compute one model together (parallel.pipeline): they have the bits of one rank."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Test that the bytes ranks exchange and move on drives match the plan exactly."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

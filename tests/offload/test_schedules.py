@@ -7,8 +7,6 @@ first block until every possible page is updated, so that the outcome does not d
 not pause them.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -164,7 +162,6 @@ def test_a_snapshot_is_of_its_step(case: str, build: Build, tmp_path: Path, monk
 
 
 def test_a_weight_that_is_read_without_a_hook_is_nan(build: Build) -> None:
-    """Right after a step the updated weights are NaN; after a wait none are."""
     held = threading.Event()
     with build("all in RAM", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
         run_before(patch.setattr, Updater, "_update_all", lambda *_: held.wait())
@@ -209,7 +206,6 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(build: Build, monke
 
 @pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive"])
 def test_evaluation_masters_and_weights_wait_for_the_update(home: str, build: Build) -> None:
-    """Between any two steps they see the state after the step."""
     found = []
     looks = {
         "loss": lambda ours, batch: ours.eval_loss(batch),

@@ -2,8 +2,6 @@
 not at all.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

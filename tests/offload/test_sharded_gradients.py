@@ -2,8 +2,6 @@
 whatever order they arrived, and a unit is ready only after all of them have updated it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

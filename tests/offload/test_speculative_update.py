@@ -5,8 +5,6 @@ possible page is updated, so that the outcome does not depend on timing. Tests w
 it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

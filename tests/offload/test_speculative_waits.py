@@ -3,8 +3,6 @@
 Writes are delayed, and a transfer of the same bytes in the meantime reveals the missing wait.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tests of prefetching weights: each transfer starts before its unit is needed, and bytes match the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 `test_pairs.py` compares the bits of all placements.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -250,7 +248,6 @@ def change(file: Path, at: int) -> None:
 
 @pytest.mark.parametrize("words", [["tiered.state_copies=2"], ["optim.moment_dtype=8bit"]])
 def test_a_changed_page_of_state_is_always_found(words: list[str], build: Build) -> None:
-    """The next update finds it, and so does reading a single weight."""
     with build(["--optimizer", "nvme"], *words) as ours:
         train(ours, batches(2))
         ours.synchronize()

@@ -2,8 +2,6 @@
 every rank gets the right bits, whatever it needs next.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -72,8 +70,6 @@ def fetch(kind: str, folder: Path, programs: Sequence[Sequence[int]], fails: boo
 
 
 def break_transfers() -> None:
-    """Let all reads and gathers of this rank fail."""
-
     def read(*_: Any) -> Future:
         future = Future()
         future.finish_part(TrainerError("the drive is gone"))

@@ -1,7 +1,5 @@
 """Tests that the loss on a few rows at a time is torch's, bit for bit, and holds no fp32 tensor of the logits' size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

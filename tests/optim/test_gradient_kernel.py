@@ -1,7 +1,5 @@
 """Tests that compiled additions, norms, copies and checksums have the bits of torch's and zlib's."""
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from itertools import product

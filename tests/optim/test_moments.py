@@ -1,7 +1,5 @@
 """Tests of masters in 16 bits and moments in 16 and 8: bitsandbytes' format, and unbiased rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -247,15 +245,6 @@ def test_bf16_keeps_nan_and_infinity() -> None:
     moments.encode_bf16(x, out, noise=Noise(1, 2).bits("exp_avg", 3, 2**32 - 7000))
     assert torch.equal(out.isnan(), x.isnan())
     assert torch.equal(out.isinf(), x.isinf())
-
-
-def test_noise_depends_only_on_the_element() -> None:
-    noise = Noise(3, 4)
-    for start in (2**18 - 5, 2**32 - 300):
-        whole = random_bits(noise.bits("exp_avg", 2, start), 1000)
-        parts = [random_bits(noise.bits("exp_avg", 2, start + at), n) for at, n in ((0, 17), (17, 400), (417, 583))]
-        assert torch.equal(whole, torch.cat(parts))
-    assert 0 <= whole.min() < 1000 < 64_000 < whole.max() < 2**16
 
 
 def test_no_two_elements_share_noise() -> None:

@@ -1,7 +1,5 @@
 """Tests of Muon: the bits of torch.optim.Muon and AdamW for every placement, after resumes and in sessions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -80,7 +78,6 @@ def drives(tmp_path: Path) -> list[Path]:
 
 
 def with_muon(reference: Any, model: Path) -> None:
-    """Give a plain engine torch's Muon for the matrices of blocks."""
     shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
     matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
     reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn="match_rms_adamw")
@@ -90,7 +87,6 @@ def with_muon(reference: Any, model: Path) -> None:
 def by_torch(
     model: Path, steps: int, *words: str, accumulate: int = 1, lr: float = RATE
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """Train on plain torch with its own Muon and AdamW."""
     with engine(model, "--engine", "plain", *words) as reference:
         with_muon(reference, model)
         return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)

@@ -2,8 +2,6 @@
 exit.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

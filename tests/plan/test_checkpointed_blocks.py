@@ -1,7 +1,5 @@
 """Tests of how many blocks a plan checkpoints: as few as make a step shortest, or as fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

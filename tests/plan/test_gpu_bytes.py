@@ -6,8 +6,6 @@ without memory (FakeTensorMode), and the tracker records the peak. The planned f
 the driver's context, gradients still being copied, and the allocator's margin.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -2,8 +2,6 @@
 and that a resumed run keeps the plan's choices that affect its bits, although other choices would fit.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 cards that the installed torch supports, dtypes that their units compute, and what plan, bench and doctor report.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

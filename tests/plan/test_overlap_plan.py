@@ -2,8 +2,6 @@
 schedule `auto` chooses, by seconds, bytes and what a run allows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,10 +1,8 @@
-"""Tests of plans: properties that the arithmetic must have, golden files of DeepSpeed's configuration, and the screen,
-which a person reads before a run starts.
+"""Tests of plans: properties that the arithmetic must have, a golden table of DeepSpeed's configurations, and the
+screen, which a person reads before a run starts.
 
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
@@ -15,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
@@ -46,7 +45,7 @@ from offload_trainer.run.planning import _moves, planned, with_what_fits
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes, format_seconds
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden/deepspeed.tsv"
 
 
 # Words, machine, and the first changes with which the plan fits: fewer checkpoints where these are the cause.
@@ -329,26 +328,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
-    placement, words, accelerator = CASES[name]
-    config, shape = wish(*words), SHAPES["gpt2-medium"]
-    sizes = zero_sizes(shape, config.deepspeed, placement, world=2, item_bytes=2)
-    swap = "/ssd/offload-trainer/run-x" if "nvme" in dataclasses.astuple(placement) else None
-    given = deepspeed_config(
-        workload(config, shape, world=2),
-        config.optim,
-        config.deepspeed,
-        placement,
-        sizes,
-        accelerator=accelerator,
-        swap_directory=swap,
-    )
-    path = GOLDEN / f"{name}.json"
+def flat(given: dict[str, Any], above: str = "") -> dict[str, str]:
+    """Return the values of nested dictionaries as JSON, by their dotted keys."""
+    found: dict[str, str] = {}
+    for key, value in given.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": json.dumps(value)}
+    return found
+
+
+def test_deepspeed_configurations_are_the_golden_ones() -> None:
+    found, shape = {}, SHAPES["gpt2-medium"]
+    for name, (placement, words, accelerator) in CASES.items():
+        config = wish(*words)
+        sizes = zero_sizes(shape, config.deepspeed, placement, world=2, item_bytes=2)
+        swap = "/ssd/offload-trainer/run-x" if "nvme" in dataclasses.astuple(placement) else None
+        how = {"accelerator": accelerator, "swap_directory": swap}
+        step = workload(config, shape, world=2)
+        found[name] = flat(deepspeed_config(step, config.optim, config.deepspeed, placement, sizes, **how))
+    keys = dict.fromkeys(key for each in found.values() for key in each)
+    table = [["key", *found], *([key, *(each.get(key, "") for each in found.values())] for key in keys)]
+    text = "".join("\t".join(row) + "\n" for row in table)
     if os.environ.get("UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(given, indent=1) + "\n")
-    assert json.loads(path.read_text()) == given
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text
 
 
 def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:

@@ -5,8 +5,6 @@ bench/DeepSpeed/ds_bench_1024_bf16_on_20260224_211132.csv, by ds_bench.py and ds
 memory of the host are not published; the process was bound to one NUMA node.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

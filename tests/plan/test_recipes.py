@@ -2,8 +2,6 @@
 docs/scaling.md, whose table has the seconds of `plan --parallel`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tests of whole runs on conversations: trained tokens, reports, and a killed run that resumes with the same bits."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +22,6 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--l
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of short questions and answers."""
     file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
     words = [(asked, told[:12]) for asked, told in CHATS] * 3
     talks = [turns(*talk) for talk in words]

@@ -1,7 +1,5 @@
 """Tests of saving on a failing disk: one message, no remains, and older checkpoints intact."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
@@ -37,7 +35,6 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
 
 
 def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
-    """Checkpoints that the user renamed, linked or added files to are never pruned or counted as reclaimable."""
     messages: list[str] = []
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=9, say=messages.append)

@@ -1,7 +1,5 @@
 """Tests of commands around a run: `ls` and `cp` of recipes, `doctor`, and `tune` with given outcomes of its trials."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of a run's end: signals in each phase, with and without readers of its output; runs without checkpoints."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from pathlib import Path
@@ -68,7 +66,6 @@ def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path,
 
 
 def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
-    """A deadline that is too short for a save leaves the last checkpoint; a long one is kept to. Both resume."""
     always = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
     whole = call(*always, output=tmp_path / "whole")
     for within, saved, told in ((0.5, 2, "stopped at once, unsaved"), (600, 3, "everything saved")):

@@ -1,7 +1,5 @@
 """Tests of `--epochs N`: its number of steps, equality with `--steps`, and resumed runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -24,7 +22,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def position(run: Run) -> int:
-    """Return the number of rows visited by the newest checkpoint."""
     newest = sorted((run.output / "checkpoints").glob("step-*"))[-1]
     return json.loads((newest / "state.json").read_text())["data_position"]
 

@@ -1,7 +1,5 @@
 """Tests of how errors are reported: one line unless it is a bug, with the file concerned, also in log.txt."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import ExitStack
@@ -64,8 +62,6 @@ def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed write names its file, although the system's error lacks it."""
-
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -4,8 +4,6 @@ After each, the newest checkpoint is complete, and the same command ends with th
 moments of an undisturbed run, bit for bit.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -30,7 +28,6 @@ def alone(finished: Callable[[str], Run]) -> Run:  # noqa: F811
 
 @pytest.fixture
 def words(drive: Path, tmp_path: Path) -> list:
-    """Return the command of a run with its own drive."""
     (tmp_path / "drive").mkdir()
     return ["--nvme", tmp_path / "drive", *TINY, *LENGTH, *HOMES]
 
@@ -135,7 +132,6 @@ def test_a_drive_that_fails(fault: str, told: str, words: list, alone: Run, tmp_
 
 
 def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
-    """A run whose output's mount point vanishes writes nothing below it, and continues after a remount."""
     output = disk / "out"
     run = faulty(f"pause~{saved(output, 8)}+sh~umount -l {disk}@line=11", *words, output=output)
     assert_told(run, "is not the directory that this run began in", "Mount it")

@@ -1,7 +1,5 @@
 """Tests of a GPU that runs out of memory, on the emulated one: the run goes on with the bits of one left alone."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

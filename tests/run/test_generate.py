@@ -1,7 +1,5 @@
 """Tests of `sample`, `chat` and `runs`: text matches transformers' module, and the list of runs is right."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -239,7 +237,6 @@ def test_a_run_without_a_template_has_no_chat(exported: Path, tmp_path: Path) ->
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
-    """Write the files of a run that the list reads."""
     made = folder / name
     made.mkdir(parents=True)
     (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")

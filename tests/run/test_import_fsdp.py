@@ -1,7 +1,5 @@
 """Tests of importing torch.distributed.checkpoint's directories of FSDP2, also a Trainer's, and of refusing others."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

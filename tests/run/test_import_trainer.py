@@ -1,7 +1,5 @@
 """Tests of importing checkpoints of transformers' Trainer: its state bit for bit, its rates and its loss scales."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

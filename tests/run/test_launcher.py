@@ -3,8 +3,6 @@
 Ranks that differ are refused before anything is written, with the difference named.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -80,8 +78,6 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The launcher names the checkpoint to resume from by the files in the run directory."""
-
     def told(failed: dict[int, int], *, stopped: int = 0) -> int:
         return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
@@ -178,7 +174,6 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
 
 
 def test_a_rank_without_a_launcher_ends() -> None:
-    """A rank without its launcher ends in order, or immediately if that takes too long."""
     reader, writer = os.pipe()
     heard, sleep = threading.Event(), time.sleep
 

@@ -1,7 +1,5 @@
 """Tests of what a start finds: user files in a run's or report's place, pipes, links, and another start."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -33,7 +31,6 @@ from offload_trainer.telemetry.sinks import JsonLines
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Lock a run directory; yield the lock."""
     with ExitStack() as stack:
         yield hold(stack, folder, Log(loud=False), create=True)
 

@@ -1,7 +1,5 @@
 """Tests of resuming from page files after a kill: the bits are those of an undisturbed run, without a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -53,7 +51,6 @@ def said_before(*words: object, output: Path) -> str:
 
 @pytest.fixture
 def place(drive: Path, tmp_path: Path) -> Path:
-    """Return a separate directory on the drive."""
     made = drive / tmp_path.name
     made.mkdir()
     return made
@@ -125,7 +122,6 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
 
 @pytest.mark.slow
 def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path) -> None:
-    """Loss scale, skipped steps and stochastically rounded 8-bit moments resume, also on two drives."""
     other = place / "other"
     other.mkdir()
     more = ["--dtype", "fp16", "optim.moment_dtype=8bit", "--steps", 40]
@@ -320,7 +316,6 @@ def test_an_older_checkpoint_and_never_discard_page_files(place: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["end", "dropped"])
 def test_killed_after_its_end_nothing_stays_on_the_drive(moment: str, place: Path, tmp_path: Path) -> None:
-    """A start of a finished run trains nothing, and removes page files that a kill left."""
     words = ["--nvme", place, *ALL]
     killed(moment, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -383,7 +378,6 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_export_of_the_page_files_of_a_dead_run(place: Path, tmp_path: Path) -> None:
-    """Exporting the page files of a run killed within an update gives the weights of its last complete step."""
     words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
     killed("page=110", *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -411,7 +405,6 @@ def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(pl
 
 @pytest.mark.slow
 def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]
     failed = faulty("EIO@page=110", *words, output=tmp_path / "run")
     assert failed.code == 1, failed.text

@@ -3,8 +3,6 @@
 No bit depends on the rank that is killed, or on the moment.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache
@@ -60,7 +58,6 @@ def test_whichever_rank_is_killed(
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],
 ) -> None:
-    """After a kill at any moment of writing pages or the record, ranks resume from the step that all of them have."""
     words = ["--nvme", place, *TIERED, "tiered.overlap=backward"]
     output, before = tmp_path / "run", 0
     for fault, expected in MOMENTS:
@@ -98,7 +95,6 @@ def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
 
 
 def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:  # noqa: F811
-    """A start waits for a rank that still runs, since it may write to the files to resume from."""
     words = ["--nvme", place, *ALL, "--output", tmp_path / "run"]
     killed_alone("record=2", *words[:-2], output=tmp_path / "run")
     (folder,) = folders_in(tmp_path / "run/pages")

@@ -1,7 +1,5 @@
 """Tests of report.html, which follows a run, and of `offload-train report`: no text is cut or overlaps another."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -81,7 +79,6 @@ def page_of(rows: list[StepRecord], *, place: str, left: float | None = None) ->
 
 
 def full_step(step: int) -> StepRecord:
-    """Return a step of a run that uses every tier."""
     memory = {"ram": 123 * 10**9, "gpu": 31 * 10**9, "drives": 987 * 10**9}
     row = a_step(step, memory=memory, nvme_written_bytes=10**9, device_peak_bytes=33 * 10**9, tokens=10**6 * step)
     return replace(row, loss=11.2 - step / 2000, phases={**row.phases, "wait": 0.4})
@@ -91,15 +88,6 @@ def test_no_text_is_cut_or_on_another() -> None:
     page = page_of([full_step(step) for step in range(9_990, 12_345, 5)], place="/mnt/a-drive/" + "directory" * 9)
     assert faults(page) == []
     assert len(re.findall("<svg", page)) == 4
-    for broken, told in (
-        ('<svg viewBox="0 0 640 20"></svg>', "empty chart"),
-        ('<svg viewBox="0 0 640 40"><rect /><text x="630" y="20">far out</text></svg>', "12: far out is cut"),
-        (
-            '<svg viewBox="0 0 640 40"><rect /><text x="9" y="20">a</text><text x="9" y="30">b</text></svg>',
-            "20: a on b",
-        ),
-    ):
-        assert told in faults(page + broken)
 
 
 def elements(page: str) -> list[Element]:
@@ -112,7 +100,6 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def small_page(rows: Sequence[StepRecord], **changes: Any) -> str:
-    """Return a page with nothing but these steps."""
     content = {"title": "a run", "evaluations": [], "predicted": [], "progress": (10_000, None)}
     return report_page(**{**content, "rows": rows, **changes})  # type: ignore[arg-type]
 
@@ -205,7 +192,6 @@ def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, li
 
 
 def facts_of(page: str) -> dict[str, str]:
-    """Return the figures at the top of a page."""
     return dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
 
@@ -314,7 +300,6 @@ def test_runs_have_different_lines_and_their_names_below(runs: int) -> None:
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
-    """Write the files of a gpt2-xl run."""
     machine = read_machine("h200")
     wished = load_config(["--model", "gpt2-xl", *words])
     plan = make_plan(wished, SHAPES["gpt2-xl"], machine)

@@ -1,7 +1,5 @@
 """Tests of whole runs of the command: equal engines and placements, kills, signals, ranks, refusals, export."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -76,7 +74,6 @@ def finished(shared: Path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 @pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
 def test_the_tiered_engine_has_the_bits_of_plain_torch(name: str, finished) -> None:
-    """The tiered engine has plain torch's losses, norms, masters and moments, with the kernel chosen by `auto`."""
     assert_same_run(finished(name), finished("plain"))
 
 
@@ -84,7 +81,6 @@ def test_the_tiered_engine_has_the_bits_of_plain_torch(name: str, finished) -> N
 @pytest.mark.ops
 @pytest.mark.parametrize("name", STOCK)
 def test_every_placement_follows_plain_torch(name: str, finished) -> None:
-    """Every placement in bf16 is within 2e-2 of plain torch's loss at each of 20 steps, and within 2 % of its norm."""
     ours, plain = finished(name), finished("plain")
     assert len(ours.losses) == len(plain.losses) == 20
     for one, other in zip(ours.steps, plain.steps, strict=True):
@@ -128,7 +124,6 @@ def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_pat
 @pytest.mark.ops
 @pytest.mark.parametrize(("before", "after"), [("zero-3 cpu", "tiered"), ("tiered", "zero-2 cpu")])
 def test_resume_into_another_placement(before: str, after: str, finished, drive: Path, tmp_path: Path) -> None:
-    """A checkpoint resumes in another placement, within the tolerance between the two."""
     start = finished(before).output / "checkpoints/step-00000012"
     run = call(*words(after, drive), "--resume", start, output=tmp_path / "out")
     assert [step["step"] for step in run.steps] == list(range(13, 21))
@@ -243,7 +238,6 @@ def test_two_ranks_of_stock_deepspeed_train_as_one(drive: Path, tmp_path: Path) 
 
 
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
-    """Two ranks have one rank's bits, with dropout, offloaded weights and gradients, and an overlapped update."""
     away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 3]
     both += ["--save-every", 3, "tiered.page_size=65536", "train.eval_every=0"]

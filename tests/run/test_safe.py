@@ -1,7 +1,5 @@
 """Tests of safe defaults: no pickles, no model code, no network, the user's umask, no paths outside a directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -31,7 +29,6 @@ class Bomb:
 
 
 def test_no_pickle_is_loaded(tmp_path: Path) -> None:
-    """Weights that exist only as a pickle are refused, and a pickle next to safetensors is ignored."""
     ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
     torch.save({"model.norm.weight": Bomb(tmp_path / "exploded")}, tmp_path / "pytorch_model.bin")
     section = ModelSection(name=str(tmp_path), attention="eager")

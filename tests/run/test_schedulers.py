@@ -1,7 +1,5 @@
 """Tests of the file for Slurm, with stand-ins for Slurm's programs; test_ends.py has runs that are told to stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -40,7 +38,6 @@ echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $*" >>ranks
     ("code", "ends", "requeued"), [(0, "", False), (2, "", False), (STOPPED, "", True), (STOPPED, "yes", False)]
 )
 def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
-    """A warned job is requeued; one that has finished or failed, or that Slurm ends itself, is not."""
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("offload-train", TRAIN)):
         (tmp_path / "bin" / name).write_text(text)

@@ -1,7 +1,5 @@
 """Tests of signals and of standard streams that are gone, without a run; test_ends.py has whole runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource
@@ -36,7 +34,6 @@ class _InUse:
 
 @pytest.fixture(autouse=True)
 def as_at_a_terminal() -> Iterator[None]:
-    """Restore default signal handling, whatever the tests were started under."""
     before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGUSR1)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -85,7 +82,6 @@ def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signa
 
 @pytest.mark.slow
 def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
-    """A signal soon after the first one does not end a rank, and a later one does."""
     with waiting(say=None, same_within=600) as asked:
         _twice(signal.SIGTERM)
         assert asked.stop == signal.SIGTERM

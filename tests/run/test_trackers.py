@@ -1,7 +1,5 @@
 """Tests of trackers: they return the logged numbers, resume runs, and may fail or lag without effect on training."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

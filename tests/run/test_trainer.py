@@ -1,7 +1,5 @@
 """Tests of the training loop: signals that arrive while ranks exchange requests, sums over ranks, time to stop."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,27 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from offload_trainer import trainer
 from offload_trainer.checkpoint import TrainState
-from offload_trainer.config import OptimSection, TrainSection
-from offload_trainer.data.rows import Batch
-from offload_trainer.engine.protocol import StepResult
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.signals import StopRequest
-from offload_trainer.telemetry.meters import IoCount, PhaseClock
+from offload_trainer.telemetry.meters import IoCount
 
 
 class Unsaved(nullcontext):
-    """Checkpoints of a run that saves none."""
-
     ended = False
 
 
 def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a job whose steps only count."""
-
     monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     return SimpleNamespace(
@@ -48,7 +38,6 @@ def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal that arrives while ranks exchange requests after a step is handled after the next one."""
     asked, agreed, saved = StopRequest(), [], []
 
     def slowly(said: Any) -> Any:
@@ -119,17 +108,3 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     left.begin("save")
     left.begin("step", "save")
     assert left.seconds == 11 + 6  # the longest of the latest steps
-
-
-def test_a_step_ends_behind_the_rows_of_its_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that resumes goes on from there; the first micro-batch's position would repeat the rows of the others."""
-    rows = torch.zeros(1, 4, dtype=torch.int64)
-    group = [Batch(rows, rows, data_position=number) for number in (11, 12, 13)]
-    result = StepResult(loss=1.0, grad_norm=1.0, loss_scale=1.0, skipped=False)
-    monkeypatch.setattr(trainer, "_timed_step", lambda *_, **__: (group, result, 1.0))
-    job: Any = SimpleNamespace(
-        train=TrainSection(steps=9), optim=OptimSection(), engine=SimpleNamespace(world=1), clock=PhaseClock(),
-        counted=None, telemetry=None, to_save=trainer.TimeToSave(step=None, save=0.0),
-        checkpoints=SimpleNamespace(seconds=None),
-    )  # fmt: skip
-    assert trainer._step(job, TrainState(3, 100, 10), iter(())) == TrainState(4, 112, 13)

@@ -1,7 +1,5 @@
 """Tests of invalid values: no weight or moment with NaN, infinity or a wrong sign is saved, exported or trained."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path
@@ -28,7 +26,6 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("field", ["master", "exp_avg_sq"])
 def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, field: str) -> None:
-    """An invalid value is found at every position of the vectorised loop and its remainder."""
     bad = [NAN, -NAN, INF, -INF] + [-1e-4] * (field == "exp_avg_sq")
     for place in range(150):
         values = torch.full((150,), 0.5, dtype=dtype)
@@ -84,7 +81,6 @@ PLANTED = [
 
 @pytest.mark.parametrize(("name", "field", "value"), PLANTED)
 def test_no_checkpoint_with_nan_is_saved_or_resumed(name: str, field: str, value: float, tmp_path: Path) -> None:
-    """An invalid value prevents a save, which keeps the older checkpoint, and a load from a file with one."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     (tmp_path / "run/model").mkdir(parents=True)
     record = RunRecord(identity={}, layout={}, run={}, model=tmp_path / "run/model")
@@ -111,7 +107,6 @@ def test_no_checkpoint_with_nan_is_saved_or_resumed(name: str, field: str, value
 
 
 def test_no_export_holds_a_nan(tmp_path: Path) -> None:
-    """An export with NaN is refused with names and counts, and nothing remains of it."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     with engine(model, "--engine", "plain", "--dtype", "fp32") as made:
         run = checkpoint_of(made, model, tmp_path / "run")

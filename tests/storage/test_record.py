@@ -1,7 +1,5 @@
 """Tests of records that are replaced atomically: if one is torn, the one before it is read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -31,7 +29,6 @@ def test_the_newest_record_is_read_and_the_next_follows_it(tmp_path: Path) -> No
 
 
 def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
-    """A record torn at any byte, or with any byte changed, gives the one before it."""
     path, old, new = tmp_path / "record", b"the step before", b"the step now"
     written(path, b"long ago", old).close()
     before = path.read_bytes()

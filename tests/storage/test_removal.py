@@ -3,8 +3,6 @@
 `test_every_removal_is_known` walks the code. A table here lists every removal, rename and replacement of a file.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -214,7 +212,6 @@ def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
 
 
 def test_an_export_keeps_a_users_directory(tmp_path: Path) -> None:
-    """An export keeps a user's `.NAME.tmp` and reports it."""
     mine = tmp_path / ".hf.tmp"
     mine.mkdir()
     (mine / "work").write_text("precious")

@@ -3,8 +3,6 @@
 Locks are tested on the local filesystem, and on simulated network filesystems (`FILESYSTEMS`).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -204,7 +202,6 @@ def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "directory"])
 def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
-    """The user's own file at that name is reported by the plan, before anything is written."""
     THINGS[thing](tmp_path / "offload-trainer")
     for ask in (dead_runs, lambda drive: leased(drive).__enter__()):
         with pytest.raises(

@@ -1,7 +1,5 @@
 """Tests of transfers to and from drives, and of pinned memory: all bytes arrive, or a message says what happened."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

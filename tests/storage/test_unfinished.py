@@ -1,7 +1,5 @@
 """Tests of drive leases and scratch directories: kills while they are made, removed or listed, and full disks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the folder for a GPU machine without network: it has all dependencies, and its versions are pinned."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib
@@ -11,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from gpu_folder import CARRIED, THERE, command, pinned
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from offload_trainer.optim.prebuilt_kernels import LEVELS
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from gpu_folder import CARRIED, THERE, command, pinned  # noqa: E402
-
-from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
-
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 LINUX |= {"platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
 LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}

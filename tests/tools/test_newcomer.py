@@ -1,7 +1,5 @@
 """Tests of the wheel, and of the README's quickstart from it: its exact commands, in a fresh environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,18 +1,17 @@
 """Tests of the prebuilt CPU kernels: a start uses the one that fits and has torch's bits, and says why it does not."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_folder
 import pytest
 import torch
+from build_release import build_release
 from fresh_environment import fresh_environment
 from test_newcomer import CARRIED
 
@@ -21,11 +20,6 @@ from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.native_kernel import UNKNOWN, NativeKernel
 from offload_trainer.optim.prebuilt_kernels import LEVELS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import gpu_folder
-from build_release import build_release
 
 LOWEST = "x86-64-v3"
 FEATURES = frozenset(kernel_cache._line_of_features().partition(":")[2].split())

@@ -1,7 +1,5 @@
 """A test of docs/tutorial.md: each of its commands in its order, with the pretrained model of the demo."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -312,7 +312,7 @@ def open_parts(
         dtype=dtype,
         gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
         ring_bytes=gradient_ring(
-            units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
+            units, homes.gradients, sizes, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
         node=node,
         stages=_stages(work, units),

@@ -110,8 +110,7 @@ def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
     pinned, transfers = device.is_cuda and alone, drives.transfers
     store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
     if alone:
-        ring, kernels = parts.ring_bytes, parts.kernels
-        return Gradients(units, store, device=device, ring_bytes=ring, order=order, node=node, kernels=kernels)
+        return Gradients(parts, store, order=order)
     sums, number = StagedSums(units, store, node=node.peers), node.rank % (node.world // node.peers.world)
     own = [stage for owner, stage in parts.stages if owner == number]
     return ShardedGradients(own, sums, given=parts.dtype, device=device, order=order, node=node, kernel=kernel)

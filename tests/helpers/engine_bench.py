@@ -88,12 +88,19 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
 
 @contextmanager
 def engine(
-    model: Path, *words: str, drives: Sequence[Path] = (), shadows: float = 0.0, device: Any = None, **extra: Any
+    model: Path,
+    *words: str,
+    drives: Sequence[Path] = (),
+    shadows: float = 0.0,
+    device_sums: int | None = None,
+    device: Any = None,
+    **extra: Any,
 ) -> Iterator[Any]:
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
     With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
-    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU. `device` is
+    `shadows` is the share of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes` unless
+    it is the plan's; a plan has some only for a GPU. `device` is
     used in place of this machine's. The engine has its `plan`, and as `candidate` what the planner counts for it.
     """
     for drive in drives:
@@ -118,7 +125,8 @@ def engine(
     first = next(its.start for its in nodes if rank in its)
     plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
     assert isinstance(plan.sizes, TierSizes)
-    sizes = replace(plan.sizes, shadow_fraction=shadows)
+    most = plan.sizes.device_sums if device_sums is None else device_sums
+    sizes = replace(plan.sizes, shadow_fraction=shadows, device_sums=most)
     leases = ExitStack()
     places = [leases.enter_context(leased(drive)) for drive in drives if plan.uses_drives and rank == first]
     with patch.object(tiered, "_device", lambda *_, **__: device) if device else nullcontext():

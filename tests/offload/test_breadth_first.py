@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import emulated_gpu
 from engine_bench import batches, engine, model_directory, moved_in_step, train
 from sample_plans import GB, SHAPES, machine, wish
 from seen_calls import calls_of
@@ -19,6 +20,7 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
+from offload_trainer.offloading.device import Copies, CudaDevice
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.planning import model_of
@@ -136,6 +138,29 @@ def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(fold
     plan = make_plan(config, model_of(config).shape, machine(gpu=32 * GB))
     assert not plan.work.breadth_first
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("order", ["depth_first", "breadth_first"])
+def test_gradients_leave_the_gpu_once_as_planned(
+    order: str, home: str, qwen3: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave as sums in fp32, each of which is written once, or in 16 bits for each micro-batch."""
+    words = [*BREADTH, f"tiered.micro_batch_order={order}", f"placement.gradients={home}", "--params", "cpu"]
+    words += ["--micro-batch", "2", "--seq-len", "24", "tiered.overlap=off"]
+    with emulated_gpu(monkeypatch, haste=0.2) as gpu:
+        sizes = calls_of(monkeypatch.setattr, CudaDevice, "download", lambda _, copies, **__: nbytes(copies))
+        with engine(qwen3, *words, drives=[drive], device=gpu.device(staging_bytes=1 << 20, stagings=2)) as ours:
+            train(ours, batches(MICRO), accumulate=MICRO)
+            sizes.clear()
+            moved_in_step(ours, batches(MICRO))
+            (given,) = (one.written for one in ours.plan.traffic if (one.place, one.phase) == ("device", "backward"))
+    trained = sum(weight.numel for weight in ours.plan.work.shape.weights)
+    assert sum(sizes) == given == trained * (4 if order == "breadth_first" else 2 * MICRO)
+
+
+def nbytes(copies: Copies) -> int:
+    return sum(values.nbytes for values, _ in copies)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ plain torch does, and it finds what fails on CUDA.
 import math
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 RAM = ["--params", "cpu", "tiered.weight_buffers=2"]
 ON_GPU = ["--params", "gpu", "placement.gradients=gpu"]
+BREADTH = "tiered.micro_batch_order=breadth_first"
 CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
     "resident": (["--params", "gpu"], 3),
     "in RAM": (RAM, 1),
     "on the drive": (DRIVE, 3),
     "inputs in RAM": ([*RAM, CHECKPOINTED, "model.offload_activations=cpu"], 2),
     "inputs on the drive": ([*RAM, CHECKPOINTED, "model.offload_activations=nvme"], 2),
-    "block by block": ([*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first"], 3),
+    "block by block": ([*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu"], 3),
+    "block by block, on the drive": ([*DRIVE, CHECKPOINTED, BREADTH, "tiered.overlap=backward"], 3),
     "during the forward": ([*RAM, "tiered.overlap=forward"], 1),
     "during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
     "fp16": ([*DRIVE, "--dtype", "fp16", "tiered.overlap=backward"], 3),
@@ -47,9 +50,10 @@ LONGER: dict[str, tuple[list[str], int]] = {
     "shadows of some": ([*RAM, "tiered.overlap=backward"], 1),
     "shadows of some, from the drive": ([*DRIVE, "tiered.overlap=backward"], 2),
     "everything away, block by block": (
-        [*DRIVE, CHECKPOINTED, "tiered.micro_batch_order=breadth_first", "model.offload_activations=nvme"],
+        [*DRIVE, CHECKPOINTED, BREADTH, "model.offload_activations=nvme"],
         3,
     ),
+    "fp16, block by block": ([*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu", "--dtype", "fp16"], 2),
     "MLPs in pieces": ([*RAM, CHECKPOINTED, "model.mlp_chunk=7"], 2),
     "loss in chunks": ([*RAM, "model.loss_chunk=10"], 2),
 }
@@ -118,20 +122,22 @@ def test_clipped_steps_do_not_depend_on_the_placement(
             added.append(sums)
             return norm_of(sums if values is None else sums.add_(values), ordered=True)
 
-    for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel())):
+    whole = [*RAM, CHECKPOINTED, BREADTH, "placement.gradients=cpu"]
+    for words, kernel in ((ON_GPU, None), (ON_GPU, Kernel()), (DRIVE, Kernel()), (whole, None), (whole, Kernel())):
         with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu, monkeypatch.context() as patch:
 
-            def built(*a: Any, kernels: tuple[Any, Any], beside: Any = kernel, **words: Any) -> None:
-                begin(*a, kernels=(kernels[0], beside), **words)  # in place of the one that the engine gives
+            def built(made: Any, parts: Any, *a: Any, beside: Any = kernel, **words: Any) -> None:
+                kernels = parts.kernels[0], beside  # in place of the one that the engine gives
+                begin(made, replace(parts, kernels=kernels), *a, **words)
 
             patch.setattr(Gradients, "__init__", built)
             given = [*words, f"optim.name={rule}"]
             found.append(trained(gpu, model, drive, given, accumulate=2, limit=0.1))
-    assert len(added) == 4 * len(found[0][1])  # in each step's last micro-batch
+    assert len(added) == 2 * 4 * len(found[0][1])  # in each step's last micro-batch
     assert all(norm is not None and norm > 0.1 for _, norm in found[0][0])
-    assert found[0][0] == found[1][0] == found[2][0]
-    assert_same(found[1][1], found[0][1])
-    assert_same(found[2][1], found[0][1])
+    for steps, weights in found[1:]:
+        assert steps == found[0][0]
+        assert_same(weights, found[0][1])
 
 
 def test_a_further_micro_batch_waits_at_most_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

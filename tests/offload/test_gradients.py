@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.optim.norms import Pieces, norm_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import RAM, Place, Unit, units_of
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiers import TierKind
 from offload_trainer.storage.transfer import Future, Transfers, together
 
 
@@ -72,15 +76,23 @@ def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradien
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    order = [place.weight.name for _, place in places(units)]
-    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": order, "kernels": (TorchKernel(), TorchKernel())}
-    made = Gradients(units, store, node=Node(), **words | changes)
+    made = gradients_of(units, store, node=Node(), **changes)
     try:
         yield made
     finally:
         patch.undo()
         made.close()
         transfers.close()
+
+
+def gradients_of(
+    units: tuple[Unit, ...], store: UnitStore, *, node: Node, device_sums: int = 0, **changes: Any
+) -> Gradients:
+    """Return the gradient sums of `units`; the device adds those of units with at most `device_sums` elements."""
+    sizes = TierSizes(0, 1, TierKind.RAM, 0, 0, 0, False, False, (), device_sums=device_sums)
+    parts: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20, "sizes": sizes}
+    made = SimpleNamespace(units=units, node=node, **parts | changes)
+    return Gradients(cast(Any, made), store, order=[place.weight.name for _, place in places(units)])
 
 
 def places(units: tuple[Unit, ...]) -> list[tuple[Unit, Place]]:
@@ -162,6 +174,42 @@ def test_a_units_gradients_leave_together(
             assert torch.equal(gradients.sums(name), values.reshape(-1).to(gradients.dtype)), name
         gradients.clear()
         gradients.add("h.1.b", torch.ones(60, dtype=torch.bfloat16), last=False)
+
+
+def added_breadth_first(to: Gradients, units: tuple[Unit, ...]) -> None:
+    """Add gradients of three micro-batches, block by block. Some weights have one in some of them only."""
+    generator = torch.Generator().manual_seed(4)
+    for block in ((3,), (2,), (1, 0)):
+        for number in range(3):
+            to.turn_to(number)
+            for unit, place in reversed(places(units)):
+                name, missing = place.weight.name, {"h.2.b": (2,), "h.1.w": (0, 1), "h.0.b": (0,)}
+                gradient = torch.randn(place.weight.shape, generator=generator).bfloat16()
+                if unit.index in block and number not in missing.get(name, ()):
+                    to.add(name, gradient, last=number == 2)
+    to.end_of_backward(last=True)
+
+
+def test_sums_of_a_block_leave_the_device_once_and_before_the_next_block_but_one_begins() -> None:
+    """They have the bits of sums of gradients that leave the device one by one."""
+    units, device, added = model(), NotingDevice(holds=True), NotingDevice(holds=False)
+    with sums(units, RAM, device=added) as expected, sums(units, RAM, device=device, device_sums=10**9) as gradients:
+        added_breadth_first(expected, units)
+        expected.finish()
+        assert sum(added.sizes) == 2 * (3 * (5000 + 3 * 6060) - 60 - 2 * 6000 - 60)
+        thread = on_a_thread(partial(added_breadth_first, gradients, units))
+        assert stands_at(2 * 4 * 6060, device, thread)  # the first block's have not left
+        device.let_go(2)
+        thread.join(300)
+        assert not thread.is_alive()
+        assert sum(device.sizes) == 4 * (5000 + 3 * 6060)
+        device.let_go()
+        gradients.finish()
+        assert gradients.arrived == expected.arrived == {place.weight.name for _, place in places(units)}
+        norms = gradients.norms()
+        for name, norm in expected.norms().items():
+            assert torch.equal(norms[name], norm), name
+            assert torch.equal(gradients.sums(name), expected.sums(name)), name
 
 
 def test_ring_memory_is_reused_only_after_it_was_read() -> None:

@@ -63,13 +63,15 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
 WIDE = {"n_embd": 1024, "n_head": 16, "vocab_size": 8192}  # 46 M parameters
 if ON_GPU:  # transfers take as long as the steps' kernels
     SETTINGS["gpt2, wide"] = ("gpt2", DROPOUT | WIDE, ["tiered.page_size=1048576", "optim.max_grad_norm=1000"], 2)
+BREADTH = [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"]
 BLOCKS = {
     "kept": [OFF],
     "computed again": [ON],
     "computed again, in one buffer": [ON, "tiered.weight_buffers=1"],
     "inputs on drives": [ON, "model.offload_activations=nvme"],
     "inputs in memory": ["model.activation_checkpointing=2", "model.offload_activations=cpu"],
-    "breadth-first": [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"],
+    "breadth-first": BREADTH,
+    "breadth-first, added on the device": BREADTH,
     "MLPs in pieces": ["model.activation_checkpointing=1", "model.mlp_chunk=7"],
 }
 COLUMNS = {
@@ -81,6 +83,7 @@ COLUMNS = {
 }
 IMPOSSIBLE = [
     {"breadth-first", "opt, layers are dropped"},
+    {"breadth-first, added on the device", "opt, layers are dropped"},
     {"inputs in memory", "opt, layers are dropped"},  # both checkpoint all blocks or none
     {"inputs in memory", "gpt2, some frozen"},
     {"MLPs in pieces", "mixtral, some experts unused"},  # its routers' logits are a loss
@@ -143,8 +146,9 @@ def test_placement_and_schedule_change_no_bit(
     reference = ("--ram-fraction", "1", "tiered.overlap=off") if stored else REFERENCE
     steps, weights = plain(model, STEPS, *always, *same, accumulate=accumulate, reference=reference, **size)
     build = partial(late_engine, monkeypatch) if late else engine
-    with build(model, *words, drives=drives, shadows=0.6 * bool(shadows)) as ours:
-        assert (ours._breadth_first is not None) == (row["blocks"] == "breadth-first" and accumulate > 1)
+    sums = 10**9 if "added" in row["blocks"] and accumulate > 1 else 0
+    with build(model, *words, drives=drives, shadows=0.6 * bool(shadows), device_sums=sums) as ours:
+        assert (ours._breadth_first is not None) == (blocks is BREADTH and accumulate > 1)
         assert train(ours, batches(STEPS * accumulate, **size), accumulate=accumulate) == steps
         assert_same(masters(ours), weights)
 

@@ -24,8 +24,8 @@ from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
+from test_gradients import gradients_of, places
 from test_gradients import model as small_units
-from test_gradients import places
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,13 +42,12 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
-from offload_trainer.offloading.gradients.collector import GradientIntake, Gradients
+from offload_trainer.offloading.gradients.collector import GradientIntake
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.update.updater import SpeculativeStep
-from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.step_time import pipeline_seconds
@@ -241,15 +240,22 @@ def test_random_settings_have_the_bits_of_one_rank(
 
 
 def train_late(cases: Sequence[Case]) -> list[Result]:
-    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order."""
+    """Train the cases as one of the ranks, whose copies and transfers complete late and out of order.
+
+    Gradients of several micro-batches are added on the device.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        return [case.run(partial(early, build=partial(late_engine, patch))) for case in cases]
+        late = partial(early, build=partial(late_engine, patch))
+        return [case.run(partial(late, device_sums=10**9 * (case.micro > 1))) for case in cases]
 
 
-def test_late_copies_change_nothing(alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path) -> None:
-    made = cases(folder, tmp_path, count=2, names=FAST)
+@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
+def test_late_copies_change_nothing(
+    names: tuple[str, ...], alone: Callable[..., list[list[Result]]], folder: Path, tmp_path: Path
+) -> None:
+    made = cases(folder, tmp_path, count=2, names=names)
     found = run_ranks(made, count=2, folder=tmp_path / "ranks", work=train_late)
-    assert found == [of_one * 2 for of_one in alone(FAST)]
+    assert found == [of_one * 2 for of_one in alone(names)]
 
 
 PAIR = ("parallel.pipeline=2", "--accumulate", "3", "--params", "nvme", "tiered.weight_buffers=2")
@@ -333,9 +339,7 @@ def reported() -> list[int]:
     node, units, owners, found = Node(together=True), small_units(), {3: 0, 2: 1, 1: 0, 0: 0}, list[int]()
     sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
     store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
-    kernels: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20}
-    order = [place.weight.name for _, place in places(units)]
-    gradients = Gradients(units, store, device=CpuDevice(), order=order, node=node, **kernels)
+    gradients = gradients_of(units, store, device=CpuDevice(), node=node)
     for missing in ("h.1.b", ""):
         gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
         for unit, place in reversed(places(units)):

@@ -11,7 +11,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from offload_trainer.plan.tiered.layout import (
     rank_of,
     units_of,
 )
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES, fetches
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.run.commands.plan import _models, plan_elsewhere
@@ -398,6 +399,38 @@ def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
     for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
         plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, here)
         assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_breadth_first_a_gpu_with_room_adds_the_gradients_of_all_units_or_of_the_blocks(ranks: int) -> None:
+    """Their sums leave it once, and those of two blocks are there at a time. With the first one is the embedding."""
+    shape, micro, rates = SHAPES["gpt2-10b"], 8, Rates(memory=Rate(100e9, "measured", "here"))
+    words = ["--gpu-fraction", "0", "--params", "cpu", "--accumulate", str(micro), "--micro-batch", "1"]
+    words += ["placement.gradients=cpu", "tiered.micro_batch_order=breadth_first", f"parallel.pipeline={ranks}"]
+    embedding, positions, *blocks, _ = units = units_of(shape)
+    room = 40 * GB
+    for most, sums in (
+        (embedding.trained, 2 * blocks[0].trained + embedding.trained + positions.trained),
+        (blocks[0].trained, 2 * blocks[0].trained + positions.trained),
+        (0, 0),
+    ):
+        here = dataclasses.replace(machine(gpu=room, ram=500 * GB), rates=rates)
+        plan = make_plan(wish(*words), shape, here, world=ranks)
+        assert plan.fits
+        assert isinstance(plan.sizes, TierSizes)
+        assert plan.sizes.device_sums == most
+        items = {item.name: item for item in plan.items}
+        assert not sums or max(items["gradient sums"].of_ranks) == 4 * sums
+        rest = [unit for unit in units if unit.trained > most]
+        adding = [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"]
+        each = 10 * (micro - 1) * sum(unit.trained for unit in rest) / 100e9
+        assert adding == pytest.approx([each] * bool(rest))
+        numels = {unit: sum(place.weight.numel for place in unit.places) for unit in units}
+        left = sum(numels.values()) * 4 + sum(numels[unit] for unit in rest) * (2 * micro - 4)
+        left += micro * plan.work.hidden_bytes * sum(one != other for one, other in pairwise(plan.work.owners))
+        (written,) = (one.written for one in plan.traffic if (one.place, one.phase) == ("device", "backward"))
+        assert written == left // ranks
+        room = plan.tiers["gpu"]["need"] // ranks - 1
 
 
 def on_one_disk(free: int) -> MachineProfile:

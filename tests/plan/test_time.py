@@ -176,6 +176,21 @@ def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
     assert untimed.forecast.seconds["update"] is None
 
 
+@pytest.mark.parametrize(("matmul", "added"), [(1e12, False), (1e18, True)])
+def test_gradients_are_added_on_the_gpu_unless_state_there_saves_more(matmul: float, added: bool) -> None:
+    """With slow products, additions in RAM keep nothing waiting, and the room is for state that the GPU updates."""
+    here = replace(timed(matmul=matmul, update=1e7), gpu="V100", gpu_bytes=40 * GB, ram_bytes=200 * GB)
+    copies = {way: rate(1e12) for way in ("to_device", "from_device", "both_ways")}
+    updates = here.rates.update | {"cuda": rate(1e10)}
+    here = replace(here, rates=replace(here.rates, update=updates, memory=rate(5e9), **copies))
+    words = ("--params", "cpu", "--accumulate", "8", "--micro-batch", "1", "tiered.overlap=off")
+    words += ("placement.gradients=cpu", "tiered.micro_batch_order=breadth_first")
+    found = make_plan(wish(*words), SHAPES["gpt2-10b"], here)
+    assert isinstance(found.sizes, TierSizes)
+    assert (found.sizes.device_sums > 0) == added
+    assert found.sizes.gpu_fraction > 0
+
+
 def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
     here = timed()
     drive = replace(here.drives[0], endurance_bytes=1200 * 10**12)

@@ -5,6 +5,9 @@
         ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
         ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients
 
+    Breadth-first a block's gradients follow each other. If there is room, they are added on the device, and each sum
+    takes one of the last two ways, as a first gradient does (`TierSizes.adds_on_device`).
+
     Gradients        one rank's sums; hooks of offloading/model.py call `add`. ranks/sharded_gradients.py takes its
                      place with several ranks, and uses the next two
     GradientIntake   which weights have a gradient, and the sum of a tied weight's uses, on the device as in autograd
@@ -23,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,14 +36,15 @@ from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.kernel_api import Kernel
-from offload_trainer.optim.kernels import CpuKernel
 from offload_trainer.optim.norms import Pieces, norm_of
 from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
+
+if TYPE_CHECKING:
+    from offload_trainer.offloading.allocation import EngineParts
 
 _ALIGN = 64  # bytes
 _TOGETHER = 32_000_000  # bytes; a copy of so many takes a GPU a millisecond, so that further ones need not wait for it
@@ -105,29 +109,17 @@ class GradientIntake:
 class Gradients:
     """The gradient sums of one step, each of which one rank adds up, stored and accumulated in `dtype`."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        store: UnitStore,
-        *,
-        device: Device,
-        ring_bytes: int,
-        order: Sequence[str],
-        node: Node,
-        kernels: tuple[CpuKernel, Kernel],
-    ) -> None:
+    def __init__(self, parts: EngineParts, store: UnitStore, *, order: Sequence[str]) -> None:
         """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
-        Args:
-            ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
-                that are not a weight's first or have another dtype.
-            order: weight names in the order in which their norms are summed.
-            node: the ranks of a pipeline, each of which adds the gradients of its own units.
-            kernels: the first adds gradients to sums in host memory, and measures these. The second, if it is a
-                `CudaKernel`, adds and measures sums in fp32 on the device, with the bits of torch.
+        `order` lists the weights in the order in which their norms are summed. Of `parts`, the ring buffer is for sums
+        on drives, and for a GPU's gradients in RAM that are not a weight's first or have another dtype. The first
+        kernel adds gradients to sums in host memory, and measures these. The second, if it is a `CudaKernel`, adds and
+        measures sums in fp32 on the device, with the bits of torch.
         """
-        self.store, self.dtype = store, store.dtype
-        (self._kernel, device_kernel), self._device, self._node = kernels, device, node
+        self._device, self._node = device, node = parts.device, parts.node
+        self.store, self.dtype, units = store, store.dtype, parts.units
+        self._kernel, device_kernel = parts.kernels
         self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
         fits, self._device_kernel = self._ordered and self.dtype is torch.float32, None
         if fits and isinstance(device_kernel, CudaKernel) and device_kernel.adds_gradients:
@@ -140,12 +132,15 @@ class Gradients:
         if node.world > 1:
             self._group, self._reports = ranks.group_of(in_step=False), Workers(1, "reports")
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
-        parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
-        self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
+        shares = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
+        self._on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
+        adds_there = parts.sizes.adds_on_device
+        self._added_there = {unit.index for unit in units if adds_there(unit, store.homes[unit.index])}
+        self._device_sums: dict[str, torch.Tensor] = {}  # of such units' weights, until they leave the device
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._direct: dict[str, Future] = {}  # direct copies to host memory in flight
-        self._downloads = Downloads(device, host_buffer(ring_bytes, pinned=device.is_cuda))
+        self._downloads = Downloads(device, host_buffer(parts.ring_bytes, pinned=device.is_cuda))
         # A thread adds gradients to sums in RAM or on drives in the order of their arrival. It waits for copies and
         # drives, so that autograd's thread does not. After an error it adds nothing more, and every wait raises it.
         self._staged, self._adding = StagedSums(units, store, node=Node()), Workers(1, "sums")
@@ -186,7 +181,13 @@ class Gradients:
             complete(unit, None, error)
 
     def turn_to(self, micro_batch: int) -> None:
-        """Announce the micro-batch whose gradients arrive next; without this, one ends before the next begins."""
+        """Announce the micro-batch whose gradients arrive next; without this, one ends before the next begins.
+
+        Number 0 begins the next block. Sums of the one before it may still leave the device, but no others.
+        """
+        if micro_batch == 0 and self._added_there:
+            self._send_sums()
+            self._downloads.begin_block()
         self._intake.micro_batch = micro_batch
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
@@ -202,6 +203,7 @@ class Gradients:
         """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
         for name, flat in self._intake.rest():
             self._add(name, flat, last=last)
+        self._send_sums()
         self._downloads.queue()
         for unit, stored in self._own.items() if last else ():
             if self._missing.get(unit, True):
@@ -216,8 +218,10 @@ class Gradients:
         here = slice(place.start, place.start + flat.numel())
         if last and not measured:
             self._norms[name] = norm_of(flat)
-        if resident is not None:
-            target = resident[here]
+        if first and unit.index in self._added_there:
+            self._device_sums[name] = torch.empty_like(flat, dtype=self.dtype)
+        target = self._device_sums.get(name) if resident is None else resident[here]
+        if target is not None:
             if measured and self._device_kernel is not None:
                 self._norms[name] = self._device_kernel.add_gradient(target, flat.contiguous())
             else:
@@ -229,11 +233,10 @@ class Gradients:
             results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
             if pieces is not None:
                 self._norms[name] = pieces.norm(results)
-        elif first and host is not None and flat.dtype is self.dtype:
-            self._direct[name] = self._downloads.add(unit.index, flat, host[here])
-            self._downloads.hold(flat.nbytes, self._direct[name])
         else:
-            self._add_in_host_memory(name, flat, first=first, measured=measured)
+            self._downloads.hold(flat.nbytes, self._send(name, flat, first=first, measured=measured))
+        if last and name in self._device_sums:
+            self._send_sums(name)
         if last and self._complete is not None:
             self._note_last(name, unit, self._complete)
 
@@ -251,10 +254,25 @@ class Gradients:
             self._put(lambda: self._staged.send(unit.index), stored[-1])
         together(stored).then(lambda error: complete(unit.index, made, error))
 
-    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> None:
+    def _send_sums(self, *names: str) -> None:
+        """Start copying the sums of these weights, or of all, from the device to where they are placed."""
+        for name in names or [*self._device_sums]:
+            self._downloads.hold(0, self._send(name, self._device_sums.pop(name), first=True, measured=False))
+
+    def _send(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> Future:
+        """Start copying a gradient, or the first sum, to host memory; return a future for the end of the copy."""
+        unit, place = self._intake.place[name]
+        host = self.store.host(unit.index)
+        if not first or host is None or flat.dtype is not self.dtype:
+            return self._add_in_host_memory(name, flat, first=first, measured=measured)
+        self._direct[name] = self._downloads.add(unit.index, flat, host[place.start :][: flat.numel()])
+        return self._direct[name]
+
+    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> Future:
         """Copy a gradient through the ring buffer in parts, which the thread adds to the sums.
 
-        `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
+        Return a future for the end of the copies. `measured`: compute the norm of the new sum, with each part if the
+        parts can consist of whole pieces.
         """
         unit, place = self._intake.place[name]
         collecting = self._staged.collecting
@@ -281,7 +299,6 @@ class Gradients:
 
             self._put(add, read)
             start += part.numel()
-        self._downloads.hold(flat.nbytes, gone)
         if measured:
 
             def take_norm() -> None:
@@ -291,6 +308,7 @@ class Gradients:
                 self._norms[name] = pieces.norm(torch.cat(results))
 
             self._put(take_norm, Future())
+        return gone
 
     def _put(self, work: Callable[[], object], future: Future) -> None:
         """Queue `work` for the adding thread; the future completes after it, or with the first error of this thread."""
@@ -394,6 +412,7 @@ class Gradients:
         self._norms.clear()
         self._intake.arrived.clear()
         self._direct.clear()
+        self._device_sums.clear()
         self._missing.clear()
         self._staged.clear()
 
@@ -418,6 +437,7 @@ class Downloads:
         self._taken: deque[tuple[int, int, Future]] = deque()  # pieces of the ring: start, end, future that frees it
         self._held: deque[tuple[int, Future]] = deque()  # bytes on the device, and the future that frees them
         self._unit, self._arrived = -1, Future()
+        self._before = done()  # the last copy of the block before
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, unit: int, values: torch.Tensor, into: torch.Tensor) -> Future:
@@ -454,6 +474,11 @@ class Downloads:
         while sizes and (self._held[0][1].done or sum(sizes) - max(sizes) > GRADIENTS_IN_FLIGHT):
             sizes.popleft()
             self._wait(self._held.popleft()[1])
+
+    def begin_block(self) -> None:
+        """Wait until the copies before those of the last block have left the device."""
+        before, self._before = self._before, self._held[-1][1] if self._held else done()
+        self._wait(before)
 
     @property
     def largest_piece(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
@@ -26,6 +27,7 @@ from offload_trainer.plan.step_time import (
     Forecast,
     Overlap,
     early_pages,
+    forecast,
     in_turn,
     kernels_of,
     parts_of,
@@ -172,9 +174,9 @@ class Tiered:
             sizes = self._sizes(step, machine, placement, gradients=gradients)
             one = TieredCandidate(step, machine, placement, sizes, layouts, self.section)
             if placement.optimizer != TierKind.GPU:
-                one = self._with_shares(one)
+                one = self._with_device_sums(one)
             if one.sizes.gpu_fraction == 1:
-                everything = replace(one.sizes, gradients=TierKind.GPU)
+                everything = replace(one.sizes, gradients=TierKind.GPU, device_sums=0)
                 one = replace(one, placement=replace(placement, optimizer=TierKind.GPU), sizes=everything)
             if one not in found:  # "everything on the GPU" occurs twice if it fits
                 found.append(one)
@@ -219,6 +221,26 @@ class Tiered:
         # Breadth-first needs more memory, so it must gain enough; where nothing was timed it is the better guess.
         copies = [drive.rates for drive in machine.drives] if params == TierKind.DRIVES else [machine.rates.to_device]
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
+
+    def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
+        """Return the candidate with its shares, and gradients added on the GPU where that is no slower and fits.
+
+        They are those of all units, or of the blocks.
+        """
+        work, machine, counts = one.work, one.machine, {0}
+        if work.breadth_first and work.accumulate > 1 and work.world == work.pipeline and machine.gpu is not None:
+            counts |= {
+                max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (False, True)
+            }
+        ways = [self._with_shares(replace(one, sizes=replace(one.sizes, device_sums=most))) for most in counts]
+
+        def seconds(way: TieredCandidate) -> tuple[float, int]:
+            need = sum(item.bytes for item in way.items if item.tier == GPU_NAME)
+            fits = need <= work.here * (machine.gpu_bytes - gpu_reserve(machine)) or not way.sizes.device_sums
+            found = way.settled(forecast(work, machine, way.costs()))[1]
+            return found.step or 0.0 if fits else inf, -way.sizes.device_sums
+
+        return min(ways, key=seconds) if len(ways) > 1 else ways[0]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
         """Return the candidate with as much of the state on the GPU and then in RAM as fits, where that is left open.
@@ -400,7 +422,8 @@ class TieredCandidate:
             bounds += in_turn(work, machine, traffic)
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         # Ranks that are not a pipeline exchange gradients instead.
-        added = added_bytes(work, self.units, homes, gpu=gpu is not None) if work.world == work.pipeline else {}
+        alone = work.world == work.pipeline
+        added = added_bytes(work, self.units, homes, sizes, gpu=gpu is not None) if alone else {}
         for measured, size in added.items():
             keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
@@ -527,7 +550,7 @@ class TieredCandidate:
         if work.breadth_first:
             yield (
                 f"{key}=breadth_first: the {count} micro-batches of a step pass through each block together, and its "
-                "weights are fetched once a pass"
+                f"weights are fetched once a pass{', its gradients copied out once' if self.sizes.device_sums else ''}"
             )
         elif is_open and count > 1 and why and work.checkpoints is not None:
             yield f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"

@@ -69,17 +69,25 @@ def tiered_items(
         size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
         yield device("orthogonalisation", here * size, "of the largest matrix, one at a time")
     if work.world == work.pipeline:
-        ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=gpu)
+        ring = gradient_ring(units, homes.gradients, sizes, item_bytes=e, several=work.accumulate > 1, gpu=gpu)
         yield ram("gradient staging", here * ring, "buffer between the device and gradient sums in RAM or on drives")
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
         trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
-        copied = [e * weight.numel for weight, unit in trained if homes.gradients[unit.index] != DEVICE]
+        at = homes.gradients
+        copied = [
+            e * weight.numel
+            for weight, unit in trained
+            if at[unit.index] != DEVICE and not sizes.adds_on_device(unit, at[unit.index])
+        ]
         size, why = 0, "copied immediately"
         if gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         yield device("gradients in flight", here * size, why)
+        if any(each := _sums_on_device(work, units, homes, sizes)):
+            why = "of the block that gets gradients, and of the one before it, whose sums leave the GPU"
+            yield replace(device("gradient sums", here * max(each), why), of_ranks=each)
     else:
         outbox = exchange_bytes(units, item_bytes=e)
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
@@ -204,6 +212,21 @@ def _gradient_items(
         yield Item(RAM_NAME, "gradient buffers", buffers * g * staging, why)
 
 
+def _sums_on_device(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> tuple[int, ...]:
+    """Return the most bytes of sums that each rank of a pipeline has on the device while a backward adds them there.
+
+    A block's sums have left when the backward of the next but one begins. Modules outside the blocks count to a block.
+    """
+    found = []
+    for rank in range(work.pipeline):
+        of_block = Counter[int]()
+        for unit, block in block_numbers(units, work.shape).items() if sizes.device_sums else ():
+            if work.owners[block] == rank and sizes.adds_on_device(units[unit], homes.gradients[unit]):
+                of_block[block] += work.gradient_bytes * units[unit].trained
+        found.append(max(map(sum, pairwise([0, *of_block.values()])), default=0))
+    return tuple(found)
+
+
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
     """Return the sum of the sizes by tier, for each tier that occurs."""
     return {home: size_of_home(sizes, homes, home) for home in dict.fromkeys(homes)}
@@ -237,12 +260,20 @@ def tiered_traffic(
     gradients = as_gradients_come(units, work.shape)
     if work.breadth_first:
         _, gradients = breadth_first([], gradients, units, times=micro)
+    once = {unit.index for unit in units if sizes.adds_on_device(unit, homes.gradients[unit.index])}
+    last = {unit: place for place, unit in enumerate(gradients)}
+    gradients = [unit for place, unit in enumerate(gradients) if unit not in once or place == last[unit]]
     for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
         size = g * sizes.trained_here(units[unit])
         moved[homes.gradients[unit], "backward", "read"] += (visits - 1) * size
         moved[homes.gradients[unit], "backward", "written"] += visits * size
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
-    given = e * micro * sum(place.weight.numel for unit in outside for place in unit.places if place.weight.trainable)
+    given = sum(
+        place.weight.numel * (g if unit.index in once else e * micro)
+        for unit in outside
+        for place in unit.places
+        if place.weight.trainable
+    )
     moved[DEVICE, "backward", "written"] += given // work.pipeline
     cuts = sum(one != other for one, other in pairwise(work.owners))  # what passes there is copied out and in
     for phase in ("forward", "backward") if cuts else ():
@@ -324,7 +355,9 @@ def gathered_weights(
     return found
 
 
-def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> dict[bool, int]:
+def added_bytes(
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, gpu: bool
+) -> dict[bool, int]:
     """Return the bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step.
 
     Those of additions that also compute the norms of the new sums are under True, the others under False.
@@ -333,7 +366,8 @@ def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: b
     since it reads the memory that it overwrites into its caches. A GPU's first one needs no addition, and if it is the
     only one, the GPU computes its norm.
     """
-    count = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
+    placed = zip(units, homes.gradients, strict=True)
+    count = sum(unit.trained for unit, at in placed if at != DEVICE and not sizes.adds_on_device(unit, at))
     added = work.item_bytes + 2 * work.gradient_bytes
     passes = [0 if gpu else added, *[added] * (work.added - 1)]
     return {False: sum(passes[:-1]) * count, True: passes[-1] * count}

@@ -55,6 +55,7 @@ class TierSizes:
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
     keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
+    device_sums: int = 0  # elements; see `adds_on_device`
 
     @property
     def here(self) -> int:
@@ -64,6 +65,13 @@ class TierSizes:
     def trained_here(self, unit: Unit) -> int:
         """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
         return range_of_rank(unit, self.here - 1, ranks=self.ranks)[1]
+
+    def adds_on_device(self, unit: Unit, home: int) -> bool:
+        """Return whether the device adds a unit's gradients of all micro-batches, whose sums then leave it once.
+
+        These are units with at most `device_sums` elements; `home` is that of the sums.
+        """
+        return home != DEVICE and 0 < unit.trained <= self.device_sums
 
     @property
     def shares(self) -> dict[int, float]:
@@ -151,15 +159,20 @@ def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
     return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
 
 
-def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: int, several: bool, gpu: bool) -> int:
+def gradient_ring(
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, item_bytes: int, several: bool, gpu: bool
+) -> int:
     """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives.
 
     `several`: there are several micro-batches. A CPU adds gradients directly to sums in RAM. The first gradient of a
-    weight from a GPU is copied into a sum in RAM with the same dtype, and needs no staging.
+    weight from a GPU, or the sum from there, is copied into a sum in RAM with the same dtype, and needs no staging.
     """
     staged = several and gpu  # sums in RAM
-    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (staged and home == RAM)]
-    size = item_bytes * sum(unit.trained for unit in through)
+    size = item_bytes * sum(
+        unit.trained
+        for unit, home in zip(units, homes, strict=True)
+        if on_drive(home) or (staged and home == RAM and not sizes.adds_on_device(unit, home))
+    )
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 
 

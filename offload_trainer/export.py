@@ -152,16 +152,16 @@ def opened(path: Path) -> Iterator[Source]:
             "it started, or it is not a run on one node that keeps two copies of its whole state on drives "
             "(--optimizer nvme --ram-fraction 0 tiered.state_copies=2, no frozen weights); export its newest checkpoint"
         )
-    left = final_export(path)
-    newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
-    if left and all(read_state(checkpoint).step < left.step for checkpoint in newest):
+    ended = final_export(path)
+    newest = complete_checkpoints(path / "checkpoints")[-1:] if ended else []
+    if ended and all(read_state(checkpoint).step < ended.step for checkpoint in newest):
         with opened_model(path / "export") as source:
             yield replace(
                 source,
                 model=path / "model",
-                description=f"{path / 'export'}, after step {left.step}",
+                description=f"{path / 'export'}, after step {ended.step}",
                 card=lambda dtype: model_card(
-                    path, dtype=dtype, source=f"the run after step {left.step}", run=left.run, step=left.step
+                    path, dtype=dtype, source=f"the run after step {ended.step}", run=left.run, step=left.step
                 ),
             )
         return

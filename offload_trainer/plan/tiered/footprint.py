@@ -85,9 +85,9 @@ def tiered_items(
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         yield device("gradients in flight", here * size, why)
-        if any(each := _sums_on_device(work, units, homes, sizes)):
+        if any(sums := _sums_on_device(work, units, homes, sizes)):
             why = "of the block that gets gradients, and of the one before it, whose sums leave the GPU"
-            yield replace(device("gradient sums", here * max(each), why), of_ranks=each)
+            yield replace(device("gradient sums", here * max(sums), why), of_ranks=sums)
     else:
         outbox = exchange_bytes(units, item_bytes=e)
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"

@@ -161,7 +161,7 @@ def opened(path: Path) -> Iterator[Source]:
                 model=path / "model",
                 description=f"{path / 'export'}, after step {ended.step}",
                 card=lambda dtype: model_card(
-                    path, dtype=dtype, source=f"the run after step {ended.step}", run=left.run, step=left.step
+                    path, dtype=dtype, source=f"the run after step {ended.step}", run=ended.run, step=ended.step
                 ),
             )
         return

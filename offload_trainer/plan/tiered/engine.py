@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
@@ -232,15 +231,18 @@ class Tiered:
             counts |= {
                 max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (False, True)
             }
-        ways = [self._with_shares(replace(one, sizes=replace(one.sizes, device_sums=most))) for most in counts]
+        room, fitting = work.here * (machine.gpu_bytes - gpu_reserve(machine)), list[TieredCandidate]()
+        for most in sorted(counts, reverse=True):
+            way = self._with_shares(replace(one, sizes=replace(one.sizes, device_sums=most)))
+            if not most or sum(item.bytes for item in way.items if item.tier == GPU_NAME) <= room:
+                fitting.append(way)
+            if fitting and self.place.gpu_fraction != "auto":
+                break  # no state would take the room instead
 
-        def seconds(way: TieredCandidate) -> tuple[float, int]:
-            need = sum(item.bytes for item in way.items if item.tier == GPU_NAME)
-            fits = need <= work.here * (machine.gpu_bytes - gpu_reserve(machine)) or not way.sizes.device_sums
-            found = way.settled(forecast(work, machine, way.costs()))[1]
-            return found.step or 0.0 if fits else inf, -way.sizes.device_sums
+        def seconds(way: TieredCandidate) -> float:
+            return way.settled(forecast(way.work, machine, way.costs()))[1].step or 0.0
 
-        return min(ways, key=seconds) if len(ways) > 1 else ways[0]
+        return min(fitting, key=seconds) if len(fitting) > 1 else fitting[0]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
         """Return the candidate with as much of the state on the GPU and then in RAM as fits, where that is left open.

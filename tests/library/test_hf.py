@@ -234,6 +234,24 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
+    with loaded(folder, drive) as model:
+        found = model.state_dict()
+        expected = weights(folder)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+            assert found[name].cpu().numpy().tobytes() == tensor.numpy().tobytes()
+            assert torch.equal(found[name], tensor)
+            assert found[name].is_contiguous()
+        with pytest.raises(UserError, match=r"data_ptr of an offloaded tensor"):
+            found["model.layers.0.mlp.up_proj.weight"].data_ptr()
+        torch.save(found, tmp_path / "whole.pt")
+    assert_same(torch.load(tmp_path / "whole.pt"), expected)
+
+
+@pytest.mark.slow
 def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     (tmp_path / "notes.txt").write_text("mine")

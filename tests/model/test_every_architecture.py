@@ -59,6 +59,21 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
     assert result.drawn == "equal"
 
 
+def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing router loss, or an eps that is 10 % too large, is reported as wrong; without them all is right."""
+    result = examine("Mixtral", tmp_path / "right")
+    assert (result.outcome, result.router) == ("right", "right")
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_trainer.model.loss.adds_router_loss", lambda _: False)
+        result = examine("Mixtral", tmp_path / "router")
+        assert result.outcome == "wrong"
+        assert result.why.startswith("with the routers' loss: losses")
+    monkeypatch.setattr(every_architecture, "EPS", 1.1e-3)
+    result = examine("Llama", tmp_path / "eps")
+    assert result.outcome == "wrong"
+    assert "weights" in result.why
+
+
 def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None, **changes: Any) -> ModelSource:
     """Return the source of a tiny model, built from its configuration alone."""
     tiny_models.tiny_config(tiny_models.kinds()[name], **changes).save_pretrained(folder)
@@ -97,6 +112,18 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
     assert shape.parameters > 100_000_000
     assert not checkpointed_blocks(ModelSection(), shape)
     assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
+
+
+def test_the_table_names_all(tmp_path: Path) -> None:
+    """Architectures that do not run in transformers are listed with its error."""
+    git = every_architecture.examine(
+        "Git", tmp_path, every_architecture.check_training, every_architecture.check_packing
+    )
+    right = every_architecture.Result("right", notes=("attention: eager, since",), drawn="equal")
+    rows = list(every_architecture.rows_of({"Git": git, "Llama": [right, right]}))
+    assert rows[1][:3] == ["Git", f"transformers: {git[0].why[:120]}", "transformers"]
+    assert "ValueError" in rows[1][1]
+    assert rows[2] == ["Llama", "right", "right", "attention: eager", ""]
 
 
 def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(

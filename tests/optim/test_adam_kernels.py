@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs its function on the CPU; with one, the 
 """
 
 import ctypes
+import importlib.util
 import math
 import os
 import subprocess
@@ -487,6 +488,34 @@ def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) ->
     lines = done.stdout.splitlines()
     assert {line.split()[2] for line in lines} == {f"sm_{card}" for card in (70, 75, 80, 86, 89, 90, 100, 120)}
     assert len(lines) == 8 * (1 + len(FORMATS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("fma.rn.f32 %f3, %f1, %f2, %f4;", "3 FMA for 1 elements"),
+        ("mul.f32 %f3, %f1, %f2;", "mul.f32"),
+        ("@%p1 add.rn.ftz.f32 %f3, %f1, %f2;", "add.rn.ftz.f32"),
+        ("div.approx.f32 %f3, %f1, %f2;", "div.approx.f32"),
+        ("mad.rn.f32 %f3, %f1, %f2, %f4;", "mad.rn.f32"),
+        (".local .align 4 .b8 depot[16];", "registers spilled to memory"),
+        ("sqrt.rn.f32 %f9, %f8;", "2 FMA for 2 elements"),
+    ],
+)
+def test_the_check_of_the_code_finds_mistakes(line: str, fault: str) -> None:
+    spec = importlib.util.spec_from_file_location("check_cuda_kernel", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    fused = "\n".join(["\tfma.rn.f32 \t%f3, %f1, %f2, %f4;"] * 2)
+    right = (
+        f"\tsqrt.rn.f32 \t%f9, %f8;\n{fused}\n\t@%p1 ld.global.v4.f32 {{%f1}}, [%rd1];\n\tmul.rn.f32 %f3, %f1, %f2;\n"
+    )
+    assert script.faults_of(right, fuses=True) == []
+    assert script.faults_of(right, fuses=False) == ["2 FMA for 1 elements"]
+    assert script.faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
 
 
 # -- choice of the CPU's kernel ----------------------------------------------------------------------------------------

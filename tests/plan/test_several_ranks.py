@@ -22,6 +22,7 @@ from offload_trainer.plan.communication import (
     OUTBOX,
     STEP_BARRIERS,
     Collective,
+    all_to_alls,
     column_products,
     link_seconds,
     part_held,
@@ -175,6 +176,17 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_to_alls_and_zero_1_by_hand() -> None:
+    words = ("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
+    step, each = replace(work(*words), sequence=4), 3 / 4 * 2 * (2 * 512 / 4) * 1024
+    assert [sent.bytes for sent in all_to_alls(step)] == pytest.approx([4 * 24 * 4 * each] * 2)
+    assert [*all_to_alls(replace(step, checkpointed=7))][1].bytes == pytest.approx(4 * 31 * 4 * each)
+    assert next(all_to_alls(replace(step, shape=replace(SHAPE, key_heads=4)))).bytes == pytest.approx(240 * each)
+    moved = zero_collectives(work("--accumulate", "3"), stage=1, trained=800, gathered={})
+    found = [(sent.phase, sent.bytes) for sent in moved]
+    assert found == [("backward", pytest.approx(7 / 8 * 2 * 800)), ("update", pytest.approx(7 / 8 * 2 * 800))]
 
 
 def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:

@@ -164,8 +164,8 @@ def carry_out(
     from offload_trainer.plan import planner
     from offload_trainer.plan.tiered.engine import Tiered
     from offload_trainer.run import build, train
+    from offload_trainer.run.loop import timed_steps
     from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
-    from offload_trainer.trainer import timed_steps
 
     if product:
         square = LayerSizes((product, product, product), tokens=product, width=product)

@@ -1,12 +1,10 @@
 """Command line of `offload-train`: dispatch the first word to a command and print its result or error.
 
 argparse parses a command's own switches and writes `--help`. Words that it does not know are configuration, which
-`settings.py` reads; `settings.FLAGS` has the flags that stand for keys. Add a command or a switch to `COMMANDS`. torch
+`settings/` reads; `settings.FLAGS` has the flags that stand for keys. Add a command or a switch to `COMMANDS`. torch
 and transformers are imported only after a command has a valid configuration, so that help and mistakes appear
 immediately.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -38,10 +36,10 @@ from offload_trainer.run.process_setup import (
     ranks_of_environment,
     refuse_missing,
 )
+from offload_trainer.run.signals import stop_at_once
 from offload_trainer.settings import FLAGS, all_keys, dump_config, file_hint, load_config, refuse_unwritable
-from offload_trainer.signals import stop_at_once
+from offload_trainer.settings.synonyms import command_of, nearest
 from offload_trainer.stdio import lasting_streams
-from offload_trainer.synonyms import command_of, nearest
 from offload_trainer.units import format_bytes, shown
 
 
@@ -207,7 +205,7 @@ def _prepare(_: Namespace, words: list[str]) -> None:
 
 def _export(given: Namespace, _: list[str]) -> None:
     go_offline()
-    from offload_trainer.export import export
+    from offload_trainer.run.export import export
 
     done = export(
         given.source,

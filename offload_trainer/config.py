@@ -1,6 +1,6 @@
 """Configuration schema: frozen pydantic models with the type, default and description of every key.
 
-Add or change a key here; `settings.py` fills the models from a YAML file and the command line, and `--help` and
+Add or change a key here; `settings/` fills the models from a YAML file and the command line, and `--help` and
 docs/config.md show the keys' docstrings. `auto` means that the plan chooses the value and reports it.
 """
 

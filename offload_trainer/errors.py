@@ -9,8 +9,6 @@ Who raises one writes its message: what happened, the numbers, and what to do. `
 Ctrl-C, a missing package and a failing disk; None means a bug, which keeps its traceback.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import signal

@@ -10,8 +10,6 @@ resuming. A checkpoint has the Trainer's layout, with the Session's state in `of
 frozen and only adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -27,17 +25,17 @@ from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
 from offload_trainer.errors import UserError
-from offload_trainer.export import EXPORT
-from offload_trainer.manifest import MANIFEST
 from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.ranks import wait_for_all
+from offload_trainer.run.export import EXPORT
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.session.api import SessionKeys
 from offload_trainer.session.api import load as load_session
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session, listed
 from offload_trainer.storage.atomic_io import sync_tree
+from offload_trainer.storage.manifest import MANIFEST
 from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
 from offload_trainer.storage.tensorfile import DTYPES
 

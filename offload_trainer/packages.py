@@ -4,8 +4,6 @@
 metadata. A test keeps the two equal, and scripts/lowest_versions.py runs the lowest versions.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version

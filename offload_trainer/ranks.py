@@ -6,8 +6,6 @@ NCCL, and values as JSON, never as pickled objects. gloo takes a message that is
 so each message is tagged with its size, and one of another size is not received.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

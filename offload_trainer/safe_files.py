@@ -8,8 +8,6 @@ be truncated, from another version, from another program, or malicious. In every
 requested type, or one error that names the file, the problem and the remedy.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

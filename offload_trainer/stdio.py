@@ -4,8 +4,6 @@ A run must not end because its terminal is gone. Once the other end is closed, t
 /dev/null, so that other code in the process, such as C libraries and signal handlers, does not fail on it either.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

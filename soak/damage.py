@@ -37,14 +37,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from offload_trainer import checkpoint as saved
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, write_tokens
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.export import finite_weights, opened
 from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
@@ -52,8 +49,11 @@ from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.retention import find_resume
+from offload_trainer.run import checkpoint as saved
+from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.run.export import finite_weights, opened
 from offload_trainer.settings import load_config
+from offload_trainer.storage.retention import find_resume
 from offload_trainer.telemetry.meters import PhaseClock
 
 SECONDS = 60.0  # for one file

@@ -9,8 +9,6 @@ The first three accept "system" and "tools", and the third accepts "history", as
 Forms of those projects for other kinds of training are refused with a message that names them (`_OTHERS`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

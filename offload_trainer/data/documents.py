@@ -12,8 +12,6 @@ The suffix gives the format. A file of text is one document; of the others each 
 What a record means, a document or a conversation, is for conversations.py and packing.py to say.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import csv

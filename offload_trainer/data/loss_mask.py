@@ -15,8 +15,6 @@ turn is then excluded. With marks the template decides, and answers without an e
 A template may drop text of a line, such as calls of tools. Fields whose text is missing from the result are counted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left

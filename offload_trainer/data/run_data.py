@@ -11,8 +11,6 @@ read again unless its size, mtime, ctime (which no program can set back), inode 
 it had not changed for two seconds when it was hashed: a change within one clock tick would leave the same times.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ docs/data.md has the rule for directories with the splits of a data set. hub:OWN
 is a data set of the hub, whose downloaded Arrow files are read.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -1,7 +1,5 @@
 """Load, save and describe transformers tokenizers; the encoders (packing.py, loss_mask.py) use them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -7,8 +7,6 @@ contains such products, is replaced as well, and so are the operators' `out=` fo
 own slow products.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator

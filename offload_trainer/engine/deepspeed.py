@@ -7,8 +7,6 @@ rounds them), Adam's bias correction after a resume, and checkpoints that are in
 DeepSpeed's configuration is a pure function that golden files test. No other module uses DeepSpeed's keys.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ waits forever without a message. Here builds take turns with a lock that the ker
 `lock` file without a running build is removed. `importing` turns a missing or broken package into advice.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

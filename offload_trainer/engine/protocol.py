@@ -4,8 +4,6 @@ A step is `accumulate` micro-batches with a forward and a backward each, then on
 rate. Loss and gradient norm cover the whole step on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The offloading itself is in `offloading/`; `plan/` decides the placement and the sizes of buffers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 An update goes from 16-bit gradients to 16-bit weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -14,8 +14,6 @@ pinned memory, and all-gather and all-to-all are NCCL's. Without GPUs, host memo
 replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -3,8 +3,6 @@
 It only reads, except for one empty temporary file per directory, the only way to find out whether O_DIRECT works.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

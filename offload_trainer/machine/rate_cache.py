@@ -4,8 +4,6 @@ It is one JSON file in the cache directory. A machine that has changed, or whose
 another way, has other keys and is timed again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

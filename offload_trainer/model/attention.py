@@ -16,8 +16,6 @@ See Jacobs et al. 2023. Everything else in the model must be position-wise, whic
 key heads is not divisible by the ranks, key heads are repeated before they are sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -8,8 +8,6 @@ in the model). It applies them to a whole model. This module converts one group 
 each conversion on meta tensors first, so that names and shapes are known before any data is read.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A run of the model on text alone (`model/activations.py`) shows which units text
 Without such a run, they are those outside the language model that transformers' `get_decoder` returns.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

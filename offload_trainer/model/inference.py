@@ -4,8 +4,6 @@ empty_model ── all weights set ─┐
             └─ read_as_called ──┴─ generate ──> ids, one by one, with transformers' KV cache
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Container
 from pathlib import Path

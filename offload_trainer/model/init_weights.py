@@ -9,8 +9,6 @@ module outside the blocks) gets memory, is initialised by the model's own code, 
 model is never in host memory, and the weights do not depend on their placement.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -6,8 +6,6 @@
 The code here is independent of the architecture; transformers provides all of them.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json
@@ -26,7 +24,6 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import CONFIG
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.checkpoint_mapping import config_in, read_model_config, refuse_endless
 from offload_trainer.model.images import Patches, auto_class, settle_class, text_alone_requires_grads
@@ -41,6 +38,7 @@ from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.manifest import CONFIG
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
 # Files that exports carry along unchanged. A chat model's end-of-turn tokens and temperature are only in the first.

@@ -6,8 +6,6 @@ With several chunks each is recomputed in the backward, so only one chunk's logi
 than the last hidden states, the model runs unchanged with all of its logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any

@@ -3,8 +3,6 @@
 OpenAI's pretrained weights have a hub id (``openai-community/gpt2``). Dropout is off: no token is seen often enough.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from pathlib import Path

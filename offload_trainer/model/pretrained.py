@@ -5,8 +5,6 @@ what the model fuses; `checkpoint_mapping` converts them. Tied weights may be pr
 weights that do not fit are reported together before any data is read. Unused keys are left out, with a note.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 For any architecture, transformers is asked for blocks, heads and splits, and a run on meta tensors for activations.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

@@ -13,8 +13,6 @@ Torch's checkpointing around each piece would need as little memory. However, it
 by up to 1/256 each time, and it runs the module a third time inside a checkpointed block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

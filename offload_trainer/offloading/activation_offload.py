@@ -9,8 +9,6 @@ copied to the device. The computation never waits for copies to the host, but th
 flight. Inputs are expected back from the last block to the first; any other order is correct, but slower.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ This is the only module that distinguishes one rank from several: it chooses the
 and the update progress that fit. Everything else talks to the other ranks through `Node`, or not at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass

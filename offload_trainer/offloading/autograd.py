@@ -3,8 +3,6 @@
 Edit this module when a new torch version renames one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -9,8 +9,6 @@ a layout and update kernels, and does not depend on the configuration, the data 
 a bit of the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path

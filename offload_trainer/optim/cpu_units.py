@@ -1,7 +1,5 @@
 """Detect the CPU's units for 16-bit matrix products. Without them torch's products of 16-bit matrices are slow."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -8,8 +8,6 @@ of all lengths (`model/activations.py`) have the same operations. On a CPU it ch
 computed alone, and the sum over the rows and the head's gradient come after the last piece.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

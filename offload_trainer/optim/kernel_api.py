@@ -7,8 +7,6 @@ A page is a range of elements of one unit (a flat buffer of weights). There are 
 Those of the CPU also add gradients, and compute the checksums of state on NVMe.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

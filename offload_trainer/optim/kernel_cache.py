@@ -8,8 +8,6 @@ Prebuilt libraries (`prebuilt_kernels.py`) are in the package, which is trusted 
 cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

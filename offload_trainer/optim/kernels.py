@@ -1,7 +1,5 @@
 """Choose the CPU update kernel, and check that compiled kernels give the same bits as torch's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from itertools import accumulate, product

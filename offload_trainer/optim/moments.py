@@ -14,8 +14,6 @@ The functions here are the reference; adam.cpp computes the same bits faster. `S
 Without random bits, as in a conversion, numbers are rounded to nearest. 8-bit first moments always are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -7,8 +7,6 @@ Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse mul
 computes each fused pair in double precision and rounds it to fp32, which is the same on every device.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

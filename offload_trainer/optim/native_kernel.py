@@ -5,8 +5,6 @@ masters. The library also adds and measures gradients in one pass, computes the 
 checksums of state on NVMe. All results equal those of torch's operations bit for bit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from dataclasses import dataclass

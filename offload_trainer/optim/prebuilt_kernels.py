@@ -11,8 +11,6 @@ libgcc_s.
 This module imports the standard library alone, because a release is built where torch is not installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -12,10 +12,8 @@
 
 The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
 and an export needs no engine. Masters and moments have their storage formats. Manifest and the run's other files are
-checkpoint.py's.
+run/checkpoint.py's.
 """
-
-from __future__ import annotations
 
 import json
 import math

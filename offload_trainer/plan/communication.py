@@ -31,8 +31,6 @@ overlap matrix products (those of ZeRO-1 only the last micro-batch's, which the 
 tensor and sequence do not overlap.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

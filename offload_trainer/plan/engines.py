@@ -4,8 +4,6 @@
 messages, one sentence each, with what to change.
 """
 
-from __future__ import annotations
-
 from offload_trainer.config import STREAM, OptimSection, TrainConfig
 from offload_trainer.plan.deepspeed import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate

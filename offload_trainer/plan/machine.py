@@ -6,8 +6,6 @@ buses, memory, drives), whose numbers are published measurements, specifications
 import torch, so that planning stays light.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -9,8 +9,6 @@ maximum would count tensors that never exist at the same time. docs/benchmarks/p
 with measurements. Pure arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

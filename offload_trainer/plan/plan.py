@@ -3,8 +3,6 @@
 `Plan` also renders itself as text (`describe`) and as the JSON of `plan --json` (`to_json`).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from shlex import quote

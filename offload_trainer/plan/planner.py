@@ -6,8 +6,6 @@ Each engine's module lists its candidate placements and checks its settings. The
 that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 What goes where is decided in plan/tiered/layout.py and the engines' plans; machine/ probes and measures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -3,8 +3,6 @@
 This module does not depend on the configuration classes, so neither does the arithmetic of a plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

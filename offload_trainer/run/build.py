@@ -5,8 +5,6 @@
 An ExitStack closes everything that was opened, also after a failure.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -20,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.stream import POINTS
@@ -33,7 +30,9 @@ from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.ranks import everybody, nodes, place_here
+from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.run.directory import Log, record_of
+from offload_trainer.run.loop import Job, TimeToSave
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
@@ -42,7 +41,6 @@ from offload_trainer.storage.scratch_dir import PAGES, empty_list, hold, leased
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry, Trackers
-from offload_trainer.trainer import Job, TimeToSave
 from offload_trainer.units import format_bytes, format_seconds
 
 

@@ -4,8 +4,6 @@ Each check raises UserError that says what is wrong and what to do. A check of s
 its values on rank 0 and on the other rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -23,19 +21,19 @@ from typing import Any
 import torch
 
 from offload_trainer import __version__
-from offload_trainer.checkpoint import check_identity
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY, check_data
 from offload_trainer.errors import PeerFailed, UserError
-from offload_trainer.export import FINAL_RECORD
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import room_of
 from offload_trainer.ranks import all_gather_json, everybody, from_rank_zero, place_here
-from offload_trainer.retention import complete_checkpoints, find_resume, step_of
+from offload_trainer.run.checkpoint import check_identity
 from offload_trainer.run.directory import refuse_strangers
+from offload_trainer.run.export import FINAL_RECORD
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there, shown
 from offload_trainer.settings import refuse_unwritable
+from offload_trainer.storage.retention import complete_checkpoints, find_resume, step_of
 from offload_trainer.telemetry.sinks import refuse_missing
 
 _MOST = 10  # lines in a message

@@ -28,8 +28,6 @@ reader builds tensors, numbers, text and collections, and refuses every other cl
 whose protocol it does not know, `Record` stands. No other module of the package reads pickles.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -11,8 +11,6 @@ Nothing here looks for ranks that are stopped or hung. A stopped rank ends the o
 then kills what does not end. Elsewhere a slow rank cannot be distinguished from a hung one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

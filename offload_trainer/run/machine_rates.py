@@ -7,8 +7,6 @@ Rates are those of the whole machine, whose processor and drives its ranks share
 threads of all ranks: the `bench` command itself, or rank 0 at a start, while the other ranks wait.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection, Iterator

@@ -156,8 +156,8 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
     """
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import with_cached_rates
-    from offload_trainer.retention import bytes_that_go
     from offload_trainer.storage.atomic_io import bytes_below
+    from offload_trainer.storage.retention import bytes_that_go
     from offload_trainer.storage.scratch_dir import PAGES, dead_runs
 
     machine = with_cached_rates(probe_machine(place, output=output))

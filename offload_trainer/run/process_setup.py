@@ -4,8 +4,6 @@
 torchrun finds its rank in the environment; any other process is rank 0 of 1.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -16,8 +16,6 @@ ranks' pages of a step are on the drives; until then no rank writes a page of th
 may still be writing, the new run waits for it (`wait_for_ranks`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,21 +26,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from offload_trainer.checkpoint import (
-    MADE,
-    TrainState,
-    changed_settings,
-    check_identity,
-    check_resume,
-    configuration_of,
-    read_state,
-)
 from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.export import done_before, final_export
-from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
     Newest,
     StoreManifest,
@@ -54,14 +41,25 @@ from offload_trainer.offloading.pages.manifest import (
 )
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.ranks import from_rank_zero, nodes, place_here
-from offload_trainer.retention import complete_checkpoints, find_resume, remove_leftovers, step_of
 from offload_trainer.run.build import Setup, with_steps
+from offload_trainer.run.checkpoint import (
+    MADE,
+    TrainState,
+    changed_settings,
+    check_identity,
+    check_resume,
+    configuration_of,
+    read_state,
+)
+from offload_trainer.run.export import done_before, final_export
+from offload_trainer.run.loop import Job
 from offload_trainer.safe_files import Count, as_kind, lenient_record, read_back, shown
 from offload_trainer.settings import load_config
 from offload_trainer.storage import scratch_dir
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.manifest import differences
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
-from offload_trainer.trainer import Job
+from offload_trainer.storage.retention import complete_checkpoints, find_resume, remove_leftovers, step_of
 
 
 @lenient_record

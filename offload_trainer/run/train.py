@@ -1,12 +1,10 @@
 """A training run from configuration to report: probe, plan, check, resume, build, train, export, report.
 
-    TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> trainer.train -> report
+    TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> loop.train -> report
 
 Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. The
 command line imports this module, and with it torch, only after it has a valid configuration.
 """
-
-from __future__ import annotations
 
 import gc
 import os
@@ -21,8 +19,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer import ranks, trainer
-from offload_trainer.checkpoint import TrainState, read_state
+from offload_trainer import ranks
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.rows import first_row
 from offload_trainer.data.run_data import RunData, epoch_line, prepare_data
@@ -35,21 +32,22 @@ from offload_trainer.errors import (
     UserError,
     fills_gpu,
 )
-from offload_trainer.export import write_final
 from offload_trainer.machine.rate_cache import keep_free
-from offload_trainer.retention import complete_checkpoints, step_of
-from offload_trainer.run import checks, machine_rates, resume
+from offload_trainer.run import checks, loop, machine_rates, resume
 from offload_trainer.run.build import Setup, build_job, with_steps
+from offload_trainer.run.checkpoint import TrainState, read_state
 from offload_trainer.run.directory import Log, hold, run_directory, write_known
+from offload_trainer.run.export import write_final
 from offload_trainer.run.launcher import ECHO, has_launcher
+from offload_trainer.run.loop import Job
 from offload_trainer.run.planning import Planned, plan_run, plan_with_room, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.signals import waiting
+from offload_trainer.run.signals import waiting
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
-from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
 
 _MOST_ROWS = 800  # steps of which a page is made
@@ -263,13 +261,13 @@ def _train_to_end(setup: Setup, job: Job, *, begins: TrainState | None, checkpoi
     """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
-        asked.too_late = partial(trainer.too_late, job)
+        asked.too_late = partial(loop.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         if job.telemetry:
             job.telemetry.page = partial(_run_page, setup, swaps=job.swaps)
         try:
-            state = trainer.train(job, asked, begins=begins, checkpoint=checkpoint)
+            state = loop.train(job, asked, begins=begins, checkpoint=checkpoint)
         except GpuFull as full:
             if asked.stop:
                 message = f"{full}, and the run was asked to stop; {RERUN_HINT}"

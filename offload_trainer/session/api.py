@@ -7,8 +7,6 @@ refused with UserError if it does not fit. Errors of the configuration and of th
 `translate_errors` replaces by keywords.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -28,11 +26,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import Home, RuleName, TrainConfig
 from offload_trainer.engine.tiered import open_parts
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import CONFIG
 from offload_trainer.model.images import class_names
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
@@ -47,6 +43,7 @@ from offload_trainer.plan.tiers import Item
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
 from offload_trainer.run.build import lease_drives
+from offload_trainer.run.checkpoint import RunRecord
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import record_of
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
@@ -54,6 +51,7 @@ from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.session.session import Session
 from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable, validated
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
+from offload_trainer.storage.manifest import CONFIG
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.tensorfile import DTYPES
 

@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
@@ -32,6 +31,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
 from offload_trainer.plan.tiers import Item
+from offload_trainer.run.checkpoint import RESIDENT
 from offload_trainer.storage.atomic_io import StoredFile
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes

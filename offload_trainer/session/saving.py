@@ -25,20 +25,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from offload_trainer.checkpoint import TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export import DTYPES, Source, write_model
-from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter, forget_writes, refuse_written
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.ranks import everybody, from_rank_zero
-from offload_trainer.retention import WORK
+from offload_trainer.run.checkpoint import TrainState, write_checkpoint
+from offload_trainer.run.export import DTYPES, Source, write_model
 from offload_trainer.safe_files import MOST_BYTES, Crc32, is_there, lenient_record, read_back
 from offload_trainer.session.optimizer import WEIGHT, layout_of, read_residents, write_residents
 from offload_trainer.storage.atomic_io import StoredFile, sync_file, write_text
+from offload_trainer.storage.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.storage.owned_dirs import clear, is_removable
+from offload_trainer.storage.retention import WORK
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

@@ -21,7 +21,6 @@ import psutil
 import torch
 from torch import nn
 
-from offload_trainer.checkpoint import RunRecord
 from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled
@@ -37,6 +36,7 @@ from offload_trainer.optim.norms import clip_factor
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
+from offload_trainer.run.checkpoint import RunRecord
 from offload_trainer.session import saving
 from offload_trainer.session.optimizer import (
     OffloadedOptimizer,

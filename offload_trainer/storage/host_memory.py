@@ -4,8 +4,6 @@ torch's pinned allocator rounds every block up to a power of two, which for tens
 more. Each buffer here is one mapping of the bytes needed, rounded up to whole pages.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

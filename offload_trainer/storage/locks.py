@@ -5,8 +5,6 @@ a writable descriptor (flock(2)). Filesystems without locks report ENOLCK, ENOSY
 `NoLocks`. After `NoLocks` it is unknown which other processes are active, so the caller must not delete anything.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

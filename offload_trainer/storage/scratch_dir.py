@@ -13,8 +13,6 @@ stays too, and the next start says so. If the list exists but does not name the 
 Only directories created by `leased` are removed, identified by name, mark and owner (`owned_dirs`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

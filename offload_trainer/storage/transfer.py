@@ -5,8 +5,6 @@
 `Transfers` uses preadv and pwritev with O_DIRECT on threads. Offsets and sizes are multiples of 4096 bytes.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

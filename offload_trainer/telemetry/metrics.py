@@ -1,7 +1,5 @@
 """Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl), and how to read them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import field

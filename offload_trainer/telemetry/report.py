@@ -6,8 +6,6 @@
 Charts are inline SVG in the page's colours. Their units suit a page 400 to 800 pixels wide: the widest number fits.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -20,8 +20,8 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer, text_bytes, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import UserError
+from offload_trainer.run.loop import _evaluate
 from offload_trainer.telemetry.metrics import EvalRecord
-from offload_trainer.trainer import _evaluate
 
 SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
 

@@ -20,11 +20,11 @@ from uneven_targets import masked, random_weights, transformers_alone
 from offload_trainer.config import ModelSection
 from offload_trainer.engine.deepspeed import Parts
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.run.export import export
 from offload_trainer.settings import load_config
 
 STEPS = 3

@@ -19,11 +19,11 @@ from small_architectures import _COMMON, ARCHITECTURES, reference
 from synthetic_checkpoints import checkpoint_of, exported
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
-from offload_trainer import export as exports
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import export, final_export, write_final
 from offload_trainer.model.loader import resolve_model, write_config
+from offload_trainer.run import export as exports
+from offload_trainer.run.export import export, final_export, write_final
 from offload_trainer.storage.scratch_dir import is_alive, leased, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "counted_once")

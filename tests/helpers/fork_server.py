@@ -129,10 +129,10 @@ def _load_libraries() -> None:
     from counted_once import counted_once
 
     import offload_trainer.engine.tiered
-    import offload_trainer.export
     import offload_trainer.model.probes.blocks
+    import offload_trainer.run.export
+    import offload_trainer.run.loop
     import offload_trainer.run.train
-    import offload_trainer.trainer
 
     offload_trainer.model.shape.count_activations = counted_once
     offload_trainer.model.probes.blocks.count_activations = counted_once

@@ -87,16 +87,16 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "record": ("os:pwrite", of_a_step),  # after the record was written
     "metrics": ("offload_trainer.telemetry.sinks:JsonLines.write", lambda n, _, line: json.loads(line)["step"] == n),
     "line": ("offload_trainer.telemetry.sinks:Telemetry.step", lambda n, _, record: record.step == n),
-    "room": ("offload_trainer.checkpoint:remove_leftovers", lambda *_: True),  # looks for room for a checkpoint
+    "room": ("offload_trainer.run.checkpoint:remove_leftovers", lambda *_: True),  # looks for room for a checkpoint
     "save": ("offload_trainer.offloading.pages.named_state:TieredSnapshot.write", lambda *_: True),
     "put": ("offload_trainer.storage.tensorfile:PlacedWriter.put", second_page_of_step_4),
-    "manifest": ("offload_trainer.checkpoint:finish_checkpoint", lambda *_: True),
+    "manifest": ("offload_trainer.run.checkpoint:finish_checkpoint", lambda *_: True),
     "saved": (
-        "offload_trainer.checkpoint:Checkpoints._report_save",
+        "offload_trainer.run.checkpoint:Checkpoints._report_save",
         lambda n, _, final, *__: final.name == f"step-{n:08d}",
     ),
-    "prune": ("offload_trainer.checkpoint:prune", lambda *_: True),
-    "export": ("offload_trainer.export:_write_shards", lambda *_: True),
+    "prune": ("offload_trainer.run.checkpoint:prune", lambda *_: True),
+    "export": ("offload_trainer.run.export:_write_shards", lambda *_: True),
     "end": ("offload_trainer.run.resume:drop", lambda *_: True),
 }
 BY_STEP = ("metrics", "line", "saved")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
-from offload_trainer.export import Source, write_model
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
+from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.run.export import Source, write_model
 from offload_trainer.storage.atomic_io import StoredFile
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
-from offload_trainer.checkpoint import read_manifest
+from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.run.commands.import_checkpoint import Imported, import_checkpoint
 from offload_trainer.settings import load_config
 

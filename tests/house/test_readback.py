@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from synthetic_checkpoints import save
 
-from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
-from offload_trainer.export import _checkpoint_card
 from offload_trainer.machine import rate_cache
-from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.retention import find_checkpoint
+from offload_trainer.run.checkpoint import RunRecord, TrainState, check_resume, read_state, reading
+from offload_trainer.run.export import _checkpoint_card
 from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
+from offload_trainer.storage.manifest import Manifest
+from offload_trainer.storage.retention import find_checkpoint
 
 WRONG = {
     "": "not JSON",

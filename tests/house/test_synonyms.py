@@ -11,7 +11,7 @@ from offload_trainer.cli import COMMANDS as OURS
 from offload_trainer.cli import take_command
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys, load_config
-from offload_trainer.synonyms import (
+from offload_trainer.settings.synonyms import (
     _BY_COMMAND,
     _BY_VALUE,
     _BY_WORD,

@@ -10,14 +10,14 @@ import pytest
 from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
-from offload_trainer.checkpoint import RunConfiguration
 from offload_trainer.cli import COMMANDS, parse
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export import model_card
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.planner import _why_not, make_plan
+from offload_trainer.run.checkpoint import RunConfiguration
 from offload_trainer.run.directory import Log
+from offload_trainer.run.export import model_card
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 

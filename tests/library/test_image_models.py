@@ -33,12 +33,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import offload_trainer as ot
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.export import export
 from offload_trainer.model.images import refuse_other_losses
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.memory import image_part
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
+from offload_trainer.run.export import export
 from offload_trainer.run.planning import model_of
 from offload_trainer.settings import load_config
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import offload_trainer as ot
 from offload_trainer.errors import UserError
-from offload_trainer.export import export
+from offload_trainer.run.export import export
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 

@@ -42,7 +42,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
-from offload_trainer import checkpoint as saving
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
@@ -50,10 +49,11 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
-from offload_trainer.retention import WORK
+from offload_trainer.run import checkpoint as saving
 from offload_trainer.session import api
 from offload_trainer.session.api import session_config
 from offload_trainer.storage import owned_dirs
+from offload_trainer.storage.retention import WORK
 from offload_trainer.storage.tensorfile import PlacedWriter
 
 pytestmark = [

@@ -10,9 +10,9 @@ from commands import TINY, call
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices, model_of, plan_run
 from offload_trainer.settings import load_config
+from offload_trainer.storage.manifest import CONFIG, FORMAT, MANIFEST, Manifest, differences, refuse_other_run
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
 SAVED[CONFIG] = {"rope_theta": 1e4, "head_dim": None, "of_an_older_version": 1}

@@ -5,7 +5,7 @@ import torch
 from transformers import get_scheduler
 
 from offload_trainer.config import OptimSection
-from offload_trainer.trainer import learning_rate
+from offload_trainer.run.loop import learning_rate
 
 SHAPES = ["cosine", "linear", "constant", "wsd"]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload_trainer.data.packing import _PLAIN_TEMPLATE
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile
-from offload_trainer.export import export
+from offload_trainer.run.export import export
 
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--lr", "1e-2"]

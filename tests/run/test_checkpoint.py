@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from synthetic_checkpoints import Small, save
 
-from offload_trainer import checkpoint
-from offload_trainer.checkpoint import read_manifest
 from offload_trainer.errors import TrainerError
-from offload_trainer.retention import bytes_that_go, complete_checkpoints, find_resume, remove_leftovers
+from offload_trainer.run import checkpoint
+from offload_trainer.run.checkpoint import read_manifest
 from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.storage.retention import bytes_that_go, complete_checkpoints, find_resume, remove_leftovers
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])

@@ -9,9 +9,9 @@ from commands import COMMAND, TINY, assert_same_run, call, everything, faulty, r
 from dead_run_files import died
 from safetensors.torch import load_file
 
-from offload_trainer.checkpoint import complete_checkpoints, read_manifest
-from offload_trainer.retention import WORK
+from offload_trainer.run.checkpoint import complete_checkpoints, read_manifest
 from offload_trainer.storage.owned_dirs import ScratchDirectory
+from offload_trainer.storage.retention import WORK
 
 pytestmark = pytest.mark.slow
 

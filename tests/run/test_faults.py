@@ -13,7 +13,7 @@ import pytest
 from commands import COMMAND, TINY, Run, assert_same_run, call, faulty, run_script
 from test_runs import finished  # noqa: F401  # a fixture
 
-from offload_trainer.checkpoint import complete_checkpoints, read_manifest
+from offload_trainer.run.checkpoint import complete_checkpoints, read_manifest
 
 pytestmark = pytest.mark.slow
 

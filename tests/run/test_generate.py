@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import Stopped, TrainerError, UserError
-from offload_trainer.export import export, opened
 from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.run.commands import generate as commands
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in
+from offload_trainer.run.export import export, opened
 from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import EvalRecord
 

@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.trainer_callback import TrainerState
 from uneven_targets import DECAY, LR, random_weights
 
-from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
 from offload_trainer.ranks import join_torch, place_here
+from offload_trainer.run.checkpoint import read_state
 from offload_trainer.run.foreign import _Chunk, _Stored
 
 BEFORE, AFTER = 3, 3  # steps before the checkpoint, and compared with those of the run that goes on from its import

@@ -29,13 +29,13 @@ from synthetic_foreign import (
 from transformers import AutoModelForCausalLM, Trainer
 from uneven_targets import random_weights
 
-from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
 from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.run.checkpoint import read_state
+from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
-from offload_trainer.trainer import learning_rate
 
 LR, STEPS, HALF = 1e-2, 6, 3
 SETTINGS = ["optim.betas=[0.8, 0.99]", "optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5"]

@@ -16,15 +16,15 @@ from engine_bench import assert_same
 from safetensors.torch import load_file
 from sample_plans import timed
 
-from offload_trainer.checkpoint import TrainState
 from offload_trainer.errors import RERUN_HINT, UserError
-from offload_trainer.export import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest, read_store
-from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import resume
+from offload_trainer.run.checkpoint import TrainState
+from offload_trainer.run.export import opened
 from offload_trainer.run.planning import as_page_files
 from offload_trainer.run.resume import STARTS_OVER, earlier_run, resume_hint
 from offload_trainer.settings import load_config
+from offload_trainer.storage.retention import complete_checkpoints
 from offload_trainer.storage.scratch_dir import dead_runs, folders_in, leased
 from offload_trainer.telemetry.report import RELOAD
 

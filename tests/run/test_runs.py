@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from test_telemetry import CONTRACT
 from transformers import AutoModelForCausalLM
 
-from offload_trainer.checkpoint import read_manifest
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import MANIFEST
+from offload_trainer.run.checkpoint import read_manifest
+from offload_trainer.run.loop import learning_rate
 from offload_trainer.settings import load_config
-from offload_trainer.trainer import learning_rate
+from offload_trainer.storage.manifest import MANIFEST
 
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
 SAVED = ["--save-every", 6, "save.keep=9"]

@@ -12,10 +12,10 @@ from commands import TINY, ask, command, environment, faulty
 from small_architectures import ARCHITECTURES, reference
 from synthetic_checkpoints import save
 
-from offload_trainer.checkpoint import read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.run.checkpoint import read_manifest
 
 
 class Bomb:

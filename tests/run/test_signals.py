@@ -17,7 +17,7 @@ from tqdm import tqdm
 from offload_trainer.cli import main
 from offload_trainer.errors import Stopped, exit_code
 from offload_trainer.run.directory import Log
-from offload_trainer.signals import stop_at_once, waiting
+from offload_trainer.run.signals import stop_at_once, waiting
 from offload_trainer.stdio import lasting_streams, write_now
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]

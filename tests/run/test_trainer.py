@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from offload_trainer import trainer
-from offload_trainer.checkpoint import TrainState
 from offload_trainer.ranks import all_gather_json
-from offload_trainer.signals import StopRequest
+from offload_trainer.run import loop
+from offload_trainer.run.checkpoint import TrainState
+from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount
 
 
@@ -21,14 +21,14 @@ class Unsaved(nullcontext):
 
 
 def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
-    monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
+    monkeypatch.setattr(loop, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(loop, "_evaluate", lambda job, step: None)
     return SimpleNamespace(
         train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
-        to_save=trainer.TimeToSave(step=None, save=0.0),
+        to_save=loop.TimeToSave(step=None, save=0.0),
         commit=None,
         telemetry=None,
     )
@@ -47,9 +47,9 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
             asked.stop = signal.SIGTERM  # the handler sets it
         return answers
 
-    monkeypatch.setattr(trainer, "all_gather_json", slowly)
-    monkeypatch.setattr(trainer, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
-    state = trainer.train(job_of(monkeypatch), asked)
+    monkeypatch.setattr(loop, "all_gather_json", slowly)
+    monkeypatch.setattr(loop, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
+    state = loop.train(job_of(monkeypatch), asked)
     assert state.step == at + 1
     assert saved[-1] == (at + 1, True)
     assert asked.stop == signal.SIGTERM
@@ -61,10 +61,10 @@ def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
 ) -> None:
     """Traffic is unknown if one rank cannot measure its own; two ranks that report one row's tokens are one group."""
     other = (1, None if unknown else 2, 30)
-    monkeypatch.setattr(trainer, "all_gather_json", lambda said: [said, other])
+    monkeypatch.setattr(loop, "all_gather_json", lambda said: [said, other])
     for world, tokens in ((2, 40), (1, 20)):
         job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
-        found = trainer._of_all_ranks(job, IoCount(4, 5), tokens=10)
+        found = loop._of_all_ranks(job, IoCount(4, 5), tokens=10)
         assert found == (IoCount(5, None if unknown else 7), tokens)
 
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_on_request_that_cannot_be_made_is_said() -> None:
         train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", say=messages.append, checkpoints=None
     )
     state = TrainState(step=3, tokens=0, data_position=0)
-    trainer._save_if_due(job, state, stopping=False, wished=True, ended=False)
+    loop._save_if_due(job, state, stopping=False, wished=True, ended=False)
     assert messages == ["no checkpoint was made: no moments"]
 
 
@@ -83,13 +83,13 @@ def test_a_directory_in_the_place_of_the_request_file_is_no_request(tmp_path: Pa
     job: Any = SimpleNamespace(
         telemetry=True, save_request_file=tmp_path / "save", checkpoints=SimpleNamespace(ended=False)
     )
-    assert trainer._agree(job, StopRequest()) == (0, False, False)
+    assert loop._agree(job, StopRequest()) == (0, False, False)
 
 
 def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
-    left = trainer.TimeToSave(step=None, save=4.0)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    left = loop.TimeToSave(step=None, save=4.0)
     left.begin("step", "validation", "save")
     assert left.seconds is None  # nobody knows the seconds of a first step
     now[0] = 10.0

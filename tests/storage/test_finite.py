@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from small_architectures import ARCHITECTURES, reference
 from synthetic_checkpoints import checkpoint_of
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
+from offload_trainer.run.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
+from offload_trainer.run.export import export
 from offload_trainer.storage.tensorfile import describe_invalid_values
 
 NAN, INF = float("nan"), float("inf")

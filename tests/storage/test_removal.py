@@ -28,15 +28,15 @@ THE_ONE = "storage/owned_dirs.py"
 SINGLE_FILES = {  # the calls of each module, and what they concern
     "data/tokenfile.py": {"unlink", "replace"},  # our temporary, a sidecar of other content; a finished token file
     "engine/op_builder.py": {"unlink"},  # torch's build lock, behind which nobody works
-    "export.py": {"unlink"},  # the buffers' file in our workplace
+    "run/export.py": {"unlink"},  # the buffers' file in our workplace
     "hf.py": {"unlink", "replace"},  # weights of an earlier save, and of this one, where the Trainer saves
-    "retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
+    "storage/retention.py": {"rename"},  # a checkpoint of ours is moved into a scratch directory, which is removed
     "run/checks.py": {"unlink"},  # the token by which nodes see that they share the run directory
     "run/directory.py": {"ftruncate"},  # the lock file that this run holds
     "storage/atomic_io.py": {"unlink", "replace"},  # our temporary, with our process's number; its new name
     "storage/host_memory.py": {"ftruncate"},  # memory without a name gets its size
     "storage/tensorfile.py": {"ftruncate"},  # a file just made gets its size; ranks write in it
-    "trainer.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
+    "run/loop.py": {"unlink"},  # the file `save`, which asks for a checkpoint by being there
 }
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
 ELSEWHERE = {"build_release.py", "damage.py", "kill_and_resume.py"}

@@ -20,17 +20,17 @@ import pytest
 from dead_run_files import NOBODY, ROOT, dead_lease, died
 from synthetic_checkpoints import save
 
-from offload_trainer.checkpoint import reading
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.retention import bytes_that_go, complete_checkpoints, find_resume
 from offload_trainer.run import directory
+from offload_trainer.run.checkpoint import reading
 from offload_trainer.run.directory import Log, hold
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.owned_dirs import ScratchDirectory, cache_directory, clear
+from offload_trainer.storage.retention import bytes_that_go, complete_checkpoints, find_resume
 from offload_trainer.storage.scratch_dir import dead_runs, is_alive, leased, root_of
 
 # -- locks -------------------------------------------------------------------------------------------------------------

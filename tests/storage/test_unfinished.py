@@ -9,12 +9,12 @@ import pytest
 from dead_run_files import dying_after
 from synthetic_checkpoints import save
 
-from offload_trainer import retention
 from offload_trainer.errors import TrainerError
-from offload_trainer.manifest import MANIFEST
-from offload_trainer.retention import remove_leftovers
+from offload_trainer.storage import retention
 from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.storage.manifest import MANIFEST
 from offload_trainer.storage.owned_dirs import ScratchDirectory, replacing
+from offload_trainer.storage.retention import remove_leftovers
 from offload_trainer.storage.scratch_dir import dead_runs, hold, leased, named_in, wait_for_ranks
 
 

@@ -10,8 +10,6 @@ of the same kind is run (tiny_model.py):
                    breadth_first.py): gradients have the same bits. Returns the reason if not.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -10,8 +10,6 @@ attention. A list of such architectures would soon be outdated. So a tiny model 
 both ways, and a third way that must differ, to show that it can: without positions, or with attention inside pieces.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The configuration is shrunk by rules. Widths, heads, windows and numbers of expe
 are called. One layer of each kind remains, and at least two. Dropout and noise are off.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

@@ -15,8 +15,6 @@ when it is created. Writing a slot and `fdatasync` therefore change nothing else
 renaming would cost two filesystem journal entries each time.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

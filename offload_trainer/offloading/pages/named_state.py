@@ -7,8 +7,6 @@ A page is a range of a unit, so writing pages in order writes each file in order
 updates, and all ranks write the same files. Rank 0 writes the headers and everything that is not on pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

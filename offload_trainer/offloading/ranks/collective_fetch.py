@@ -14,8 +14,6 @@ unit and reaches its barrier later, after fetches that the others have not annou
 together in the same order, on a separate thread and over separate connections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

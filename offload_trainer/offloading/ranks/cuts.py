@@ -8,8 +8,6 @@ has computed from what it read there, so one slot for each micro-batch is enough
 filled; between two ranks they come in the order in which both go through the blocks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

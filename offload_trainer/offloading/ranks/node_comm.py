@@ -10,8 +10,6 @@ Each node stores the optimizer state of its own ranks, and all weights. With a s
 does not wait.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -25,8 +25,6 @@ weight a rank sends at most one part of a piece, and receives the ends of one pi
 computed while the unit's sums are in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ are complete, in the order of the next forward. Before that, some pages may be o
 complete, again in that order. Otherwise idle slots prefetch the state of pages whose gradients are not complete yet.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence

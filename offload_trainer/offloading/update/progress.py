@@ -11,8 +11,6 @@ An error completes the pending futures of all units with that error. A later wai
 all of its new weights; `finish` raises it each time.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -12,8 +12,6 @@ place. When an update begins, parameters of units that it changes become NaN, un
 module has waited for the unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ current stream. On a CPU, kernels return them in new memory, so a weight is dequ
 quantised on the CPU, where they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType

@@ -6,8 +6,6 @@ exact too: weights are fetched by the same ring buffers (`plan/tiered/weight_str
 in the order of `offloading/gradients/collector.py`. A prefetch counts in the phase that uses it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The engine allocates with these functions, and the planner counts with them. Pure arithmetic.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

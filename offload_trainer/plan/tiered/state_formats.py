@@ -7,8 +7,6 @@
 A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
 

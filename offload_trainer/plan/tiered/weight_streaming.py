@@ -13,8 +13,6 @@ less, and G is the rate of the links between GPUs. Without such links `gather` i
 all-gather do not overlap. The engine fetches by these rules, and the planner counts with them. Pure bookkeeping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

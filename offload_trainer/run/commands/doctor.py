@@ -3,8 +3,6 @@
 If the DeepSpeed engine is selected, its kernels are built, and a failure shows the compiler's messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version

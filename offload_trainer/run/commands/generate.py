@@ -8,8 +8,6 @@
 The model's configuration, the tokenizer and the end-of-text token are those saved with the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,10 +16,10 @@ from typing import Any
 
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export import opened, opened_model
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import empty_model, generate, read_as_called
 from offload_trainer.model.init_weights import set_buffer
+from offload_trainer.run.export import opened, opened_model
 from offload_trainer.units import format_bytes
 
 

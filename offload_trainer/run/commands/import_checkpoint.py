@@ -9,8 +9,6 @@ the data: every key of the run's identity but the number of parameters is null, 
 resumes from it writes all other files of the run directory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,22 +17,22 @@ from shlex import join
 
 import torch
 
-from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
 from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.run_data import UNKNOWN_IDENTITY
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export import check_destination
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
+from offload_trainer.run.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
 from offload_trainer.run.directory import environment
+from offload_trainer.run.export import check_destination
 from offload_trainer.run.foreign import ForeignState, directories_of, opened
+from offload_trainer.run.loop import learning_rate
 from offload_trainer.safe_files import is_there
 from offload_trainer.storage.atomic_io import bytes_below, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
 from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
-from offload_trainer.trainer import learning_rate
 
 _WORK = "the import to"  # purpose written in the scratch directory's mark
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -4,8 +4,6 @@
 sized from a transformers model on the meta device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ A recipe is a configuration file, a script, or a file for a scheduler. It begins
     # memory: gpu ..., ram ..., ...                                   figures of that plan
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each run ──> a table, JSON, or an HTML page
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload_trainer.errors import UserError
-from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import Count, Number, as_kind, file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.retention import complete_checkpoints, step_of
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.telemetry.report import Series, comparison_page, in_words, refuse_foreign, results

@@ -7,8 +7,6 @@ median time of the phase that the settings affect, without the first two steps. 
 be kept, since steps vary by that much from run to run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -138,8 +136,8 @@ def _child(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     steps, config = int(words.pop(0)), prepared(words)
+    from offload_trainer.run.loop import timed_steps
     from offload_trainer.run.train import train_run
-    from offload_trainer.trainer import timed_steps
 
     def time_steps(job: Any) -> None:
         for record in timed_steps(job, steps=steps):

@@ -6,8 +6,6 @@ All mistakes are collected and reported together, each with the nearest valid na
 mistake is reported in well under a second. Add a flag to `FLAGS`; the keys themselves are in `config.py`.
 """
 
-from __future__ import annotations
-
 import difflib
 import glob
 import json
@@ -31,7 +29,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError, reason
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
-from offload_trainer.synonyms import nearest, plain, term_of, value_of
+from offload_trainer.settings.synonyms import nearest, plain, term_of, value_of
 from offload_trainer.units import is_utf8, shown
 
 

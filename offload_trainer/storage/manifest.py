@@ -1,10 +1,8 @@
 """Read and verify MANIFEST.json: every file of a checkpoint with its size and CRC-32, and the run that wrote it.
 
-`checkpoint.py` writes it as the last file of a checkpoint. A directory without it, or whose files differ, is not
+`run/checkpoint.py` writes it as the last file of a checkpoint. A directory without it, or whose files differ, is not
 a valid checkpoint. A run resumes only from a checkpoint of a run with the same seed, data and model shape.
 """
-
-from __future__ import annotations
 
 import stat
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ not in the tables is compared with the known names, but only a likely misspellin
 user more than none.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

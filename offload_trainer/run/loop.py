@@ -3,8 +3,6 @@
 The loop is independent of the engine and the model. Everything it uses is in a Job; its only state is a TrainState.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -17,13 +15,13 @@ from typing import Any
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, TrainState
 from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import GpuFull, TrainerError, fills_gpu
 from offload_trainer.ranks import all_gather_json, everybody, place_here, wait_for_all
-from offload_trainer.signals import StopRequest
+from offload_trainer.run.checkpoint import Checkpoints, TrainState
+from offload_trainer.run.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, forget_peak_rss, memory_of_step, read_io
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.sinks import Telemetry

@@ -33,17 +33,25 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from offload_trainer.checkpoint import MADE, RESIDENT, RunConfiguration, RunRecord, read_manifest, read_state, reading
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.checkpoint_mapping import Group, as_they_are, model_in, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import INDEX, ShardIndex, opened_weights
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_store
 from offload_trainer.plan.shape import Weight
-from offload_trainer.retention import complete_checkpoints, find_checkpoint
+from offload_trainer.run.checkpoint import (
+    MADE,
+    RESIDENT,
+    RunConfiguration,
+    RunRecord,
+    read_manifest,
+    read_state,
+    reading,
+)
 from offload_trainer.safe_files import Count, Steps, as_kind, is_there, lenient_record, read_back, shown
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, make_directories, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import MARK, replacing
+from offload_trainer.storage.retention import complete_checkpoints, find_checkpoint
 from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive, protected
 from offload_trainer.storage.tensorfile import (
     DTYPES,

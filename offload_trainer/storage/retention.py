@@ -7,18 +7,16 @@
 Any other name belongs to the user: a checkpoint that was renamed is not pruned, and resumed from only if it is named.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
+from offload_trainer.storage.manifest import MANIFEST, Manifest
 from offload_trainer.storage.owned_dirs import clear, is_ours, is_removable, reason, remove_dead, remove_known
 
 WORK = "the checkpoint being written,"

@@ -11,8 +11,6 @@ so SIGHUP never counts as a second signal. If it was ignored at the start (nohup
 checkpoint.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

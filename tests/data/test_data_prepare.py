@@ -121,7 +121,7 @@ def test_an_unchanged_text_is_not_read_again(
     """A text is tokenized once. It is read again if it may have changed: it was just written, touched, or the memory of
     its checksum is damaged. One of the same name, size and time gives its own tokens.
     """
-    read = calls_of(monkeypatch.setattr, preparing, "_sum")
+    read = calls_of(monkeypatch.setattr, preparing, "open_given")
     now = [source.stat().st_ctime_ns + 10**9]
     monkeypatch.setattr(preparing, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
 

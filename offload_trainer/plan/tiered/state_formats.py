@@ -134,7 +134,14 @@ class StateFormat:
 
     def page_bytes(self, page: Page) -> int:
         """Return the bytes of a page."""
-        return sum(field.padded(page) for field in self.fields.values())
+        kind = page.elements, page.matrices  # a plan asks for millions of pages of a few kinds
+        if kind not in self._bytes_by_kind:
+            self._bytes_by_kind[kind] = sum(field.padded(page) for field in self.fields.values())
+        return self._bytes_by_kind[kind]
+
+    @cached_property
+    def _bytes_by_kind(self) -> dict[tuple[int, bool], int]:
+        return {}
 
 
 def scales_of(moment: str) -> str:

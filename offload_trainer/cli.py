@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -328,6 +329,12 @@ def _int(text: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
+def _bytes(text: str) -> int:
+    """Return the bytes of a size; pydantic alone would ignore what follows its first number and unit."""
+    known = re.fullmatch(r"\d*\.?\d+\s*([kmgtp]?i?b)?", text, re.IGNORECASE)
+    return TypeAdapter(ByteSize).validate_python(text) if known else 0
+
+
 def _whole(least: int) -> Callable[[str], Any]:
     return _number(f"a whole number, at least {least}", _int, least)
 
@@ -346,7 +353,7 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 _NODES = _number("one whole number from 1 to 1024", _int, 1, 1024)
-_SIZE = _number("a number with a unit, such as 500MB or 5GB", TypeAdapter(ByteSize).validate_python, 1)
+_SIZE = _number("a number with a unit, such as 500MB or 5GB", _bytes, 1)
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
     "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),

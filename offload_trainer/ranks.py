@@ -384,10 +384,9 @@ def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
                 os._exit(1)
             os._exit(LOST)
         except PeerGone:
-            while all(time.monotonic() - begun < _GONE for begun in list(_inside.values())):
-                if _closed.wait(_GONE / 10):
-                    return  # this process ends itself
-            os._exit(LOST)
+            while not _closed.wait(_GONE / 10):  # else this process ends by itself
+                if any(time.monotonic() - begun >= _GONE for begun in list(_inside.values())):
+                    os._exit(LOST)
 
     if _everybody is not ALONE:
         group = group_of(in_step=False)

@@ -53,7 +53,7 @@ def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     Text is tokenised into NAME-KEY.bin in the cache, unless that exists, each document between its `document_marks`. Of
     several runs that do so at once the last file replaces equal ones. `validation` is as for `find_sources`.
 
-    Raises UserError as `find_sources` and the encoders' `read`, and for empty text, ids that the model does not have,
+    Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have,
     and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
     """
     section, seq_len, fingerprint, vocabulary = spec.section, spec.seq_len, spec.fingerprint, spec.vocabulary

@@ -194,7 +194,9 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> tuple[S
     checkpoint = ranks.from_rank_zero(lambda: checks.refuse_output(planned), Path | None)
     if lacks_rates:
         measured = replace(planned, machine=machine_rates.rates_at_start(planned, say=log.say))
-        planned = shared_plan(ranks.rank_zero_first(partial(plan_run, config, again=measured)))
+        found = [measured]
+        first(lambda: found.append(plan_run(config, again=measured)))
+        planned = shared_plan(found[-1])
         log.say(planned.plan.describe(steps=config.train.known_steps))
         first(lambda: checks.refuse(planned))
     if not planned.plan.fits:

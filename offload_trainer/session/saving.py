@@ -1,6 +1,6 @@
 """Methods of a Session: save, resume and export. A save is complete or absent; `offload-train export` can read it.
 
-DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a run's checkpoint (checkpoint.py)
+DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a checkpoint (run/checkpoint.py)
     session.json   the optimizer's groups and the state of schedulers and other objects: plain data
     model/         the model's configuration, if it has one
     resident/      trained parameters that are not offloaded (optimizer.py)

@@ -205,7 +205,7 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
     """Return the name that `word` misspells, as a question; "" if none is close."""
     leaf = word.rpartition(".")[2]
     leaves = {key.rpartition(".")[2] for key in all_keys()}
-    near = nearest(leaf, [*leaves, *(FLAGS if as_flag else ()), *TrainConfig.model_fields])
+    near = nearest(leaf, [*leaves, *TrainConfig.model_fields, *(FLAGS if as_flag else ())])
     if near is None:
         return ""
     if near in leaves:

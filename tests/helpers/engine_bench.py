@@ -99,9 +99,9 @@ def engine(
     """Yield the engine that the command would build for `words`. With several ranks, all must call it.
 
     With `--engine plain` it is torch alone (plain_engine.py), which is no engine of the command.
-    `shadows` is the share of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes` unless
-    it is the plan's; a plan has some only for a GPU. `device` is
-    used in place of this machine's. The engine has its `plan`, and as `candidate` what the planner counts for it.
+    `shadows` is the share of the blocks' state in RAM with shadow memory, and `device_sums` that of `TierSizes`, which
+    a plan chooses only for a GPU. `device` is used in place of this machine's. The engine has its `plan`, and as
+    `candidate` what the planner counts for it.
     """
     for drive in drives:
         drive.mkdir(exist_ok=True)

@@ -89,19 +89,20 @@ def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
 def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("optimm:\n  lr: 1\nmodel:\n  dtypo: bf16\n")
-    found = mistakes(str(file), "--lrr", "1", "--steps", "x", "optim.lr=-1", "train.lr=1", "--gpus")
+    found = mistakes(str(file), "--lrr", "1", "--modle", "x", "--steps", "x", "optim.lr=-1", "train.lr=1", "--gpus")
     text = "\n".join(found)
     for expected in (
         "optimm: unknown key; did you mean optim?",
         "model.dtypo: unknown key; did you mean model.dtype?",
         "--lrr: unknown flag; did you mean --lr?",
+        "--modle: unknown flag; did you mean --model?",
         "train.lr=1: unknown key; did you mean optim.lr?",
         "--gpus: needs a value",
         "train.steps: 'x' is not allowed",
         "optim.lr: -1 is not allowed",
     ):
         assert expected in text, text
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize(

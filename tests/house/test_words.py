@@ -14,6 +14,7 @@ from offload_trainer.cli import COMMANDS, parse
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
+from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import _why_not, make_plan
 from offload_trainer.run.checkpoint import RunConfiguration
 from offload_trainer.run.directory import Log
@@ -52,7 +53,7 @@ def test_configuration_words_keep_their_order() -> None:
 def test_sizes_that_users_write() -> None:
     for text, size in {"5GB": 5 * 10**9, "1.5 kB": 1500, "2GiB": 2 << 30, "77": 77}.items():
         assert parse("export", ["run", "out", "--max-shard-size", text])[0].max_shard_size == size
-    for text in ("-3GB", "5XB", "0", "much"):
+    for text in ("-3GB", "5XB", "0", "much", "1,5GB", "2.GB", "5-GB", "5Gbit"):
         with pytest.raises(UserError, match="500MB or 5GB"):
             parse("export", ["run", "out", f"--max-shard-size={text}"])
 
@@ -67,6 +68,13 @@ def test_the_program_without_arguments_prints_help(
     assert printed.out.startswith("usage: offload-train [COMMAND]")
     assert "`offload-train train` trains" in printed.err
     assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
+
+
+@pytest.mark.parametrize(("name", "near"), [("h100", "8xh100-80gb"), ("v100-23gb", "v100-32gb"), ("tpu-v5p", None)])
+def test_an_unknown_machine(name: str, near: str | None) -> None:
+    with pytest.raises(UserError) as caught:
+        read_machine(name)
+    assert (f"did you mean {near}" in str(caught.value)) if near else ("did you mean" not in str(caught.value))
 
 
 def test_a_plan_without_a_gpu_mentions_none() -> None:

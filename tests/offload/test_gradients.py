@@ -341,3 +341,6 @@ def test_a_use_that_a_micro_batch_does_not_reach_leaves_nothing_to_the_next_one(
     for _ in range(2):  # two micro-batches, each with one of the two uses
         assert intake.add("wte", one) is None
         assert [(name, values.tolist()) for name, values in intake.rest()] == [("wte", one.tolist())]
+    assert intake.add("wte", one) is None
+    intake.clear()  # the micro-batch has failed
+    assert not intake.rest()

@@ -117,6 +117,8 @@ def test_choices_that_change_bits_are_kept_unless_the_user_chooses() -> None:
         assert resumed("activation_checkpointing", count) == count
         assert resumed("activation_checkpointing", count, on_gpu=False) == "auto"
     assert resumed("activation_checkpointing", "on", "model.activation_checkpointing=1") == 1
+    assert resumed("activation_checkpointing", 1, "parallel.pipeline=2") == "auto"  # whose blocks are all checkpointed
+    assert resumed("mlp_chunk", 256, "parallel.pipeline=2") == 256
     # Nothing could be offloaded with the number of the run before.
     assert resumed("activation_checkpointing", "off", "model.offload_activations=cpu") == "auto"
 

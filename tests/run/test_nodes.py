@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, environment, start
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
@@ -163,6 +164,37 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
         with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* reach 127.0.0.1:{port} .* 1/2"):
             ranks.join()
+
+
+WATCHES = """
+import time
+from offload_trainer import ranks
+ranks.UNANSWERED = 3
+ranks.join()
+ranks.end_if_rank_vanishes(say=lambda line: print(line, flush=True))
+print("connected", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_node_that_vanishes_ends_the_others(spaces: list[str]) -> None:
+    """The link between the networks is cut, which closes no connection."""
+    if not spaces:
+        pytest.skip("makes networks, which root alone can")
+    nodes = []
+    with ExitStack() as stack:
+        for number, space in enumerate(spaces):
+            place = {"RANK": f"{number}", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            place |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "7000"}
+            program = [sys.executable, "-c", INSIDE, space, "-c", WATCHES]
+            nodes.append(subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment(**place)))
+            stack.enter_context(nodes[-1])
+            stack.callback(nodes[-1].kill)
+        assert [node.stdout.readline() for node in nodes] == ["connected\n"] * 2
+        ip(f"-n {spaces[1]} link set link1 down")
+        for node, lost in zip(nodes, (1, 0), strict=True):
+            line = f"no answer from rank {lost} for 3 s, and the run ends. The same command resumes\n"
+            assert (node.stdout.readline(), node.wait(60)) == (line, 1)
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, file_of
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, combined, file_of
 
 ENTRIES = [
     TensorEntry("a", torch.float32, (300, 7)),
@@ -18,6 +18,13 @@ ENTRIES = [
     TensorEntry("none", torch.float32, (0, 4)),
     TensorEntry("c", torch.uint8, (77,)),
 ]
+
+
+def test_sums_of_parts_make_the_sum_of_the_whole(seed: int) -> None:
+    dice = random.Random(seed)
+    for size in (0, 1, 7, 255, 65536, 1 << 20, 1 << 24):
+        first, second = dice.randbytes(dice.randrange(1000)), dice.randbytes(size)
+        assert combined(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)
 
 
 def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None:

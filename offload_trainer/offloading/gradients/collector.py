@@ -13,7 +13,8 @@
     GradientIntake   which weights have a gradient, and the sum of a tied weight's uses, on the device as in autograd
     StagedSums       sums in RAM, and buffers in front of drives
     Downloads        copies from the GPU: together for a unit, with one event and one wait, for which Python takes
-                     100 us. Autograd's thread waits only if too many bytes are in flight, for the oldest copy
+                     100 us. Autograd's thread waits only for the oldest copies: if too many bytes are in flight, or
+                     when the next block but one begins to add its gradients on the device
 
 Norms are measured as the last micro-batch's gradients arrive, with the same bits for every placement and order of
 arrival; `norms` gives them in the model's order, in which offloading/model.py combines them.
@@ -86,6 +87,11 @@ class GradientIntake:
         rest = [(name, flat) for (_, name), (_, flat) in sorted(self._partial.items(), key=lambda one: one[0][0])]
         self._partial.clear()
         return rest
+
+    def clear(self) -> None:
+        """Begin the next step, also after a micro-batch that failed."""
+        self.arrived.clear()
+        self._partial.clear()
 
     def norms_of_all(
         self, norms: Mapping[str, torch.Tensor], *, order: Sequence[str], node: Node
@@ -255,7 +261,7 @@ class Gradients:
         together(stored).then(lambda error: complete(unit.index, made, error))
 
     def _send_sums(self, *names: str) -> None:
-        """Start copying the sums of these weights, or of all, from the device to where they are placed."""
+        """Start copying the sums of these weights, or of all, from the device. `turn_to` bounds their bytes there."""
         for name in names or [*self._device_sums]:
             self._downloads.hold(0, self._send(name, self._device_sums.pop(name), first=True, measured=False))
 
@@ -410,7 +416,7 @@ class Gradients:
     def clear(self) -> None:
         """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
-        self._intake.arrived.clear()
+        self._intake.clear()
         self._direct.clear()
         self._device_sums.clear()
         self._missing.clear()
@@ -477,6 +483,7 @@ class Downloads:
 
     def begin_block(self) -> None:
         """Wait until the copies before those of the last block have left the device."""
+        self.queue()
         before, self._before = self._before, self._held[-1][1] if self._held else done()
         self._wait(before)
 

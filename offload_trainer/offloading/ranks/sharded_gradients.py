@@ -261,7 +261,7 @@ class ShardedGradients:
 
     def clear(self) -> None:
         """Begin the next step, whose gradients overwrite the sums. All ranks must have passed a barrier after use."""
-        self._intake.arrived.clear()
+        self._intake.clear()
         self._normed.clear()
         self._sums.clear()
         self._norms.clear()

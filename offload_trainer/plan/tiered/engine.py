@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
@@ -224,10 +225,12 @@ class Tiered:
     def _with_device_sums(self, one: TieredCandidate) -> TieredCandidate:
         """Return the candidate with its shares, and gradients added on the GPU where that is no slower and fits.
 
-        They are those of all units, or of the blocks.
+        They are those of all units, or of the blocks. Of ways without known seconds, the one that writes least to
+        drives is taken.
         """
         work, machine, counts = one.work, one.machine, {0}
-        if work.breadth_first and work.accumulate > 1 and work.world == work.pipeline and machine.gpu is not None:
+        is_added = one.sizes.gradients != TierKind.GPU and work.world == work.pipeline and work.accumulate > 1
+        if is_added and work.breadth_first and machine.gpu is not None:
             counts |= {
                 max((unit.trained for unit in one.units if unit.block >= only), default=0) for only in (False, True)
             }
@@ -239,10 +242,12 @@ class Tiered:
             if fitting and self.place.gpu_fraction != "auto":
                 break  # no state would take the room instead
 
-        def seconds(way: TieredCandidate) -> float:
-            return way.settled(forecast(way.work, machine, way.costs()))[1].step or 0.0
+        def cost(way: TieredCandidate) -> tuple[float, int]:
+            costs = way.costs()
+            step = way.settled(forecast(way.work, machine, costs))[1].step
+            return inf if step is None else step, sum(it.written for it in costs.traffic if it.place != DEVICE_COPIES)
 
-        return min(fitting, key=seconds) if len(fitting) > 1 else fitting[0]
+        return min(fitting, key=cost) if len(fitting) > 1 else fitting[0]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
         """Return the candidate with as much of the state on the GPU and then in RAM as fits, where that is left open.

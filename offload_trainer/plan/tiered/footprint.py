@@ -78,7 +78,7 @@ def tiered_items(
             for weight, unit in trained
             if at[unit.index] != DEVICE and not sizes.adds_on_device(unit, at[unit.index])
         ]
-        size, why = 0, "copied immediately"
+        size, why = 0, "added on the GPU" if gpu else "copied immediately"
         if gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"

@@ -63,7 +63,7 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
 
 def test_a_model_runs_in_one_weight_buffer_where_two_do_not_fit(box: Path, drive: Path, tmp_path: Path) -> None:
     """The plan lowers the number without an argument."""
-    shape = {"hidden_size": 1024, "intermediate_size": 19456, "num_attention_heads": 8, "max_position_embeddings": 1024}
+    shape = {"hidden_size": 1024, "intermediate_size": 14336, "num_attention_heads": 8, "max_position_embeddings": 1024}
     words = [*TWO_STEPS, *model_of(tmp_path, **shape), "--seq-len", "128", "--nvme", drive, "--ram-fraction", "0"]
     words += ["placement.gradients=nvme", "tiered.overlap=off", "tiered.page_size=1048576"]
     run, plan = finished(inside(box, *words, "--output", tmp_path / "run"), tmp_path / "run")

@@ -214,9 +214,9 @@ def _close_all() -> None:
         with suppress(RuntimeError):
             if peer != group.number:
                 group.gloo.recv([torch.empty(1)], peer, _TAGS - 1).wait(timedelta(milliseconds=1))
-    until = time.monotonic() + _ENDING
     for thread in _watching:
         thread.join(_ENDING)
+    until = time.monotonic() + _ENDING
     while _inside and time.monotonic() < until:
         time.sleep(0.001)
 

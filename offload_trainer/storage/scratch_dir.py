@@ -149,10 +149,15 @@ def folders_in(listed: Path) -> list[Path]:
     return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
+def _stated_list(folder: Path) -> Path:
+    """Return the path of the list for which a directory is kept. Raises OSError or ValueError if it cannot be read."""
+    return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+
+
 def _list_of(folder: Path) -> Path | None:
     """Return the path of the list for which a directory is kept; None if that is unknown."""
     try:
-        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+        return _stated_list(folder)
     except (OSError, ValueError):
         return None
 
@@ -160,7 +165,7 @@ def _list_of(folder: Path) -> Path | None:
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
     """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
     try:
-        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+        listed = _stated_list(folder)
         if but is not None and listed == but.resolve():
             return False
         return not os.path.exists(listed) or folder.resolve() in named_in(listed)

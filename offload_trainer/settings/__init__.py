@@ -466,7 +466,7 @@ def validated(values: dict[str, dict[str, Any]], mistakes: Sequence[str] = ()) -
     if found:
         plural = "mistake" if len(found) == 1 else "mistakes"
         listed = "\n".join(f"  - {mistake}" for mistake in found)
-        raise UserError(f"{len(found)} {plural} in the configuration:\n{listed}")
+        raise UserError(shown(f"{len(found)} {plural} in the configuration:\n{listed}"))
     return config
 
 

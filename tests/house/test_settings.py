@@ -195,11 +195,12 @@ BOMBS = {
     "a number in sixties": ("optim: {lr: " + ":".join("1" * 300) + ".5}", "a number of 601 characters"),
     "a tag": ("optim: {lr: !!timestamp a}", "tags such as .*timestamp are not read"),
     "no UTF-8": ("\udcff", "byte 0 is not UTF-8"),
+    "a letter that is not seen": ("m\ufeffodel: {name: gpt2}", r"m\\ufeffodel: unknown key; did you mean model\?"),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_file_that_would_take_all_memory_or_time_is_one_mistake(name: str, tmp_path: Path) -> None:
+def test_a_file_that_would_take_all_memory_or_time_or_cannot_be_shown_is_one_mistake(name: str, tmp_path: Path) -> None:
     text, wrong = BOMBS[name]
     file = tmp_path / "a.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -207,6 +208,7 @@ def test_a_file_that_would_take_all_memory_or_time_is_one_mistake(name: str, tmp
     assert told.startswith(str(file))
     assert re.search(wrong, told)
     assert len(told) < 500
+    assert told.isprintable()
 
 
 @pytest.mark.parametrize("word", ["optim.lr=&a 1", "optim.lr=!!timestamp a", "train.steps=" + "9" * 5000])

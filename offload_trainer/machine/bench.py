@@ -127,39 +127,30 @@ def bench_machine(
     `ON_CPU` or `ON_GPU`. Raises TrainerError if a drive fails or has too little room.
     """
     before, gpu = machine.rates, machine.gpu is not None
-    layer = layer or (ON_GPU if gpu else ON_CPU)
-    lacking = [dtype for dtype in dtypes if dtype not in before.matmul]
+    matmul, layers, sums, update = (dict(it) for it in (before.matmul, before.layers, before.sums, before.update))
+    layer, seconds = layer or (ON_GPU if gpu else ON_CPU), budget.layer_seconds
+    lacking = [dtype for dtype in dtypes if dtype not in matmul]
     say("bench: products")
-    matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
+    matmul |= {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
     say("bench: layers and the loss")
-    layers: dict[str, Rate] = {}
     for dtype in lacking:
-        layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
+        layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=seconds)
         if not gpu:
-            known = Rates(matmul=matmul, layers=layers)
-            layers |= _rates_of_few_tokens(dtype, layer, known=known, seconds=budget.layer_seconds)
-    if matrices and RATE not in before.layers:
+            layers |= _rates_of_few_tokens(dtype, layer, known=Rates(matmul, layers), seconds=seconds)
+    if matrices and RATE not in layers:
         say("bench: orthogonalising matrices")
-        layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=budget.layer_seconds)
+        layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=seconds)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements, seconds=budget.copy_seconds)
-    sums: dict[str, Rate] = {}
-    kernels = [update.kernel for update in updates if isinstance(update.kernel, CpuKernel)]
-    for kernel in {one.name: one for one in kernels}.values():
-        if sums_key(kernel.name, measured=True) not in before.sums:
+    for kernel in (timed.kernel for timed in updates):
+        if isinstance(kernel, CpuKernel) and sums_key(kernel.name, measured=True) not in sums:
             say(f"bench: adding gradients, {kernel.name}")
-            size, seconds = 2 * budget.memory_elements, budget.copy_seconds
-            sums |= _rates_of_adding(kernel, size, layer.width, halving=gpu, seconds=seconds)
+            size = 2 * budget.memory_elements
+            sums |= _rates_of_adding(kernel, size, layer.width, halving=gpu, seconds=budget.copy_seconds)
     say("bench: AdamW")
-    updated = {update.name: _update(update, budget) for update in updates if update.name not in before.update}
-    rates = replace(
-        _copies(budget.copy_seconds) if gpu and before.to_device is None else before,
-        matmul=before.matmul | matmul,
-        layers=before.layers | layers,
-        memory=memory,
-        update=before.update | updated,
-        sums=before.sums | sums,
-    )
+    update |= {timed.name: _update(timed, budget) for timed in updates if timed.name not in update}
+    copies = _copies(budget.copy_seconds) if gpu and before.to_device is None else before
+    rates = replace(copies, matmul=matmul, layers=layers, memory=memory, update=update, sums=sums)
     drives = tuple(replace(drive, rates=drive.rates or _drive(drive, budget, say)) for drive in machine.drives)
     return replace(machine, rates=rates, drives=drives)
 
@@ -410,23 +401,22 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
 
-    def move(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+    def move(seconds: float, *, read: bool = False, write: bool = False) -> tuple[int, float]:
         """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time."""
         with closing(Transfers()) as mover:
             ways = [mover.read] * read + [mover.write] * write
-            moved, each = [0 for _ in ways], len(buffers) // len(ways)
-            futures = [done() for _ in buffers]
+            moved, each, futures = 0, len(buffers) // len(ways), [done() for _ in buffers]
             start = time.perf_counter()
-            for number, place in enumerate(places):
+            for number in range(len(places)):
                 if time.perf_counter() - start > seconds:
                     break
                 for way, transfer in enumerate(ways):
                     slot = way * each + number % each
                     futures[slot].wait()
                     # The second direction starts half a file away, so that no piece is read that was just written.
-                    at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
+                    at = places[(number + way * (len(places) // 2)) % len(places)]
                     futures[slot] = transfer(file, at, buffers[slot])
-                    moved[way] += _PIECE
+                moved += _PIECE
             for future in futures:
                 future.wait()
             return moved, time.perf_counter() - start
@@ -439,28 +429,28 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
         closing(DriveFile(folder / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
     ):
         places = list(range(0, file.size, _PIECE))
-        (written,), write_seconds = move(budget.drive_seconds, read=False, write=True)
+        written = move(budget.drive_seconds, write=True)
         # Parts that were never written are left out: they read as zeros without access to the drive.
-        places = places[: max(2, written // _PIECE)]
-        (read,), read_seconds = move(budget.drive_seconds, read=True, write=False)
-        mixed, mixed_seconds = move(budget.drive_seconds, read=True, write=True)
+        places = places[: max(2, written[0] // _PIECE)]
+        read = move(budget.drive_seconds, read=True)
+        both = move(budget.drive_seconds, read=True, write=True)
         seconds = budget.contention_seconds
         lost = _computation_lost(lambda: move(seconds, read=True, write=True), seconds=seconds)
     return DriveRates(
-        read=rate(read, read_seconds, "reading alone"),
-        write=rate(written, write_seconds, "writing alone"),
-        mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
-        mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
+        read=rate(*read, "reading alone"),
+        write=rate(*written, "writing alone"),
+        mixed_read=rate(*both, "read while as much was written"),
+        mixed_write=rate(*both, "written while as much was read"),
         computation_lost=lost,
     )
 
 
-def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: float) -> Rate:
-    """Return the bytes that `move` moves while all cores lose one second of computation to it.
+def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) -> Rate:
+    """Return the bytes, read and written, that `move` moves while all cores lose one second of computation to it.
 
-    The computation is a matrix product, timed for half of `seconds` before and after `move`. Transfers slow it down
-    where they take time of the cores, as copies in a virtual machine do, or bandwidth of the memory. A product waits
-    for the slowest of its threads, so it loses more than the transfers take of one core.
+    `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
+    before and after it. Transfers take time of the cores, as copies in a virtual machine do, or bandwidth of memory. A
+    product waits for the slowest of its threads, so it loses more than the transfers take of one core.
     """
     given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
 
@@ -476,8 +466,8 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
         moved, taken = moving.result()
     alone += _repeat(product, seconds=seconds / 2)
     lost = max(taken - count * median(alone), 0.001 * taken)
-    how = f"{format_bytes(sum(moved))} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
-    return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
+    how = f"{format_bytes(2 * moved)} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
+    return Rate(2 * moved / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
 
 
 # -- links between ranks -----------------------------------------------------------------------------------------------

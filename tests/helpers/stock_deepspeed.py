@@ -21,7 +21,7 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 
 ACCUMULATE = 2
@@ -64,16 +64,9 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     _, world = start_processes()
     machine = probe_machine(config.placement, output=str(folder))
     plan = make_plan(config, source.shape, machine, world=world)
-    told = deepspeed_config(
-        workload(config, source.shape, world=world),
-        config.optim,
-        config.deepspeed,
-        plan.placement,
-        plan.sizes,
-        accelerator="cpu",
-        swap_directory=str(folder / "swap"),
-    )
-    return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
+    how = {"accelerator": "cpu", "swap_directory": str(folder / "swap")}
+    told = deepspeed_config(plan.work, config.optim, config.deepspeed, plan.placement, plan.sizes, **how)
+    return DeepSpeedEngine(source, plan.work, config.optim, placement=plan.placement, words=told)
 
 
 def counted(name: str, signature: inspect.Signature, *args: Any, **words: Any) -> dict[str, int]:

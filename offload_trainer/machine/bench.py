@@ -15,18 +15,18 @@ replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
-from multiprocessing import active_children, get_context
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
@@ -50,7 +50,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
-from offload_trainer.safe_files import one_line
+from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import leased
@@ -69,7 +69,6 @@ _LOSS_ON_GPU, _LOSS_ON_CPU = 1024, 256  # tokens of the loss
 _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
 _LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
-_PATIENCE = 300.0  # seconds for the links: starting processes that import torch, and moving a few GB
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
@@ -476,46 +475,31 @@ def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) 
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
     """Return `known` with the rates that `ranks` processes on this machine measure together.
 
-    Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
+    Raises TrainerError, with the error of the rank, if one of them fails.
     """
     say(f"bench: links between {ranks} ranks")
-    with (
-        scratch("offload-trainer-links-") as folder,
-        ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool,
-    ):
-        timed = [pool.submit(run_rank, rank, ranks=ranks, store=folder / "store") for rank in range(ranks)]
-        pool.submit(int)  # so that it also watches the last process: Python 3.11 starts that after it has looked
+    with scratch("offload-trainer-links-") as folder:
         try:
-            found, *_ = [each.result() for each in as_completed(timed, timeout=_PATIENCE)]
-        except (TimeoutError, BrokenProcessPool) as error:
-            why = f"not finished in {_PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "a rank was killed"
+            spawn(run_rank, (ranks, folder), nprocs=ranks)  # ends the other ranks if one fails
+        except ProcessException as error:
+            why = f"rank {error.error_index}: {str(error).splitlines()[-1]}"
             raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from error
-        finally:
-            for process in active_children():  # the pool would wait for ranks that wait for one that failed
-                process.terminate()
+        found = parsed((folder / "links.json").read_bytes(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
-def run_rank(rank: int, *, ranks: int, store: Path) -> Links:
-    """Run the benchmark as one rank together with the others; return the rates, which are equal on all of them."""
+def run_rank(rank: int, ranks: int, folder: Path) -> None:
+    """Run the benchmark as one rank together with the others, of which the first writes the rates to `links.json`."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {STORE: str(store), **{name: str(value) for name, value in place.items()}}
+    os.environ |= {STORE: str(folder / "store"), **{name: str(value) for name, value in place.items()}}
     torch.set_num_threads(1)
-    try:
-        all_ranks.join()
-        gpu = torch.cuda.is_available()
-        if gpu:
-            torch.cuda.set_device(rank)
-        return _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
-    except Exception as error:  # as text, since not every error can be sent to the process that has started this one
-        why = f"rank {rank}: {type(error).__name__}: {one_line(error)}"
-        raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from None
-
-
-def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
-    between = all_ranks.group_of(gpus=gpu)
+    all_ranks.join()
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank)
+    size, between = _LINK_ON_GPU if gpu else _LINK_ON_CPU, all_ranks.group_of(gpus=gpu)
     host = host_buffer(size, pinned=gpu)
-    device = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{rank}" if gpu else "cpu")
+    device = torch.zeros(size, dtype=torch.uint8, device="cuda" if gpu else "cpu")
     part = size // ranks
     whole = ranks * part
 
@@ -543,10 +527,12 @@ def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
         return Rate(moved / seconds(work), "measured", f"{what}, {how}")
 
     parts = device[:whole].view(ranks, part)
-    return Links(
+    found = Links(
         ranks=ranks,
         to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
         from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
         all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
         all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
     )
+    if rank == 0:
+        (folder / "links.json").write_text(json.dumps(asdict(found)))

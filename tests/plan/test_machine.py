@@ -407,14 +407,10 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     )
     assert parsed(json.dumps(machine.to_json()), MachineProfile) == machine
     assert doctor._torch().state == "ok"
-    # Asking makes a CUDA context. Plans count it, and use every other free byte except the reserve.
-    for used in (400 * 10**6, 700 * 10**6):
+    for used in (400 * 10**6, 700 * 10**6):  # asking makes a CUDA context, which plans count
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda used=used: (30 << 30, (30 << 30) + used))
-        here = replace(probe_machine(PlacementSection(), output=str(tmp_path)), built_for=None)
-        assert here.gpu_bytes == (30 << 30) + min(used, CUDA_CONTEXT)
-        plan = make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), SHAPES["gpt2"], here)
-        held = {item.name: item.bytes for item in plan.items}
-        assert (held["CUDA context"], held["reserve"]) == (CUDA_CONTEXT, 500 * 10**6)
+        found = probe_machine(PlacementSection(), output=str(tmp_path))
+        assert found.gpu_bytes == (30 << 30) + min(used, CUDA_CONTEXT)
 
 
 def test_auto_leaves_a_reserve_free() -> None:
@@ -424,10 +420,9 @@ def test_auto_leaves_a_reserve_free() -> None:
         plan = make_plan(load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--engine", "tiered"]), shape, machine)
         assert plan.fits
         assert 0 < plan.sizes.gpu_fraction < 1 or gpu > 10**11
-        assert plan.tiers["gpu"]["have"] == gpu
+        assert plan.tiers["gpu"]["need"] <= plan.tiers["gpu"]["have"] == gpu
         held = {item.name: item.bytes for item in plan.items if item.tier == "gpu"}
-        assert held["reserve"] == max(500 * 10**6, gpu // 100)
-        assert sum(held.values()) <= gpu
+        assert (held["CUDA context"], held["reserve"]) == (CUDA_CONTEXT, max(500 * 10**6, gpu // 100))
         on_cpu = make_plan(load_config(["--model", "gpt2"]), shape, replace(machine, gpu=None))
         assert "reserve" not in [item.name for item in on_cpu.items]
 

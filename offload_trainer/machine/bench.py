@@ -2,9 +2,6 @@
 
     probe -> bench_machine -> the same profile with rates        leaves no files
 
-`run/machine_rates.py` calls it for the `bench` command, which takes a minute or two, and at the start of a longer run
-whose choices need rates that are missing, for a few seconds on the shapes of its model.
-
 Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
 since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
 in the drive shrinks as more is written.
@@ -155,10 +152,7 @@ def bench_machine(
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
-    """Return the dtypes to time: on a GPU all that its hardware supports, on a CPU the configured one and fp32.
-
-    Timing all of them on a GPU gives plans for any of these dtypes a predicted time.
-    """
+    """Return the dtypes to time: on a GPU all that its hardware supports, on a CPU the configured one and fp32."""
     if machine.gpu is None:
         return list(dict.fromkeys((wish, "fp32")))
     return ["bf16", "fp16", "fp32"] if has_bf16(machine) else ["fp16", "fp32"]

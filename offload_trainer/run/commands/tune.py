@@ -74,10 +74,7 @@ def tunable(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def steered_phase(plan: Plan) -> str:
-    """Return the phase by which trials are compared: "update" if the settings affect nothing else, else "step".
-
-    Comparing whole steps would add the noise of forward and backward.
-    """
+    """Return the phase that trials compare: "update" if the settings affect nothing else, without other noise."""
     alone = plan.placement.params == "gpu" and not plan.forecast.behind
     return "update" if alone and plan.uses_drives else "step"
 

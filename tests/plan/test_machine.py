@@ -41,7 +41,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.plan.planner import make_plan, resolved
-from offload_trainer.run import machine_rates, process_setup
+from offload_trainer.run import machine_rates, process_setup, train
 from offload_trainer.run.commands import doctor
 from offload_trainer.run.commands.plan import described
 from offload_trainer.run.process_setup import prepare_process
@@ -474,6 +474,31 @@ def test_cuda_variables_are_set_before_its_start_unless_the_user_has(monkeypatch
     own = "max_split_size_mb:128"
     assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]
     assert prepared(PYTORCH_CUDA_ALLOC_CONF=own, CUDA_DEVICE_MAX_CONNECTIONS="1") == [None, own, "1"]
+
+
+@pytest.mark.parametrize("words", [["train.deterministic=true"], []])
+def test_a_gpu_repeats_its_bits_with_train_deterministic(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS is configured before CUDA starts, and torch before anything is built."""
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(train.checks, "refuse_other_programs", lambda _: None)  # it would ask the GPU for its name
+    monkeypatch.setattr(train, "plan_run", MagicMock(side_effect=LookupError("at the plan")))
+    before, config = torch.get_num_threads(), load_config(words)
+    torch.use_deterministic_algorithms(False)
+    try:
+        prepare_process(config)
+        with pytest.raises(LookupError, match="at the plan"):
+            train.train_run(config)
+        # An error, since with a warning torch leaves fused attention's backward as it is.
+        assert torch.get_deterministic_debug_mode() == (2 if words else 0)
+        assert torch.utils.deterministic.fill_uninitialized_memory != bool(words)  # type: ignore[attr-defined]
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if words else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.set_num_threads(before)
 
 
 def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

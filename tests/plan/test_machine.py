@@ -27,7 +27,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim import cuda_adam
-from offload_trainer.optim.kernel_api import PageUpdate, TorchKernel
+from offload_trainer.optim.kernel_api import TorchKernel
 from offload_trainer.plan.machine import (
     Links,
     MachineProfile,
@@ -134,12 +134,8 @@ def test_each_form_of_moments_is_timed_in_pages(monkeypatch: pytest.MonkeyPatch)
     pages = make_pages(70_000, page=32_768, format=form("8bit"))
     assert [(page.first, page.grad.numel()) for page in pages] == [(0, 32_768), (32_768, 32_768), (65_536, 4464)]
     for name in ("native", "native.bf16", "native.8bit"):
-        kept: list[PageUpdate] = []
-
-        def pages_of(*size: int, kept: list[PageUpdate] = kept, **how: Any) -> list[PageUpdate]:
-            kept += make_pages(*size, **how)
-            return kept
-
+        kept = []
+        pages_of = lambda *size, its=kept, **how: its.extend(make_pages(*size, **how)) or its  # noqa: E731
         monkeypatch.setattr(timed_updates, "make_pages", pages_of)
         step = made[name].begin(70_000, 32_768)
         before = [page.fields["master"].clone() for page in kept]
@@ -192,18 +188,15 @@ def test_named_machines() -> None:
         machine = read_machine(name)
         assert machine.gpu
         assert machine.drives[0].rates
-        every = [*machine.rates.matmul.values(), *machine.rates.update.values(), machine.rates.to_device]
-        every += [machine.rates.from_device, machine.rates.both_ways]
-        assert all(isinstance(rate, Rate) for rate in every)
-        links = [machine.links.network, machine.links.message] if name in CLUSTERS else []
+        rates, links = machine.rates, [machine.links.network, machine.links.message] if name in CLUSTERS else []
+        every = [*rates.matmul.values(), *rates.update.values(), rates.to_device, rates.from_device, rates.both_ways]
+        assert all(isinstance(rate, Rate) and rate.source for rate in (*every, *links))
         assert (machine.gpus in (4, 8)) == bool(links)
-        assert all(one and one.source for one in (*every, *links))
-        cited = ["github.com/" in rate.source for rate in every if rate and rate.origin == "measured"]
+        cited = ["github.com/" in rate.source for rate in every if rate.origin == "measured"]
         assert all(cited)
         assert len(cited) >= 2
-    with pytest.raises(
-        UserError, match=re.escape(f"neither a file nor a known machine ({', '.join(NAMED)}); did you mean")
-    ):
+    told = re.escape(f"neither a file nor a known machine ({', '.join(NAMED)}); did you mean")
+    with pytest.raises(UserError, match=told):
         read_machine("v100")
 
 

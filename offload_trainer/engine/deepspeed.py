@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection
+from offload_trainer.config import DeepSpeedSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.op_builder import importing, load_kernel
 from offload_trainer.engine.protocol import StepResult
@@ -30,7 +30,6 @@ from offload_trainer.optim import loss_scale
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.state_files import BlockingSnapshot, EngineState, read_engine_state, read_tensors
 from offload_trainer.plan.deepspeed import ZeroSizes
-from offload_trainer.plan.planner import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
@@ -176,7 +175,7 @@ class DeepSpeedEngine:
     def __init__(
         self,
         source: ModelSource,
-        model: ModelSection,
+        work: Workload,
         optim: OptimSection,
         *,
         placement: Placement,
@@ -186,10 +185,9 @@ class DeepSpeedEngine:
         import deepspeed
 
         self._rank, self._world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-        tensor = words.get("tensor_parallel", {}).get("autotp_size", 1)
-        self.rank, self.world = self._rank // tensor, self._world // tensor  # data-parallel ranks
+        self.rank, self.world = self._rank // work.tensor, self._world // work.tensor  # data-parallel ranks
         self._placement = placement
-        self._dtype = DTYPES[model.dtype]
+        self._dtype = DTYPES[work.dtype]
         if placement.optimizer != "gpu":
             load_kernel("cpu_adam")
         if "nvme" in (placement.params, placement.optimizer):
@@ -202,8 +200,8 @@ class DeepSpeedEngine:
             # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed
             # reuses the buffer of a weight before its recomputation has ended (seen in 0.19.8).
             reentrant=placement.params == "nvme",
-            offload=bool(model.offload_activations),
-            checkpointed=checkpointed_blocks(model, source.shape),
+            offload=bool(work.offload_activations),
+            checkpointed=work.checkpointed,
         )
         if placement.stage < 3:
             module.to(_device())
@@ -223,13 +221,13 @@ class DeepSpeedEngine:
             config=words,
         )
         place, group = 0, None
-        if tensor > 1:
+        if work.tensor > 1:
             from deepspeed.utils import groups as groups_of_ranks
 
             group = groups_of_ranks.get_tensor_model_parallel_group()
             place = torch.distributed.get_rank(group)
-        divided = [weight for weight in source.shape.weights if tensor > 1 and weight.split in _DIVIDED]
-        self._parts = Parts({weight.name: _DIVIDED[weight.split] for weight in divided}, tensor, place, group)
+        divided = [weight for weight in source.shape.weights if work.tensor > 1 and weight.split in _DIVIDED]
+        self._parts = Parts({weight.name: _DIVIDED[weight.split] for weight in divided}, work.tensor, place, group)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
             self._write(name, "master" if name in self._trained else "fixed", value)

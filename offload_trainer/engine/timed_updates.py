@@ -1,4 +1,4 @@
-"""The updates that `machine/bench.py` times: AdamW of this package's kernels on CPU and GPU, and DeepSpeed's step.
+"""The updates that `machine/bench.py` times: AdamW of this package's kernels on CPU and GPU.
 
 An update goes from 16-bit gradients to 16-bit weights.
 """
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_trainer.engine.op_builder import is_built, load_kernel
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.store import PageTable
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
@@ -18,7 +17,7 @@ from offload_trainer.optim.moments import Noise, stored_field
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat, state_format
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
 
@@ -32,20 +31,18 @@ Step = Callable[[int], None]  # called with the step's number, from 1
 
 @dataclass(frozen=True)
 class TimedUpdate:
-    """AdamW with a kernel and a format of its state. Without a kernel it is DeepSpeed's step."""
+    """AdamW with a kernel and a format of its state."""
 
-    kernel: Kernel | None
+    kernel: Kernel
     format: StateFormat = ADAMW_FORMATS[0]
 
     @property
     def name(self) -> str:
         """Return the key of its rate in `Rates.update`."""
-        return update_key(self.kernel.name, self.format.name) if self.kernel else "deepspeed"
+        return update_key(self.kernel.name, self.format.name)
 
     def begin(self, elements: int, page: int) -> Step:
         """Allocate `elements` parameters in pages of at most `page`; return a function that runs one step on them."""
-        if self.kernel is None:
-            return _stock_step(elements)
         kernel, format, on_gpu = self.kernel, self.format, self.kernel.name == "cuda"
         pages = make_pages(elements, page=page, format=format, place="cuda" if on_gpu else "cpu")
 
@@ -86,8 +83,7 @@ def make_pages(elements: int, *, page: int, format: StateFormat, place: str = "c
 def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
     """Return the updates that can run here. `say` receives the reason for each one left out.
 
-    These are this package's kernels, the fastest of them with each format of state; DeepSpeed's step, if its kernel
-    is built; and the kernel for state on the GPU.
+    These are this package's kernels, the fastest of them with each format of state, and the one for state on the GPU.
     """
     found: list[TimedUpdate] = []
     for name in ("native", "torch"):
@@ -97,9 +93,6 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
             say(f"bench: {name} kernel left out: {error}")
             continue
         found += [TimedUpdate(kernel, format) for format in ADAMW_FORMATS[: 1 if found else None]]
-    if is_built("cpu_adam"):
-        load_kernel("cpu_adam")
-        found.append(TimedUpdate(None))
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(_GPU, choose_kernel("auto")[0])
         if there is None:
@@ -115,29 +108,3 @@ def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
     there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
     found = [TimedUpdate(chosen, format)]
     return found if there is None else [*found, TimedUpdate(there, format)]
-
-
-def _stock_step(elements: int) -> Step:
-    """Return a step with the operations of DeepSpeed's ZeRO-Offload from an fp32 gradient to a 16-bit weight.
-
-    DeepSpeed's hooks convert the gradient earlier. The step includes the norm and clipping.
-    """
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    (page,) = make_pages(elements, page=elements, format=state_format("adamw", "fp32"))
-    parameter, gradient, out = torch.nn.Parameter(page.fields["master"]), page.grad.float(), page.out
-    assert out is not None
-    given = {"lr": _ADAMW.lr, "betas": _ADAMW.betas, "eps": _ADAMW.eps, "weight_decay": _ADAMW.decay}
-    optimizer = DeepSpeedCPUAdam([parameter], **given)
-    moments = {name: page.fields[name] for name in MOMENTS}
-    optimizer.state[parameter] = {"step": 0, **moments}
-
-    def update(step: int) -> None:
-        parameter.grad = gradient
-        torch.linalg.vector_norm(gradient)
-        gradient.mul_(1.0)  # clipping; the same values each time
-        optimizer.step()
-        out.copy_(parameter.data)
-        parameter.grad = None
-
-    return update

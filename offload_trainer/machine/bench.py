@@ -2,9 +2,6 @@
 
     probe -> bench_machine -> the same profile with rates        leaves no files
 
-`run/machine_rates.py` calls it for the `bench` command, which takes a minute or two, and at the start of a longer run
-whose choices need rates that are missing, for a few seconds on the shapes of its model.
-
 Drives are timed through the run's own transfers, bypassing the page cache where that is possible, on random bytes,
 since some drives store zeros without writing them. The reported rate covers the whole transfer; the effect of a cache
 in the drive shrinks as more is written.
@@ -15,18 +12,18 @@ replaces NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
-from multiprocessing import active_children, get_context
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
 from offload_trainer import ranks as all_ranks
@@ -50,7 +47,7 @@ from offload_trainer.plan.machine import (
 )
 from offload_trainer.plan.shape import loss_pieces
 from offload_trainer.plan.step_time import RATE, products_of
-from offload_trainer.safe_files import one_line
+from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import leased
@@ -69,7 +66,6 @@ _LOSS_ON_GPU, _LOSS_ON_CPU = 1024, 256  # tokens of the loss
 _ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
 _LINK_ON_GPU, _LINK_ON_CPU = 256 << 20, 32 << 20  # bytes that each rank moves
 _TIMES = 8  # repetitions of a transfer between ranks
-_PATIENCE = 300.0  # seconds for the links: starting processes that import torch, and moving a few GB
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
@@ -127,48 +123,36 @@ def bench_machine(
     `ON_CPU` or `ON_GPU`. Raises TrainerError if a drive fails or has too little room.
     """
     before, gpu = machine.rates, machine.gpu is not None
-    layer = layer or (ON_GPU if gpu else ON_CPU)
-    lacking = [dtype for dtype in dtypes if dtype not in before.matmul]
+    matmul, layers, sums, update = (dict(it) for it in (before.matmul, before.layers, before.sums, before.update))
+    layer, seconds = layer or (ON_GPU if gpu else ON_CPU), budget.layer_seconds
+    lacking = [dtype for dtype in dtypes if dtype not in matmul]
     say("bench: products")
-    matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
+    matmul |= {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
     say("bench: layers and the loss")
-    layers: dict[str, Rate] = {}
     for dtype in lacking:
-        layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
+        layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=seconds)
         if not gpu:
-            known = Rates(matmul=matmul, layers=layers)
-            layers |= _rates_of_few_tokens(dtype, layer, known=known, seconds=budget.layer_seconds)
-    if matrices and RATE not in before.layers:
+            layers |= _rates_of_few_tokens(dtype, layer, known=Rates(matmul, layers), seconds=seconds)
+    if matrices and RATE not in layers:
         say("bench: orthogonalising matrices")
-        layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=budget.layer_seconds)
+        layers[RATE] = _orthogonalising(layer.width, gpu=gpu, seconds=seconds)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements, seconds=budget.copy_seconds)
-    sums: dict[str, Rate] = {}
-    kernels = [update.kernel for update in updates if isinstance(update.kernel, CpuKernel)]
-    for kernel in {one.name: one for one in kernels}.values():
-        if sums_key(kernel.name, measured=True) not in before.sums:
+    for kernel in (timed.kernel for timed in updates):
+        if isinstance(kernel, CpuKernel) and sums_key(kernel.name, measured=True) not in sums:
             say(f"bench: adding gradients, {kernel.name}")
-            size, seconds = 2 * budget.memory_elements, budget.copy_seconds
-            sums |= _rates_of_adding(kernel, size, layer.width, halving=gpu, seconds=seconds)
+            size = 2 * budget.memory_elements
+            sums |= _rates_of_adding(kernel, size, layer.width, halving=gpu, seconds=budget.copy_seconds)
     say("bench: AdamW")
-    updated = {update.name: _update(update, budget) for update in updates if update.name not in before.update}
-    rates = replace(
-        _copies(budget.copy_seconds) if gpu and before.to_device is None else before,
-        matmul=before.matmul | matmul,
-        layers=before.layers | layers,
-        memory=memory,
-        update=before.update | updated,
-        sums=before.sums | sums,
-    )
+    update |= {timed.name: _update(timed, budget) for timed in updates if timed.name not in update}
+    copies = _copies(budget.copy_seconds) if gpu and before.to_device is None else before
+    rates = replace(copies, matmul=matmul, layers=layers, memory=memory, update=update, sums=sums)
     drives = tuple(replace(drive, rates=drive.rates or _drive(drive, budget, say)) for drive in machine.drives)
     return replace(machine, rates=rates, drives=drives)
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
-    """Return the dtypes to time: on a GPU all that its hardware supports, on a CPU the configured one and fp32.
-
-    Timing all of them on a GPU gives plans for any of these dtypes a predicted time.
-    """
+    """Return the dtypes to time: on a GPU all that its hardware supports, on a CPU the configured one and fp32."""
     if machine.gpu is None:
         return list(dict.fromkeys((wish, "fp32")))
     return ["bf16", "fp16", "fp32"] if has_bf16(machine) else ["fp16", "fp32"]
@@ -410,23 +394,22 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
 
-    def move(seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+    def move(seconds: float, *, read: bool = False, write: bool = False) -> tuple[int, float]:
         """Move pieces each way, in turn, for about `seconds`. Return the bytes moved each way and the time."""
         with closing(Transfers()) as mover:
             ways = [mover.read] * read + [mover.write] * write
-            moved, each = [0 for _ in ways], len(buffers) // len(ways)
-            futures = [done() for _ in buffers]
+            moved, each, futures = 0, len(buffers) // len(ways), [done() for _ in buffers]
             start = time.perf_counter()
-            for number, place in enumerate(places):
+            for number in range(len(places)):
                 if time.perf_counter() - start > seconds:
                     break
                 for way, transfer in enumerate(ways):
                     slot = way * each + number % each
                     futures[slot].wait()
                     # The second direction starts half a file away, so that no piece is read that was just written.
-                    at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
+                    at = places[(number + way * (len(places) // 2)) % len(places)]
                     futures[slot] = transfer(file, at, buffers[slot])
-                    moved[way] += _PIECE
+                moved += _PIECE
             for future in futures:
                 future.wait()
             return moved, time.perf_counter() - start
@@ -439,28 +422,28 @@ def _drive(drive: DriveFacts, budget: Budget, say: Callable[[str], None]) -> Dri
         closing(DriveFile(folder / "bench", max(size, 2 * _BUFFERS * _PIECE))) as file,
     ):
         places = list(range(0, file.size, _PIECE))
-        (written,), write_seconds = move(budget.drive_seconds, read=False, write=True)
+        written = move(budget.drive_seconds, write=True)
         # Parts that were never written are left out: they read as zeros without access to the drive.
-        places = places[: max(2, written // _PIECE)]
-        (read,), read_seconds = move(budget.drive_seconds, read=True, write=False)
-        mixed, mixed_seconds = move(budget.drive_seconds, read=True, write=True)
+        places = places[: max(2, written[0] // _PIECE)]
+        read = move(budget.drive_seconds, read=True)
+        both = move(budget.drive_seconds, read=True, write=True)
         seconds = budget.contention_seconds
         lost = _computation_lost(lambda: move(seconds, read=True, write=True), seconds=seconds)
     return DriveRates(
-        read=rate(read, read_seconds, "reading alone"),
-        write=rate(written, write_seconds, "writing alone"),
-        mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
-        mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
+        read=rate(*read, "reading alone"),
+        write=rate(*written, "writing alone"),
+        mixed_read=rate(*both, "read while as much was written"),
+        mixed_write=rate(*both, "written while as much was read"),
         computation_lost=lost,
     )
 
 
-def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: float) -> Rate:
-    """Return the bytes that `move` moves while all cores lose one second of computation to it.
+def _computation_lost(move: Callable[[], tuple[int, float]], *, seconds: float) -> Rate:
+    """Return the bytes, read and written, that `move` moves while all cores lose one second of computation to it.
 
-    The computation is a matrix product, timed for half of `seconds` before and after `move`. Transfers slow it down
-    where they take time of the cores, as copies in a virtual machine do, or bandwidth of the memory. A product waits
-    for the slowest of its threads, so it loses more than the transfers take of one core.
+    `move` returns the bytes each way and the time. The computation is a matrix product, timed for half of `seconds`
+    before and after it. Transfers take time of the cores, as copies in a virtual machine do, or bandwidth of memory. A
+    product waits for the slowest of its threads, so it loses more than the transfers take of one core.
     """
     given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
 
@@ -476,8 +459,8 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
         moved, taken = moving.result()
     alone += _repeat(product, seconds=seconds / 2)
     lost = max(taken - count * median(alone), 0.001 * taken)
-    how = f"{format_bytes(sum(moved))} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
-    return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
+    how = f"{format_bytes(2 * moved)} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
+    return Rate(2 * moved / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
 
 
 # -- links between ranks -----------------------------------------------------------------------------------------------
@@ -486,46 +469,31 @@ def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: f
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
     """Return `known` with the rates that `ranks` processes on this machine measure together.
 
-    Raises TrainerError, with the error of the rank, if one of them fails or is not finished in time.
+    Raises TrainerError, with the error of the rank, if one of them fails.
     """
     say(f"bench: links between {ranks} ranks")
-    with (
-        scratch("offload-trainer-links-") as folder,
-        ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool,
-    ):
-        timed = [pool.submit(run_rank, rank, ranks=ranks, store=folder / "store") for rank in range(ranks)]
-        pool.submit(int)  # so that it also watches the last process: Python 3.11 starts that after it has looked
+    with scratch("offload-trainer-links-") as folder:
         try:
-            found, *_ = [each.result() for each in as_completed(timed, timeout=_PATIENCE)]
-        except (TimeoutError, BrokenProcessPool) as error:
-            why = f"not finished in {_PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "a rank was killed"
+            spawn(run_rank, (ranks, folder), nprocs=ranks)  # ends the other ranks if one fails
+        except ProcessException as error:
+            why = f"rank {error.error_index}: {str(error).splitlines()[-1]}"
             raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from error
-        finally:
-            for process in active_children():  # the pool would wait for ranks that wait for one that failed
-                process.terminate()
+        found = parsed((folder / "links.json").read_bytes(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 
-def run_rank(rank: int, *, ranks: int, store: Path) -> Links:
-    """Run the benchmark as one rank together with the others; return the rates, which are equal on all of them."""
+def run_rank(rank: int, ranks: int, folder: Path) -> None:
+    """Run the benchmark as one rank together with the others, of which the first writes the rates to `links.json`."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {STORE: str(store), **{name: str(value) for name, value in place.items()}}
+    os.environ |= {STORE: str(folder / "store"), **{name: str(value) for name, value in place.items()}}
     torch.set_num_threads(1)
-    try:
-        all_ranks.join()
-        gpu = torch.cuda.is_available()
-        if gpu:
-            torch.cuda.set_device(rank)
-        return _timed_links(rank, ranks, size=_LINK_ON_GPU if gpu else _LINK_ON_CPU, gpu=gpu)
-    except Exception as error:  # as text, since not every error can be sent to the process that has started this one
-        why = f"rank {rank}: {type(error).__name__}: {one_line(error)}"
-        raise TrainerError(f"links between {ranks} ranks could not be timed: {why}") from None
-
-
-def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
-    between = all_ranks.group_of(gpus=gpu)
+    all_ranks.join()
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank)
+    size, between = _LINK_ON_GPU if gpu else _LINK_ON_CPU, all_ranks.group_of(gpus=gpu)
     host = host_buffer(size, pinned=gpu)
-    device = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{rank}" if gpu else "cpu")
+    device = torch.zeros(size, dtype=torch.uint8, device="cuda" if gpu else "cpu")
     part = size // ranks
     whole = ranks * part
 
@@ -553,10 +521,12 @@ def _timed_links(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
         return Rate(moved / seconds(work), "measured", f"{what}, {how}")
 
     parts = device[:whole].view(ranks, part)
-    return Links(
+    found = Links(
         ranks=ranks,
         to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
         from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
         all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
         all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
     )
+    if rank == 0:
+        (folder / "links.json").write_text(json.dumps(asdict(found)))

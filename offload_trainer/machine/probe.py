@@ -164,10 +164,7 @@ def _attribute(block: Path | None, name: str) -> str:
 
 
 def _throttle(block: Path | None) -> str:
-    """Return the I/O limits that this process's cgroups put on the disk.
-
-    They are part of a drive's cache key, since rates timed without limits do not hold with them.
-    """
+    """Return the limits of this process's cgroups on the disk, with which rates timed without them do not hold."""
     number = _attribute(block, "dev")
     found = []
     for root, path in _cgroups("blkio") if number else ():

@@ -37,10 +37,7 @@ def rates_key(machine: MachineProfile, threads: int | None = None) -> str:
 
 
 def threads_of_all_ranks(machine: MachineProfile) -> int:
-    """Return the number of threads of all local ranks together.
-
-    It is OMP_NUM_THREADS, which every command sets, times the local ranks, or else the number of cores.
-    """
+    """Return OMP_NUM_THREADS, which every command sets, times the local ranks, or else the number of cores."""
     each = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(each) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if each.isdecimal() else machine.cores
 

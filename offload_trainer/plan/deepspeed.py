@@ -216,9 +216,8 @@ class DeepSpeedCandidate:
         work, machine, traffic, collectives = self.work, self.machine, list(self._traffic()), self._collectives
         update, on_top = Bound("update", 0.0, "AdamW on the GPU", "adamw"), dict.fromkeys(PHASES, 0.0)
         if machine.gpu is None or self.placement.optimizer != TierKind.GPU:
-            count, ours, stock = self._trained, update_rate(work, machine), machine.rates.update.get("deepspeed")
-            rate = stock.value if stock else ours and ours * _SPEED  # parameters per second of a node
-            seconds = rate and count / rate + UPDATE_START
+            count, rate = self._trained, update_rate(work, machine)  # parameters, and those per second of a node
+            seconds = rate and count / (_SPEED * rate) + UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
         bounds = [update, *zero_bounds(collectives, machine, here=work.here)]  # `on_top` has the other collectives
         if machine.gpu is None:

@@ -68,7 +68,6 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
-# by `layer_key`: attention and orthogonalisation in FLOP/s, the others in values, logits, weights and elements a second
 LayerKey = Annotated[str, Field(pattern=r"^\w+\.(attention|values|loss|weights|tables|orthogonalisation)\.\w+$")]
 
 
@@ -90,10 +89,9 @@ class Rates:
 def layer_key(dtype: str, part: str, phase: str) -> str:
     """Return the key of a rate in `Rates.layers`.
 
-    `part` is attention (FLOP/s, over the whole row), values (elements per second) or loss (logits per second). Two more
-    are measured on a CPU, for what a micro-batch takes however few tokens it has: weights (elements per second of the
-    blocks' weights) and tables (elements per second of the gradients of embeddings and other large weights). Of an
-    update, orthogonalisation of matrices (FLOP/s) is measured.
+    `part` is attention (FLOP/s, over the whole row), values (elements/s), loss (logits/s) or, of an update,
+    orthogonalisation (FLOP/s). On a CPU, for what a micro-batch takes however few tokens it has, also weights
+    (elements/s of the blocks) and tables (elements/s of the gradients of embeddings and other large weights).
     """
     return f"{dtype}.{part}.{phase}"
 

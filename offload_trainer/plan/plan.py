@@ -57,7 +57,6 @@ class Plan:
     notes: tuple[str, ...]
     ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
     way: str = ""  # the schedule that was chosen
-    faster: tuple[tuple[float, str], ...] = ()  # (seconds per step, setting) of settings that change results
     longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: Shared = field(default_factory=dict)
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
@@ -115,15 +114,14 @@ class Plan:
                 "nodes": self.work.nodes,
                 "sizes": asdict(self.sizes) if self.sizes else None,
             },
-            "tiers": {tier: dict(room) for tier, room in self.tiers.items()},
+            "tiers": self.tiers,
             "items": [asdict(item) for item in self.items],
-            "seconds": dict(self.forecast.seconds),
+            "seconds": self.forecast.seconds,
             "hidden": self.forecast.hidden,
             "if_clipped": self.forecast.if_clipped,
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
-            "faster": [{"seconds": seconds, "words": words} for seconds, words in self.faster],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
             "longest_row": self.longest_row,
             "too_large": self.too_large or None,
@@ -231,5 +229,4 @@ class Plan:
             least = f"from {format_count(tokens)} tokens a step on (--accumulate)"
             more = [f"with {way.words} from {format_count(way.tokens)} on" for way in ways if way.tokens]
             lines.append(f"    {'; '.join([f'{least}, a step waits for the update at most 10% of its time', *more])}")
-        told = " or ".join(f"{format_seconds(seconds)} a step with {words}" for seconds, words in self.faster)
-        return [*lines, f"  faster, with other results: {told}"] if told else lines
+        return lines

@@ -128,7 +128,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
         write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
     # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
     return DeepSpeedEngine(
-        setup.source, config.model, config.optim, placement=plan.placement, words=words, load_weights=load_weights
+        setup.source, plan.work, config.optim, placement=plan.placement, words=words, load_weights=load_weights
     )
 
 

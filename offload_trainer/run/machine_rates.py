@@ -92,9 +92,8 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
     It should if the plan fits, could not predict its step, and has choices that rates decide: the update schedule, and
-    on a GPU also the placement and the recomputed blocks, all without a forecast. Short runs start without. So do runs
-    on several machines, since nothing here measures the network between them. Of stock ZeRO's ranks the plan does not
-    know the machines.
+    on a GPU also the placement and the recomputed blocks. Short runs start without. So do runs on several machines,
+    whose network nothing here measures; of stock ZeRO's ranks the plan does not know the machines.
     """
     plan, on_gpu, steps = planned.plan, planned.machine.gpu is not None, steps or planned.config.train.steps
     work = plan.work
@@ -153,11 +152,10 @@ def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Ite
 
 
 def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
+    """Measure what `rates_at_start` says on this rank; if that fails, say so and return the machine as it is.
 
     By the budget below this takes 4.9 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
-    5 to 13 s. On a new machine, the first build of the update kernel comes before that; the run would build it
-    otherwise. If it fails, a note says so and the rates stay unknown.
+    5 to 13 s. On a new machine the update kernel is built before, as the run would.
     """
     config, machine = planned.config, planned.machine
     if machine.gpu is None:
@@ -175,9 +173,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         update_page=config.tiered.page_size,
         copy_seconds=0.05,  # placement, order of micro-batches
     )
-    layer = _layer_of(planned.plan.work, gpu=machine.gpu is not None)
-    # This may build the kernel, as the run would.
-    state = planned.plan.work.state
+    layer, state = _layer_of(planned.plan.work, gpu=machine.gpu is not None), planned.plan.work.state
     updates = timed_updates.updates_of_run(config.optim.kernel, replace(state, rule=ADAMW))
     start = time.perf_counter()
     try:

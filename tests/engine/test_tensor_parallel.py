@@ -28,13 +28,11 @@ from offload_trainer.run.export import export
 from offload_trainer.settings import load_config
 
 STEPS = 3
-SHAPED: dict[str, dict[str, Any]] = {"llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"}}
-CHECKPOINTED = "model.activation_checkpointing=on"
 ALWAYS = ("--engine", "deepspeed", "parallel.tensor=2")
 
 
-def directory(folder: Path, name: str, **changes: Any) -> Path:
-    return random_weights(model_directory(folder, "qwen3", tied=False, **SHAPED[name], **changes))
+def directory(folder: Path, kind: str, **changes: Any) -> Path:
+    return random_weights(model_directory(folder, "qwen3", tied=False, model_type=kind, **changes))
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -45,9 +43,9 @@ def shape_of(folder: Path) -> ModelShape:
 @pytest.mark.ops
 def test_ranks_share_each_product(tmp_path: Path) -> None:
     """2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets."""
-    model, words, ranks = directory(tmp_path / "model", "qwen3"), ["--dtype", "fp32", CHECKPOINTED], 4
-    told = ["--optimizer", "cpu", "parallel.tensor=2"]
-    found = train_stock(tmp_path, *told, *words, ranks=ranks, steps=STEPS)
+    model, ranks = directory(tmp_path / "model", "qwen3"), 4
+    words = ["--optimizer", "cpu", "parallel.tensor=2", "--dtype", "fp32", "model.activation_checkpointing=on"]
+    found = train_stock(tmp_path, *words, ranks=ranks, steps=STEPS)
     rows = ACCUMULATE * ranks // 2
     expected, weights = transformers_alone(model, masked(batches(STEPS * rows)), at_a_time=rows)
     assert found.apart == []  # weights that are not divided
@@ -55,8 +53,7 @@ def test_ranks_share_each_product(tmp_path: Path) -> None:
     assert set(found.masters) == set(weights)
     for key, weight in weights.items():
         torch.testing.assert_close(found.masters[key], weight, rtol=1e-4, atol=1e-5)
-    planned = planned_bytes(tmp_path, *told, *words, ranks=ranks)
-    assert found.bytes == pytest.approx(planned, rel=0.02), found.calls
+    assert found.bytes == pytest.approx(planned_bytes(tmp_path, *words, ranks=ranks), rel=0.02), found.calls
 
 
 @pytest.mark.slow
@@ -135,18 +132,17 @@ def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> No
     assert plan_of(shape).cannot_save is None
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "phimoe", "opt"])
-def test_no_rule_but_division_by_rows_and_columns_is_taken(kind: str, tmp_path: Path) -> None:
-    assert not any(weight.split for weight in shape_of(random_weights(model_directory(tmp_path, kind))).weights)
-
-
 def test_each_matrix_of_a_block_has_its_rule(tmp_path: Path) -> None:
+    """No other rule than division by rows and columns is taken."""
     weights = shape_of(directory(tmp_path / "model", "qwen3")).weights
     found = {weight.name.removeprefix("model.layers.0."): weight.split for weight in weights}
     assert {name for name, split in found.items() if split == "row"} >= {"self_attn.o_proj.weight"}
     assert found["self_attn.q_proj.weight"] == found["mlp.gate_proj.weight"] == "column"
     assert found["self_attn.q_norm.weight"] == "summed"
     assert found["input_layernorm.weight"] == found["lm_head.weight"] == found["model.embed_tokens.weight"] == ""
+    for kind in ("mixtral", "phimoe", "opt"):
+        shape = shape_of(random_weights(model_directory(tmp_path / kind, kind)))
+        assert not any(weight.split for weight in shape.weights)
 
 
 def test_parts_of_a_weight() -> None:

@@ -5,14 +5,14 @@ planned_bytes(folder, words, ranks=2)    return the collectives' bytes according
 """
 
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
 import torch
-from engine_bench import Step, batches, masters, train
+from engine_bench import batches, masters, train
 from forked_ranks import count_calls, counts, in_ranks
 from uneven_targets import EPS, LR, masked
 
@@ -21,29 +21,19 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 
 ACCUMULATE = 2
 NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a rank has seen."""
+def train_stock(folder: Path, *words: str, ranks: int, steps: int = 3) -> Any:
+    """Return what rank 0 has seen: `steps`, `stage` of ZeRO, and at the end `masters` and the weights that are `apart`.
 
-    steps: list[Step]
-    bytes: int  # that went through this rank in the last step
-    calls: dict[str, int]  # how often each collective was called in it
-    stage: int  # ZeRO's
-    apart: list[str]  # weights that differ between ranks at the end
-    masters: dict[str, torch.Tensor]
-
-
-def train_stock(folder: Path, *words: str, ranks: int, steps: int = 3) -> Trained:
-    """Return what rank 0 has seen."""
-    seen: Trained = in_ranks(_train, folder, words, steps, count=ranks, folder=folder, stock=True)[0]
-    return seen
+    Of the last step also the `bytes` that went through it, and how often it has called each collective (`calls`).
+    """
+    return in_ranks(_train, folder, words, steps, count=ranks, folder=folder, stock=True)[0]
 
 
 def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
@@ -64,16 +54,9 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     _, world = start_processes()
     machine = probe_machine(config.placement, output=str(folder))
     plan = make_plan(config, source.shape, machine, world=world)
-    told = deepspeed_config(
-        workload(config, source.shape, world=world),
-        config.optim,
-        config.deepspeed,
-        plan.placement,
-        plan.sizes,
-        accelerator="cpu",
-        swap_directory=str(folder / "swap"),
-    )
-    return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
+    how = {"accelerator": "cpu", "swap_directory": str(folder / "swap")}
+    told = deepspeed_config(plan.work, config.optim, config.deepspeed, plan.placement, plan.sizes, **how)
+    return DeepSpeedEngine(source, plan.work, config.optim, placement=plan.placement, words=told)
 
 
 def counted(name: str, signature: inspect.Signature, *args: Any, **words: Any) -> dict[str, int]:
@@ -100,7 +83,7 @@ def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in mine if len({its[name] for its in sums}) > 1]
 
 
-def _train(folder: Path, words: list[str], steps: int) -> Trained:
+def _train(folder: Path, words: list[str], steps: int) -> SimpleNamespace:
     for name in NAMES:
         signature = inspect.signature(getattr(torch.distributed, name))
         count_calls(torch.distributed, name, partial(counted, name, signature))
@@ -111,6 +94,6 @@ def _train(folder: Path, words: list[str], steps: int) -> Trained:
     lr = engine._optimizer.param_groups[0]["lr"]
     found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: counts.clear())
     called = dict(counts)  # reading the masters has collectives too
-    held = masters(engine)
-    stage = engine._engine.zero_optimization_stage()
-    return Trained(found, called.pop("bytes"), called, stage, apart(engine, held), held)
+    held, stage = masters(engine), engine._engine.zero_optimization_stage()
+    seen = {"steps": found, "stage": stage, "masters": held, "apart": apart(engine, held)}
+    return SimpleNamespace(**seen, bytes=called.pop("bytes"), calls=called)

@@ -4,19 +4,19 @@ screen, which a person reads before a run starts.
 After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
 
-import dataclasses
 import json
 import os
 import random
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
+from sample_plans import GB, SHAPES, machine, timed, wish
 
 from offload_trainer.cli import main
 from offload_trainer.config import TrainConfig
@@ -106,24 +106,6 @@ def test_items_sum_to_the_tiers(homes: tuple[str, str]) -> None:
     assert {item.tier for item in plan.items} <= set(plan.tiers)
 
 
-def test_changing_a_plans_json_does_not_change_the_plan() -> None:
-    """A report adds rows to the JSON, and the plan still says that it fits."""
-    plan = make_plan(wish(), SHAPES["gpt2"], machine())
-    held = plan.to_json()
-    held["tiers"]["read on drives, a step"] = {"need": 1}
-    held["tiers"]["ram"]["have"] = 0
-    held["seconds"]["update"] = 1e9
-    assert plan.fits
-    assert plan.to_json() != held
-
-
-def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
-    config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
-    need = least_ram(make_plan(config, shape, machine()))
-    assert make_plan(config, shape, machine(ram=need)).fits
-    assert not make_plan(config, shape, machine(ram=need - 1)).fits
-
-
 def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:
     shape = SHAPES["gpt2-xl"]
     chosen = {gpu: make_plan(wish(), shape, machine(gpu=gpu * GB)) for gpu in (80, 16)}
@@ -175,7 +157,7 @@ def test_configured_shares_are_kept() -> None:
 
 
 def test_no_state_is_on_a_gpu_without_a_kernel() -> None:
-    shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no Triton")
+    shape, here = SHAPES["gpt2-xl"], replace(machine(gpu=80 * GB), no_state_on_gpu="no Triton")
     plan = make_plan(wish(), shape, here)
     assert plan.homes == "params gpu, optimizer RAM"
     assert [note for note in plan.notes if "no Triton" in note]
@@ -298,26 +280,20 @@ def test_sizes_follow_the_largest_weight() -> None:
     """Buffers hold an embedding larger than all else; sub-groups end with it, and it is counted once."""
     weights = [Weight("wte", (100_000, 4096))] + [Weight(f"w{i}", (4096, 512)) for i in range(64)]
     shape = ModelShape(tuple(weights), layers=16, hidden=4096, vocabulary=100_000, context=1024)
-    sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=1, item_bytes=2)
-    assert sizes.weight_buffer_elements == 409_600_000
+    sizes_of = partial(zero_sizes, section=TrainConfig().deepspeed, item_bytes=2)
+    sizes = sizes_of(shape, placement=Placement("nvme", "nvme"), world=1)
+    assert (sizes.weight_buffer_elements, sizes.prefetch_bucket) == (409_600_000, 0)
     assert sizes.largest_sub_group >= 409_600_000
     assert sizes.weight_buffers >= 65
-    assert sizes.prefetch_bucket == 0
-    halved = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=2, item_bytes=2)
-    assert halved.weight_buffer_elements == 204_800_000
-
-
-def test_largest_sub_group_is_deepspeeds() -> None:
-    """A plain simulation adds weights until the sub-group size is reached."""
-    shape = SHAPES["gpt2-medium"]
-    sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("cpu", "nvme"), world=1, item_bytes=2)
-    groups, held = [], 0
-    for weight in [w for w in shape.weights if len(w.shape) > 1]:
-        held += weight.numel
-        if held >= sizes.sub_group:
-            groups.append(held)
-            held = 0
-    assert sizes.largest_sub_group == max([*groups, held])
+    assert sizes_of(shape, placement=Placement("nvme", "nvme"), world=2).weight_buffer_elements == 204_800_000
+    # As DeepSpeed does, a plain simulation adds weights until the sub-group size is reached.
+    shape, groups = SHAPES["gpt2-medium"], [0]
+    sizes = sizes_of(shape, placement=Placement("cpu", "nvme"), world=1)
+    for weight in shape.weights:
+        if len(weight.shape) > 1:
+            groups[-1] += weight.numel
+            groups += [0] * (groups[-1] >= sizes.sub_group)
+    assert sizes.largest_sub_group == max(groups)
 
 
 CASES = {
@@ -342,7 +318,7 @@ def test_deepspeed_configurations_are_the_golden_ones() -> None:
     for name, (placement, words, accelerator) in CASES.items():
         config = wish(*words)
         sizes = zero_sizes(shape, config.deepspeed, placement, world=2, item_bytes=2)
-        swap = "/ssd/offload-trainer/run-x" if "nvme" in dataclasses.astuple(placement) else None
+        swap = "/ssd/offload-trainer/run-x" if "nvme" in astuple(placement) else None
         how = {"accelerator": accelerator, "swap_directory": swap}
         step = workload(config, shape, world=2)
         found[name] = flat(deepspeed_config(step, config.optim, config.deepspeed, placement, sizes, **how))
@@ -394,7 +370,7 @@ def test_gradients_in_flight_are_counted() -> None:
 def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
     """Each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient, at memory speed."""
     shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
-    here = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
+    here = replace(machine(gpu=24 * GB), rates=rates)
     words = ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
         plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, here)
@@ -414,7 +390,7 @@ def test_breadth_first_a_gpu_with_room_adds_the_gradients_of_all_units_or_of_the
         (blocks[0].trained, 2 * blocks[0].trained + positions.trained),
         (0, 0),
     ):
-        here = dataclasses.replace(machine(gpu=room, ram=500 * GB), rates=rates)
+        here = replace(machine(gpu=room, ram=500 * GB), rates=rates)
         plan = make_plan(wish(*words), shape, here, world=ranks)
         assert plan.fits
         assert isinstance(plan.sizes, TierSizes)
@@ -433,28 +409,24 @@ def test_breadth_first_a_gpu_with_room_adds_the_gradients_of_all_units_or_of_the
         room = plan.tiers["gpu"]["need"] // ranks - 1
 
 
-def on_one_disk(free: int) -> MachineProfile:
-    """Return a machine whose output and drive are on one filesystem."""
-    one = machine(drive=free)
-    output = replace(one.output, free_bytes=free, device=7)
-    return replace(one, output=output, drives=(replace(one.drives[0], device=7),))
-
-
 def test_directories_on_one_filesystem_are_reported_together() -> None:
     """They share one free-space figure, instead of each being listed with what the other leaves."""
-    words = ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
-    ample = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(500 * GB))
+
+    def planned_on(free: int) -> Plan:
+        one, words = machine(drive=free), ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
+        drives, output = (replace(one.drives[0], device=7),), replace(one.output, free_bytes=free, device=7)
+        return make_plan(wish(*words), SHAPES["gpt2"], replace(one, output=output, drives=drives))
+
+    ample, plan = planned_on(500 * GB), planned_on(GB)
     need = {place: ample.tiers[place]["need"] for place in ("/ssd", "/out")}
     assert ample.fits
     for free, fits in ((sum(need.values()), True), (sum(need.values()) - 1, False), (min(need.values()) - 1, False)):
-        tight = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(free))
+        tight = planned_on(free)
         assert tight.fits == fits
         assert all(tier["have"] >= 0 for tier in tight.tiers.values())
-    plan = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(GB))
-    assert not plan.fits
-    (told,) = plan.shortfalls()
     sizes = {place: format_bytes(size) for place, size in need.items()}
-    assert told == f"one filesystem has 1 GB free for {sizes['/out']} in /out and {sizes['/ssd']} in /ssd"
+    told = f"one filesystem has 1 GB free for {sizes['/out']} in /out and {sizes['/ssd']} in /ssd"
+    assert plan.shortfalls() == [told]
     said = plan.describe(full=True)
     assert "of 0 B" not in said
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
@@ -545,14 +517,10 @@ def test_the_screen_says_bytes_seconds_and_the_run_of_its_steps() -> None:
             assert f"{tier} {format_bytes(room['need'])} of {format_bytes(room['have'])}" in text
         largest = max((item for item in plan.items if item.tier == tier), key=lambda item: item.bytes, default=None)
         assert largest is None or f"{largest.name} {format_bytes(largest.bytes)}" in text
-
-
-def test_the_screen_of_a_machine_without_rates_names_the_command_that_measures() -> None:
-    plan = make_plan(wish("--optimizer", "nvme"), SHAPES["gpt2"], machine())
-    text = screen_of(plan)
-    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
-    assert "seconds a step: unknown" in text
-    assert "run `offload-train bench --nvme /ssd` once" in text
+    untimed = make_plan(wish("--optimizer", "nvme"), SHAPES["gpt2"], machine())
+    assert untimed.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
+    assert "seconds a step: unknown" in screen_of(untimed)
+    assert "run `offload-train bench --nvme /ssd` once" in screen_of(untimed)
 
 
 def test_a_long_plan_ends_within_its_screen() -> None:

@@ -103,12 +103,19 @@ def with_waits(plan: Plan, machine: MachineProfile) -> float:
     return sum(phases) + written / out.value + read / into.value
 
 
-@pytest.mark.parametrize("rows", PUBLISHED)
-def test_a_published_step_of_stock_deepspeed(rows: int) -> None:
-    """The plan, for the kernels and the DeepSpeed that the benchmark used, is within 15 % of each step."""
+@pytest.mark.parametrize(("rows", "of_published"), [(8, 0.79), (16, 0.93), (32, 1.04)])
+def test_a_published_step_of_stock_deepspeed(rows: int, of_published: float) -> None:
+    """The plan, for the kernels and the DeepSpeed that the benchmark used, is within 4 % of each step.
+
+    As users get it, with transformers' layers and without the waits, two differences cancel with 16 and 32 rows, and
+    not with 8.
+    """
     machine = with_fused_layers(one_4090())
     plan = plan_of(*STOCK, rows=rows, machine=machine)
     assert with_waits(plan, machine) == pytest.approx(PUBLISHED[rows], rel=0.04)
+    step = plan_of(*STOCK, rows=rows, machine=one_4090()).forecast.step
+    assert step
+    assert step / PUBLISHED[rows] == pytest.approx(of_published, abs=0.01)
 
 
 def test_copies_of_gradients_take_turns() -> None:
@@ -127,14 +134,6 @@ def test_copies_of_gradients_take_turns() -> None:
     roomy, words = replace(fast, gpu_bytes=10**12), ("--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu")
     zero_2 = plan_of(*words, "deepspeed.zero_stage=2", rows=1, machine=roomy).forecast
     assert zero_2.seconds["backward"] == pytest.approx(4 * count / out)  # its copies leave only
-
-
-@pytest.mark.parametrize(("rows", "of_published"), [(8, 0.79), (16, 0.93), (32, 1.04)])
-def test_the_plan_of_a_4090_as_users_get_it(rows: int, of_published: float) -> None:
-    """With transformers' layers and without the waits two differences cancel with 16 and 32 rows, and not with 8."""
-    step = plan_of(*STOCK, rows=rows, machine=one_4090()).forecast.step
-    assert step
-    assert step / PUBLISHED[rows] == pytest.approx(of_published, abs=0.01)
 
 
 def test_new_weights_in_ram_are_not_copied_to_the_gpu_by_the_update() -> None:

@@ -74,32 +74,28 @@ def test_one_buffer_prefetches_nothing() -> None:
 # -- a unit too large for the device is named with its size ------------------------------------------------------------
 
 
-def test_a_plan_with_a_block_too_large_by_itself_has_one_buffer() -> None:
-    """Then the bytes that are lacking are the fewest."""
-    plan = planned(510 * 10**6, *BLOCKS_ARE_LARGEST)
-    assert (plan.fits, plan.sizes.unit_buffers) == (False, 1)
-    assert plan.too_large.startswith("the block transformer.h.0 alone has 101 MB of weights")
-
-
 # BLOCKS has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
 BLOCKS = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
 WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
 
 
-def of_shape(shape: ModelShape, gpu: float, *words: str) -> Plan:
-    return make_plan(wish("--micro-batch", "1", "--seq-len", "64", *words), shape, machine(gpu=int(gpu * GB)))
-
-
 @pytest.mark.parametrize(("shape", "name"), [(BLOCKS, "the block transformer.h.0"), (WORDS, "transformer.wte")])
 def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
-    size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
-    plan = of_shape(shape, 2)  # half of it is CUDA's own memory and the reserve
+    def plan_of(gpu: float) -> Plan:
+        return make_plan(wish("--micro-batch", "1", "--seq-len", "64"), shape, machine(gpu=int(gpu * GB)))
+
+    size, plan = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1]), plan_of(2)
     assert not plan.fits
+    # Half of the GPU is CUDA's own memory and the reserve.
     told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
     assert told in plan.describe(full=True)
     assert plan.to_json()["too_large"] == told
     with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
         plan.refuse(force=False)
-    for gpu, fits in ((2.7, False), (24, True)):  # with 2.7 GB, BLOCKS lacks memory for something else
-        plan = of_shape(BLOCKS, gpu)
-        assert (plan.fits, plan.too_large) == (fits, "")
+    assert (plan_of(24).fits, plan_of(24).too_large) == (True, "")
+    if shape is BLOCKS:  # lacks memory for something else
+        assert (plan_of(2.7).fits, plan_of(2.7).too_large) == (False, "")
+        # With fewer buffers the bytes that are lacking are the fewest.
+        plan = planned(510 * 10**6, *BLOCKS_ARE_LARGEST)
+        assert (plan.fits, plan.sizes.unit_buffers) == (False, 1)
+        assert plan.too_large.startswith("the block transformer.h.0 alone has 101 MB of weights")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,22 +95,14 @@ def test_this_machine_passes_and_a_failure_ends_with_1(drive: Path, tmp_path: Pa
     assert "nowhere: no such directory" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("facts", "state"),
-    [
-        ({"filesystem": "ext4", "disk": "nvme0n1"}, "ok"),
-        ({"filesystem": "tmpfs"}, "failure"),
-        ({"filesystem": "nfs4", "network": True}, "warning"),
-        ({"filesystem": "ext4", "rotational": True}, "warning"),
-        ({"filesystem": "ext4", "direct": False}, "warning"),
-        ({"filesystem": "ext4", "throttle": "io.max 1:2"}, "warning"),
-    ],
-)
-def test_drives(facts: dict, state: str) -> None:
-    checks = list(doctor._drive(DriveFacts("/ssd", 10**12, **facts)))
-    assert checks[0].state == "ok"
-    assert checks[-1].state == state
-    assert state == "ok" or checks[-1].fix
+def test_drives() -> None:
+    for state, facts in (
+        ("ok", {"disk": "nvme0n1"}), ("failure", {"filesystem": "tmpfs"}), ("warning", {"network": True}),
+        ("warning", {"rotational": True}), ("warning", {"direct": False}), ("warning", {"throttle": "io.max 1:2"}),
+    ):  # fmt: skip
+        checks = list(doctor._drive(DriveFacts("/ssd", 10**12, **{"filesystem": "ext4", **facts})))
+        assert (checks[0].state, checks[-1].state) == ("ok", state)
+        assert state == "ok" or checks[-1].fix
 
 
 def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,18 +117,12 @@ def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     assert "omp.h" in found.found
 
 
-@pytest.mark.parametrize(
-    ("words", "limit", "states"),
-    [
-        (["--engine", "deepspeed", "--nvme", "/ssd"], 8 << 20, ["warning"]),
-        (["--engine", "deepspeed", "--nvme", "/ssd"], None, []),
-        ([], 8 << 20, []),  # cudaHostRegister does not count against it
-    ],
-)
-def test_locked_memory_limits_only_async_io(words: list[str], limit: int | None, states: list[str]) -> None:
-    machine = replace(read_machine("v100-32gb"), memlock_bytes=limit)
-    config = load_config(words)
-    assert [check.state for check in doctor._memlock(config.placement, engine_of(config), machine)] == states
+def test_locked_memory_limits_only_async_io() -> None:
+    """cudaHostRegister does not count against it."""
+    swaps = ["--engine", "deepspeed", "--nvme", "/ssd"]
+    for words, limit, states in ((swaps, 8 << 20, ["warning"]), (swaps, None, []), ([], 8 << 20, [])):
+        config, here = load_config(words), replace(read_machine("v100-32gb"), memlock_bytes=limit)
+        assert [check.state for check in doctor._memlock(config.placement, engine_of(config), here)] == states
 
 
 # -- tune: its trials and the settings that it keeps, with given outcomes and one real trial ---------------------------
@@ -156,52 +143,38 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) 
 
 
 def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain within the noise is ignored, and nothing is tuned where the plan itself does not run."""
     tried = outcomes(monkeypatch, {"": 2.0, "a": 1.5, "b": 1.8, "a c": None, "a d": 1.2})
-    trials = tune.tune([], [("a", "b"), ("c", "d")], phase="step", steps=4, say=lambda line: None)
+    tuned = partial(tune.tune, [], phase="step", steps=4, say=lambda line: None)
+    trials = tuned([("a", "b"), ("c", "d")])
     assert tried == ["", "a", "b", "a c", "a d"]
     assert trials[0].words == "a d"
     assert len(trials) == 5
     assert [trial.failed for trial in trials if trial.words == "a c"] == ["killed by signal 9"]
-
-
-def test_a_gain_within_the_noise_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, {"": 2.0, "a": 1.97})
-    assert tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)[0].words == ""
-
-
-def test_nothing_to_tune_where_the_plan_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuned([("a",)])[0].words == ""
     outcomes(monkeypatch, {"": None})
     with pytest.raises(TrainerError, match="killed by signal 9"):
-        tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)
+        tuned([("a",)])
+    steps = [{"step": seconds} for seconds in (9.0, 9.0, 1.0, 3.0, 2.0)]
+    assert tune.Trial("", steps).seconds == 2.0  # the first steps do not count
 
 
-def test_the_first_steps_do_not_count() -> None:
-    trial = tune.Trial("", [{"step": 9.0}, {"step": 9.0}, {"step": 1.0}, {"step": 3.0}, {"step": 2.0}])
-    assert trial.seconds == 2.0
-
-
-@pytest.mark.parametrize(
-    ("words", "keys"),
-    [
-        (
-            ["--ram-fraction", "0", "tiered.overlap=off"],
-            {"tiered.page_size", "tiered.page_buffers"},
-        ),
+def test_only_what_matters_to_the_placement_is_tried(tmp_path: Path) -> None:
+    """Each trial is a valid configuration."""
+    here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
+    for words, keys in (
+        (["--ram-fraction", "0", "tiered.overlap=off"], {"tiered.page_size", "tiered.page_buffers"}),
         (["--ram-fraction", "1"], set()),
         (["--params", "cpu", "--ram-fraction", "1"], {"tiered.weight_buffers"}),
         (["--engine", "deepspeed", "--optimizer", "cpu"], {"deepspeed.reduce_bucket_size"}),
-    ],
-)
-def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set[str], tmp_path: Path) -> None:
-    config = load_config(["--nvme", str(tmp_path), "--save-every", "0", *words])
-    here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
-    plan = make_plan(config, SHAPES["gpt2"], here)
-    tried = {word.partition("=")[0] for group in tune.tunable(plan) for word in group}
-    assert tried == keys
-    assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
-    for group in tune.tunable(plan):
-        for added in group:
-            wish(*words, *added.split())  # each trial is a valid configuration
+    ):
+        plan = make_plan(load_config(["--nvme", str(tmp_path), "--save-every", "0", *words]), SHAPES["gpt2"], here)
+        tried = [added for group in tune.tunable(plan) for added in group]
+        assert {added.partition("=")[0] for added in tried} == keys
+        assert tune.steered_phase(plan) == ("update" if "tiered.page_size" in keys else "step")
+        for added in tried:
+            wish(*words, *added.split())
 
 
 @pytest.mark.slow

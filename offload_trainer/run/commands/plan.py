@@ -47,11 +47,7 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile, *, nodes: int |
 
 
 def modes(world: int, *, nodes: int = 1) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, settings, number of ranks that compute the same rows) of each way to divide a step over the ranks.
-
-    These are the tiered engine with and without sequence parallelism or a pipeline on each node, ZeRO, and tensor
-    parallelism with ZeRO-1.
-    """
+    """Yield (name, settings, number of ranks with the same rows) of each way to divide a step over the ranks."""
     counts = [count for count in range(1, world + 1) if world % count == 0]
     yield f"tiered, {world} ranks", "--engine tiered", 1
     for count in counts[1:]:

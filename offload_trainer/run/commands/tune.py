@@ -8,7 +8,6 @@ be kept, since steps vary by that much from run to run.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -75,10 +74,7 @@ def tunable(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def steered_phase(plan: Plan) -> str:
-    """Return the phase by which trials are compared: "update" if the settings affect nothing else, else "step".
-
-    Comparing whole steps would add the noise of forward and backward.
-    """
+    """Return the phase that trials compare: "update" if the settings affect nothing else, without other noise."""
     alone = plan.placement.params == "gpu" and not plan.forecast.behind
     return "update" if alone and plan.uses_drives else "step"
 
@@ -113,12 +109,13 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
     trial = Trial(added)
     start = time.perf_counter()
     with scratch("tune-") as folder:
-        log = folder / "log"
-        command = [sys.executable, "-m", "offload_trainer.run.commands.tune", str(steps), *words, *_ALWAYS]
+        log, timed = folder / "log", folder / "steps.jsonl"
+        command = [sys.executable, "-m", "offload_trainer.run.commands.tune", str(steps), str(timed), *words, *_ALWAYS]
         command += [*added.split(), "--output", f"{folder}/run"]
-        with log.open("w") as errors:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-        trial.steps = [parsed(line, dict[str, Any]) for line in done.stdout.splitlines() if line.startswith("{")]
+        with log.open("w") as printed:
+            done = subprocess.run(command, stdout=printed, stderr=printed, check=False)
+        lines = timed.read_text().splitlines() if timed.exists() else []
+        trial.steps = [parsed(line, dict[str, Any]) for line in lines]
         if done.returncode:
             reason = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
             trial.failed = f"{reason}: {' '.join(log.read_text(errors='replace').split())[-300:]}"
@@ -128,27 +125,23 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
     return trial
 
 
-def _child(words: list[str]) -> None:
-    """Run a trial in this process and write one JSON line per step to stdout.
-
-    Descriptor 1 is redirected to stderr, so that output of libraries does not mix with the JSON.
-    """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    steps, config = int(words.pop(0)), prepared(words)
+def _child(steps: str, path: str, *words: str) -> None:
+    """Run a trial in this process and write one JSON line per step to the new file `path`."""
+    config = prepared([*words])
     from offload_trainer.run.loop import timed_steps
     from offload_trainer.run.train import train_run
 
     def time_steps(job: Any) -> None:
-        for record in timed_steps(job, steps=steps):
-            print(json.dumps(record), file=answers)
+        with open(path, "w", buffering=1) as answers:
+            for record in timed_steps(job, steps=int(steps)):
+                print(json.dumps(record), file=answers)
 
     train_run(config, instead=time_steps)
 
 
 if __name__ == "__main__":
     try:
-        _child(sys.argv[1:])
+        _child(*sys.argv[1:])
     except TrainerError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from None

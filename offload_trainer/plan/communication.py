@@ -32,7 +32,7 @@ tensor and sequence do not overlap.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,9 +66,7 @@ class CommCost:
         return sum(one.read for one in found), sum(one.written for one in found)
 
 
-def exchange_of(
-    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0
-) -> CommCost:
+def exchange_of(work: Workload, homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
     `by_parts`: weights that each device receives by all-gather, from `gathered_weights`.
@@ -79,7 +77,7 @@ def exchange_of(
     micro = work.accumulate * (work.world > work.pipeline)  # the ranks of one pipeline have gradients of their own only
     givers, away = here // work.pipeline, remote // work.pipeline  # ranks with gradients of a unit
     every = own = whole = held = on_gpus = weights = barriers = 0  # elements of all ranks, of this node; with padding
-    trained = [unit for unit in units if unit.trained]
+    trained = [unit for unit in homes.units if unit.trained]
     for unit in trained:
         first, end_of_one = range_of_rank(unit, node * here, ranks=work.world)
         _, end = range_of_rank(unit, node * here + here - 1, ranks=work.world)

@@ -362,6 +362,7 @@ class CutPages:
 class TierMap:
     """The tier of each page of optimizer state, and of each unit's weights and gradients."""
 
+    units: tuple[Unit, ...]
     cut: CutPages
     weights: tuple[int, ...]
     gradients: tuple[int, ...]

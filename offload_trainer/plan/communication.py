@@ -320,22 +320,18 @@ class NormShards:
 
 def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
-    ends = place.start + place.weight.numel
 
-    def within(rank: int) -> tuple[int, int]:
-        """Return the elements [first, end) of the weight in a rank's range; first equals end if there are none."""
-        first, end = range_of_rank(unit, rank, ranks=ranks)
+    def within(rank: int, end: int) -> Part:
+        """Return the elements of the weight before `end` in a rank's range; first equals end if there are none."""
+        first, end_of_rank = range_of_rank(unit, rank, ranks=ranks)
         first = max(first, place.start)
-        return first, max(first, min(end, ends))
+        return rank, first, max(first, min(end_of_rank, end))
 
-    sent: list[tuple[int, Part]] = []  # parts of pieces that an earlier rank computes, and that rank
-    for other in range(ranks):
-        first, has = within(other)
-        into = (first - place.start) % width  # elements since the start of the piece
-        if into and first < has:
-            owner = rank_of(unit, first - into, ranks=ranks)
-            sent.append((owner, (other, first, min(has, first - into + width))))
-    first, has = within(rank)
+    _, first, has = within(rank, place.start + place.weight.numel)
     starts = range(first + (place.start - first) % width, has, width)
-    gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
-    return NormShards(starts, has, gives, gets=tuple(part for owner, part in sent if owner == rank))
+    before = first - (first - place.start) % width  # the start of the piece that its range begins in
+    cut = before < first < has
+    gives = (rank_of(unit, before, ranks=ranks), first, min(has, before + width)) if cut else None
+    stop = min(starts[-1] + width, place.start + place.weight.numel) if starts else has  # of its last piece
+    later = (within(other, stop) for other in range(rank + 1, ranks))
+    return NormShards(starts, has, gives, gets=tuple(part for part in later if part[1] < part[2]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
@@ -237,19 +237,18 @@ def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
         longer = _longer_in_turn(work, machine, *each)
         tokens = round(longer * tokens)
         what += f", {longer - 1:.0%} longer since ranks wait for blocks, the head and copies"
-    seconds = (None, None) if each is None else each
-    phases = zip(("forward", "backward"), seconds, strict=True)
-    return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in phases]
+    seconds = (None, None) if each is None else (tokens * each[0], tokens * each[1])
+    return [Bound(phase, one, what, "compute") for phase, one in zip(PHASES, seconds, strict=False)]
 
 
 def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, float] | None:
     """Return the seconds of a token's forward and backward on one GPU or all cores; None if no rate is known."""
+    timed = stands_for(work.dtype, machine)
+    if timed is None:
+        return None
     again, forward, backward = _work_of_token(work)
-    repeated, first, last = (
-        _seconds(part, work.dtype, machine, phase=phase, tokens=work.micro_batch * work.length)
-        for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
-    )
-    return None if first is None or repeated is None or last is None else (first, repeated + last)
+    seconds = partial(_seconds, machine=machine, timed=timed, tokens=work.micro_batch * work.length)
+    return seconds(forward, phase="forward"), seconds(again, phase="forward") + seconds(backward, phase="backward")
 
 
 def _longer_in_turn(work: Workload, machine: MachineProfile, forward: float, backward: float) -> float:
@@ -349,11 +348,8 @@ def _work_of_token(work: Workload) -> list[dict[str, float]]:
     return [{name: sum(part.get(name, 0.0) for part in parts) for name in _COUNTS} for parts in every]
 
 
-def _seconds(work: dict[str, float], dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
-    """Return the seconds of one of `tokens` tokens that are computed together."""
-    timed = stands_for(dtype, machine)
-    if timed is None:
-        return None
+def _seconds(work: dict[str, float], *, machine: MachineProfile, timed: str, phase: str, tokens: int) -> float:
+    """Return the seconds of one of `tokens` tokens that are computed together, at the rates of the dtype `timed`."""
     rates, products = machine.rates.layers, machine.rates.matmul[timed].value
     seconds = work["products"] / products
     for part in ("attention", "values", "loss"):

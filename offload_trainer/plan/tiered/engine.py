@@ -100,16 +100,14 @@ class Tiered:
         return [*self._not_with_ranks(place.gpus), *[one for one, wrong in shares.items() if wrong][:1]]
 
     def _not_with_ranks(self, world: int) -> list[str]:
-        place, state, gpu = self.place, "the state must be in RAM or on drives", TierKind.GPU
-        settings = {
-            f"--optimizer gpu {{}}: {state}": kind_asked(place.optimizer) == gpu,
-            f"--gpu-fraction {{}}: {state}": place.gpu_fraction not in ("auto", 0),
-            "placement.gradients=gpu {}: gradient sums must be in RAM or on drives": kind_asked(place.gradients) == gpu,
+        place, ranks, gpu = self.place, f"with {world} ranks and --engine tiered", TierKind.GPU
+        away = "must be in RAM or on drives; leave it out"
+        found = {
+            f"--optimizer gpu {ranks}: the state {away}": kind_asked(place.optimizer) == gpu,
+            f"--gpu-fraction {ranks}: the state {away}": place.gpu_fraction not in ("auto", 0),
+            f"placement.gradients=gpu {ranks}: gradient sums {away}": kind_asked(place.gradients) == gpu,
         }
-        ranks = f"with {world} ranks and --engine tiered"
-        return [
-            f"{setting.format(ranks)}; leave it out" for setting, is_set in settings.items() if is_set and world > 1
-        ]
+        return [sentence for sentence, wrong in found.items() if wrong and world > 1]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
@@ -166,9 +164,7 @@ class Tiered:
         """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
-        layouts = layouts_of(work)
-        found: list[TieredCandidate] = []
-        homes = self._homes(work, machine)
+        layouts, found, homes = layouts_of(work), list[TieredCandidate](), self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
             sizes = self._sizes(step, machine, placement, gradients=gradients)
@@ -532,11 +528,8 @@ class TieredCandidate:
             if work.nodes > 1:
                 yield "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
         if work.pipeline > 1 and machine.gpu is not None:
-            items = [
-                item.of_ranks or (item.bytes // work.here,) * work.pipeline
-                for item in self.items
-                if item.tier == GPU_NAME
-            ]
+            on_gpus = (item for item in self.items if item.tier == GPU_NAME)
+            items = (item.of_ranks or (item.bytes // work.here,) * work.pipeline for item in on_gpus)
             each = ", ".join(format_bytes(sum(of_rank)) for of_rank in zip(*items, strict=True))
             yield (
                 f"parallel.pipeline={work.pipeline}: the ranks need {each} of their GPUs; the embedding is on rank 0, "

@@ -402,24 +402,20 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
     return seconds
 
 
-# -- the seconds of an update that overlap the backward and the next forward
+# -- the seconds of an update that overlap the backward and the next forward (docs/design_update.md)
 #
 #     update    unit 0, 1, 2, ...        in the order in which the forward needs them
 #     forward          0, 1, 2, ...      each unit when it has its new weights
-#
-# This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of the update
-# up to unit k plus the forward from k on (S. M. Johnson, 1954). The device holds the state of the first units, and
-# updates it while the CPU updates the others: the forward waits for a unit's pages on both. Work of update and forward
-# on the same resource (a drive, the bus, the CPU) adds up. Only the forward of the step's first micro-batch can hide an
-# update, because its backward overwrites the sums.
-#
 #     backward  head, last block, ...    early pages of each unit whose gradients are complete (speculative update)
 #
-# Early pages are those on drives, and those in RAM with shadow memory. Speculative updates overlap the step's last
-# backward from its first complete block on. Pages that the next forward needs first are updated first, and shadow
-# memory is spread evenly, so the remaining pages are spread evenly over the blocks. Modules before the blocks complete
-# last, so all of their pages remain. All other pages wait for the clipping factor. A mispredicted step hides nothing.
-# Copying old bytes to shadow memory takes seconds of the CPU that no other schedule needs.
+# Update and forward are a flow shop with two machines and the same job order on both. Its length is the maximum over k
+# of the update up to unit k plus the forward from k on (S. M. Johnson, 1954). The device and the CPU update at the same
+# time, and the forward waits for a unit's pages on both. Work on the same resource (a drive, the bus, the CPU) adds up.
+# Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the sums.
+#
+# Early pages, on drives or with shadow memory, overlap the step's last backward from its first complete block on. All
+# pages of modules before the blocks remain, since these complete last; the others that remain are spread evenly over
+# the blocks. A mispredicted step hides nothing.
 
 
 @dataclass(frozen=True)

@@ -578,9 +578,8 @@ class Overlap:
         before = sum(part.update for part in self.parts[:first])
         waiting = max(early.last * update, before * self._longest("update", "adamw"))
         share = min(1.0, waiting / left) if left else 0.0
-        scale = [share / before if before else 0.0] * first
-        scale += [(1 - share) / (1 - before or 1.0)] * (len(self.parts) - first)
-        parts = [replace(part, update=part.update * its) for part, its in zip(self.parts, scale, strict=True)]
+        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # of units before the blocks, of the others
+        parts = [replace(one, update=one.update * scales[number >= first]) for number, one in enumerate(self.parts)]
         return replace(self, found=after, parts=parts)
 
     def _longest(self, phase: str, kind: str) -> float:

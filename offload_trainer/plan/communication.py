@@ -32,7 +32,7 @@ tensor and sequence do not overlap.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,9 +66,7 @@ class CommCost:
         return sum(one.read for one in found), sum(one.written for one in found)
 
 
-def exchange_of(
-    work: Workload, units: Sequence[Unit], homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0
-) -> CommCost:
+def exchange_of(work: Workload, homes: TierMap, *, by_parts: Mapping[str, tuple[int, int]], node: int = 0) -> CommCost:
     """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
     `by_parts`: weights that each device receives by all-gather, from `gathered_weights`.
@@ -79,7 +77,7 @@ def exchange_of(
     micro = work.accumulate * (work.world > work.pipeline)  # the ranks of one pipeline have gradients of their own only
     givers, away = here // work.pipeline, remote // work.pipeline  # ranks with gradients of a unit
     every = own = whole = held = on_gpus = weights = barriers = 0  # elements of all ranks, of this node; with padding
-    trained = [unit for unit in units if unit.trained]
+    trained = [unit for unit in homes.units if unit.trained]
     for unit in trained:
         first, end_of_one = range_of_rank(unit, node * here, ranks=work.world)
         _, end = range_of_rank(unit, node * here + here - 1, ranks=work.world)
@@ -322,22 +320,18 @@ class NormShards:
 
 def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
-    ends = place.start + place.weight.numel
 
-    def within(rank: int) -> tuple[int, int]:
-        """Return the elements [first, end) of the weight in a rank's range; first equals end if there are none."""
-        first, end = range_of_rank(unit, rank, ranks=ranks)
+    def within(rank: int, end: int) -> Part:
+        """Return the elements of the weight before `end` in a rank's range; first equals end if there are none."""
+        first, end_of_rank = range_of_rank(unit, rank, ranks=ranks)
         first = max(first, place.start)
-        return first, max(first, min(end, ends))
+        return rank, first, max(first, min(end_of_rank, end))
 
-    sent: list[tuple[int, Part]] = []  # parts of pieces that an earlier rank computes, and that rank
-    for other in range(ranks):
-        first, has = within(other)
-        into = (first - place.start) % width  # elements since the start of the piece
-        if into and first < has:
-            owner = rank_of(unit, first - into, ranks=ranks)
-            sent.append((owner, (other, first, min(has, first - into + width))))
-    first, has = within(rank)
+    _, first, has = within(rank, place.start + place.weight.numel)
     starts = range(first + (place.start - first) % width, has, width)
-    gives = next(((owner, begin, end) for owner, (giver, begin, end) in sent if giver == rank), None)
-    return NormShards(starts, has, gives, gets=tuple(part for owner, part in sent if owner == rank))
+    before = first - (first - place.start) % width  # the start of the piece that its range begins in
+    cut = before < first < has
+    gives = (rank_of(unit, before, ranks=ranks), first, min(has, before + width)) if cut else None
+    stop = min(starts[-1] + width, place.start + place.weight.numel) if starts else has  # of its last piece
+    later = (within(other, stop) for other in range(rank + 1, ranks))
+    return NormShards(starts, has, gives, gets=tuple(part for part in later if part[1] < part[2]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
@@ -237,19 +237,18 @@ def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
         longer = _longer_in_turn(work, machine, *each)
         tokens = round(longer * tokens)
         what += f", {longer - 1:.0%} longer since ranks wait for blocks, the head and copies"
-    seconds = (None, None) if each is None else each
-    phases = zip(("forward", "backward"), seconds, strict=True)
-    return [Bound(phase, None if one is None else tokens * one, what, "compute") for phase, one in phases]
+    seconds = (None, None) if each is None else (tokens * each[0], tokens * each[1])
+    return [Bound(phase, one, what, "compute") for phase, one in zip(PHASES, seconds, strict=False)]
 
 
 def _seconds_of_token(work: Workload, machine: MachineProfile) -> tuple[float, float] | None:
     """Return the seconds of a token's forward and backward on one GPU or all cores; None if no rate is known."""
+    timed = stands_for(work.dtype, machine)
+    if timed is None:
+        return None
     again, forward, backward = _work_of_token(work)
-    repeated, first, last = (
-        _seconds(part, work.dtype, machine, phase=phase, tokens=work.micro_batch * work.length)
-        for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
-    )
-    return None if first is None or repeated is None or last is None else (first, repeated + last)
+    seconds = partial(_seconds, machine=machine, timed=timed, tokens=work.micro_batch * work.length)
+    return seconds(forward, phase="forward"), seconds(again, phase="forward") + seconds(backward, phase="backward")
 
 
 def _longer_in_turn(work: Workload, machine: MachineProfile, forward: float, backward: float) -> float:
@@ -349,11 +348,8 @@ def _work_of_token(work: Workload) -> list[dict[str, float]]:
     return [{name: sum(part.get(name, 0.0) for part in parts) for name in _COUNTS} for parts in every]
 
 
-def _seconds(work: dict[str, float], dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
-    """Return the seconds of one of `tokens` tokens that are computed together."""
-    timed = stands_for(dtype, machine)
-    if timed is None:
-        return None
+def _seconds(work: dict[str, float], *, machine: MachineProfile, timed: str, phase: str, tokens: int) -> float:
+    """Return the seconds of one of `tokens` tokens that are computed together, at the rates of the dtype `timed`."""
     rates, products = machine.rates.layers, machine.rates.matmul[timed].value
     seconds = work["products"] / products
     for part in ("attention", "values", "loss"):
@@ -406,24 +402,20 @@ def seconds_of_matrices(model: ModelShape, machine: MachineProfile) -> float | N
     return seconds
 
 
-# -- the seconds of an update that overlap the backward and the next forward
+# -- the seconds of an update that overlap the backward and the next forward (docs/design_update.md)
 #
 #     update    unit 0, 1, 2, ...        in the order in which the forward needs them
 #     forward          0, 1, 2, ...      each unit when it has its new weights
-#
-# This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of the update
-# up to unit k plus the forward from k on (S. M. Johnson, 1954). The device holds the state of the first units, and
-# updates it while the CPU updates the others: the forward waits for a unit's pages on both. Work of update and forward
-# on the same resource (a drive, the bus, the CPU) adds up. Only the forward of the step's first micro-batch can hide an
-# update, because its backward overwrites the sums.
-#
 #     backward  head, last block, ...    early pages of each unit whose gradients are complete (speculative update)
 #
-# Early pages are those on drives, and those in RAM with shadow memory. Speculative updates overlap the step's last
-# backward from its first complete block on. Pages that the next forward needs first are updated first, and shadow
-# memory is spread evenly, so the remaining pages are spread evenly over the blocks. Modules before the blocks complete
-# last, so all of their pages remain. All other pages wait for the clipping factor. A mispredicted step hides nothing.
-# Copying old bytes to shadow memory takes seconds of the CPU that no other schedule needs.
+# Update and forward are a flow shop with two machines and the same job order on both. Its length is the maximum over k
+# of the update up to unit k plus the forward from k on (S. M. Johnson, 1954). The device and the CPU update at the same
+# time, and the forward waits for a unit's pages on both. Work on the same resource (a drive, the bus, the CPU) adds up.
+# Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the sums.
+#
+# Early pages, on drives or with shadow memory, overlap the step's last backward from its first complete block on. All
+# pages of modules before the blocks remain, since these complete last; the others that remain are spread evenly over
+# the blocks. A mispredicted step hides nothing.
 
 
 @dataclass(frozen=True)
@@ -586,9 +578,8 @@ class Overlap:
         before = sum(part.update for part in self.parts[:first])
         waiting = max(early.last * update, before * self._longest("update", "adamw"))
         share = min(1.0, waiting / left) if left else 0.0
-        scale = [share / before if before else 0.0] * first
-        scale += [(1 - share) / (1 - before or 1.0)] * (len(self.parts) - first)
-        parts = [replace(part, update=part.update * its) for part, its in zip(self.parts, scale, strict=True)]
+        scales = share / (before or 1.0), (1 - share) / (1 - before or 1.0)  # of units before the blocks, of the others
+        parts = [replace(one, update=one.update * scales[number >= first]) for number, one in enumerate(self.parts)]
         return replace(self, found=after, parts=parts)
 
     def _longest(self, phase: str, kind: str) -> float:

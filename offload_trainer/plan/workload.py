@@ -33,7 +33,7 @@ class Workload:
     pipeline: int = 1  # ranks that compute the same rows, each its units of the model (`owners`)
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
-    keeps_heap: bool = False  # freed host memory is reused (`TierSizes.keeps_heap`)
+    keeps_heap: bool = False  # malloc keeps freed host memory for reuse, as far as the plan counts it
 
     @property
     def item_bytes(self) -> int:

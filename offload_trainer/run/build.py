@@ -108,7 +108,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
             load_weights=load_weights,
             say=setup.log.say,
         )
-        if sizes.keeps_heap:
+        if plan.work.keeps_heap:
             engine.offloaded.heap.keep(heap_limit(plan.items))
         return engine
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, deepspeed_config, start_processes

@@ -57,8 +57,7 @@ def fetched(subject: Subject, *words: str) -> tuple[Trained, list[Fetched]]:
 
     def look(made: Any) -> None:
         candidate, planned = made.candidate, Counter[int]()
-        laid_out = (candidate.work, candidate.units, candidate._laid_out, candidate.sizes)
-        for (unit, _), times in footprint.fetched(*laid_out).items():
+        for (unit, _), times in footprint.fetched(candidate.work, candidate._laid_out, candidate.sizes).items():
             planned[unit] += times
         away = [unit for unit in candidate.units if made.offloaded.weights.resident(unit.index) is None]
         found.extend(Fetched(unit, counts[-2][unit.index], planned[unit.index]) for unit in away)

@@ -580,7 +580,7 @@ def test_a_norm_that_is_registered_before_the_blocks_belongs_to_the_heads_rank(f
     units = layouts_of(plan.work).units
     assert isinstance(plan.sizes, TierSizes)
     homes = layouts_of(plan.work).homes(plan.placement, plan.sizes)
-    used = [{units[unit].name for unit, _ in of_plan(plan.work, units, homes, plan.sizes, rank=n)} for n in range(2)]
+    used = [{units[unit].name for unit, _ in of_plan(plan.work, homes, plan.sizes, rank=n)} for n in range(2)]
     assert {"model.decoder.final_layer_norm", "lm_head"} <= used[1]
     assert not used[0] & used[1]
     assert used[0] | used[1] == {unit.name for unit in units}

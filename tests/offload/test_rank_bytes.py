@@ -133,10 +133,10 @@ def test_bytes_are_the_plans(
     work, sizes, units = plan.work, plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)
     homes = [layouts_of(work).homes(plan.placement, sizes, node=node) for node in range(nodes)]
-    by_parts = gathered_weights(work, units, homes[0], sizes)
-    moved = [exchange_of(work, units, of_node, by_parts=by_parts, node=node) for node, of_node in enumerate(homes)]
+    by_parts = gathered_weights(work, homes[0], sizes)
+    moved = [exchange_of(work, of_node, by_parts=by_parts, node=node) for node, of_node in enumerate(homes)]
     assert moved[0].links == plan.links
-    traffic = [tiered_traffic(work, units, of_node, sizes, machine) for of_node in homes]
+    traffic = [tiered_traffic(work, of_node, sizes, machine) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     counted = sum(found, Counter[str]())

@@ -3,7 +3,6 @@ schedule `auto` chooses, by seconds, bytes and what a run allows.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,14 +17,7 @@ from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.step_time import (
-    Bound,
-    EarlyPages,
-    Forecast,
-    Overlap,
-    UnitShare,
-    parts_of,
-)
+from offload_trainer.plan.step_time import Bound, EarlyPages, Forecast, Overlap, UnitShare, parts_of
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, Tiered, left_free
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
@@ -36,17 +28,7 @@ SHAPE = SHAPES["gpt2-medium"]
 BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long
 EVERY = (OFF, FORWARD, FULL)
 PARAMS = Placement(TierKind.GPU, TierKind.RAM)
-SIZES = TierSizes(
-    gpu_fraction=0.0,
-    ram_fraction=1.0,
-    gradients=TierKind.RAM,
-    page=1 << 20,
-    page_buffers=6,
-    unit_buffers=3,
-    overlap=False,
-    ahead=False,
-    speeds=(),
-)
+SIZES = TierSizes(0.0, 1.0, TierKind.RAM, 1 << 20, 6, 3, overlap=False, ahead=False, speeds=())
 # drives take nearly all of the time
 DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")
 
@@ -267,19 +249,17 @@ def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
 
 
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
-    bounds = Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")
-    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(1.8, EarlyPages(0.4)).found
-    assert left.seconds["update"] == pytest.approx(0.6)
-    assert [bound.seconds for bound in left.bounds] == [pytest.approx(0.6), pytest.approx(0.6)]
-    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(0.5, EarlyPages(0.4)).found
-    assert left.seconds["update"] == pytest.approx(1.5)
-    assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
-    early = EarlyPages(on_drives=0.4, in_ram=0.4)  # 0.2 of the pages in RAM wait, and all on the GPU
-    left = Overlap(forecast(2.0, 1.0, *bounds), ()).left_after(1.9, early).found
-    assert left.seconds["update"] == pytest.approx(0.2)
-    on_gpu = Bound("update", 0.5, "", "adamw_gpu")
-    left = Overlap(forecast(2.0, 1.0, *bounds, on_gpu), ()).left_after(1.9, early).found
-    assert left.seconds["update"] == pytest.approx(0.5)
+    bounds = [Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")]
+    away, early = EarlyPages(0.4), EarlyPages(on_drives=0.4, in_ram=0.4)
+    for pages, done, update, more, seconds in (
+        (away, 1.8, 0.6, [], [0.6, 0.6]),
+        (away, 0.5, 1.5, [], [1.5, 0.75]),
+        (early, 1.9, 0.2, [], [0.2, 0.2]),  # 0.2 of the pages in RAM wait
+        (early, 1.9, 0.5, [Bound("update", 0.5, "", "adamw_gpu")], [0.5, 0.25, 0.5]),  # and all on the GPU
+    ):
+        left = Overlap(forecast(2.0, 1.0, *bounds, *more), ()).left_after(done, pages).found
+        assert left.seconds["update"] == pytest.approx(update)
+        assert [bound.seconds for bound in left.bounds] == pytest.approx(seconds)
 
 
 def test_a_forward_waits_for_all_that_is_complete_last() -> None:
@@ -328,13 +308,10 @@ def test_an_overlap_is_counted_itemised_and_printed(share: str, ranks: int) -> N
 # -- what `auto` chooses -----------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_schedule_is_chosen_and_the_others_are_listed() -> None:
+@pytest.mark.parametrize("words", [BOTH, DRIVES, ()])
+def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...]) -> None:
     """Each alternative has the seconds of a plan that asks for it, with pages on drives and in RAM."""
-    for words in (BOTH, DRIVES, ()):
-        holds_the_fastest(partial(planned, *words) if words else on_a100, drives=bool(words))
-
-
-def holds_the_fastest(plan_of: Callable[..., Plan], *, drives: bool) -> None:
+    plan_of, drives = partial(planned, *words) if words else on_a100, bool(words)
     plan = plan_of()
     steps = {one: plan_of(one).forecast.step for one in EVERY}
     assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
@@ -362,40 +339,25 @@ def test_two_copies_only_if_the_disk_has_room() -> None:
         assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.describe(full=True)) == (way != FULL)
 
 
-@pytest.mark.parametrize(
-    ("words", "left"),
-    [
-        (("tiered.state_copies=1",), {OFF, FORWARD}),
-        (("tiered.state_copies=2",), {OFF, FORWARD, FULL}),
-        (("tiered.overlap=forward",), set()),
-        (("tiered.overlap=off",), set()),
-        (("tiered.overlap=backward",), set()),
-    ],
-)
-def test_a_configured_schedule_is_kept(words: tuple[str, ...], left: set[str]) -> None:
-    plan = planned(*BOTH, *words)
-    assert {way.words for way in plan.ways} == left
-    if left:
+def test_a_configured_schedule_is_kept() -> None:
+    for copies, left in ((1, {OFF, FORWARD}), (2, {*EVERY})):
+        plan = planned(*BOTH, f"tiered.state_copies={copies}")
+        assert {way.words for way in plan.ways} == left
         assert plan.way in left
-    else:
-        assert (plan.sizes.overlap, plan.sizes.ahead) == (words != (OFF,), words == (FULL,))
+    for words in EVERY:
+        plan = planned(*BOTH, words)
+        assert (plan.ways, plan.sizes.overlap, plan.sizes.ahead) == ((), words != OFF, words == FULL)
 
 
 def test_an_impossible_schedule_is_left_out_and_named() -> None:
-    plan = planned(*BOTH[:4], saves=False)  # a session
-    why = "in a session, the learning rate"
-    assert plan.way != FULL
-    assert next(one.why_not for one in plan.ways if one.words == FULL).startswith(FULL)
-    assert why in next(line for line in plan.describe(full=True).splitlines() if f"auto ruled out {FULL}" in line)
+    """A session cannot speculate, and several ranks do only if configured."""
+    for more, why in (({"saves": False}, ": in a session, the learning rate"), ({"world": 2}, " with 2 ranks")):
+        plan = planned(*BOTH[:4], **more)
+        assert (plan.way == FULL, plan.sizes.ahead) == (False, False)
+        assert f"auto ruled out {FULL}{why}" in plan.describe(full=True)
+    assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
     with pytest.raises(UserError, match=FULL):
         planned(FULL, saves=False)
-
-
-def test_several_ranks_speculate_only_if_configured() -> None:
-    plan = planned(*BOTH[:4], world=2)
-    assert not plan.sizes.ahead
-    assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe(full=True)
-    assert planned(*BOTH[:4], FULL, world=2).sizes.ahead
 
 
 def test_without_drives_there_is_nothing_to_choose() -> None:
@@ -495,31 +457,28 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
 def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes(share: tuple[str, ...]) -> None:
     words = (*share, "--seq-len", "128", "--params", "gpu")
     roomy = planned(*words, on=machine(ram=64 * GB))
-    assert roomy.sizes.keeps_heap
+    assert roomy.work.keeps_heap
     (item,) = (item for item in roomy.items if item.name == "heap")
     least = least_ram(roomy)
     assert heap_limit(roomy.items) == pytest.approx(1.02 * (least + item.bytes), rel=0.05)
     margin = 20 * (least + item.bytes) // 19 + 1  # 5 % stay free
-    assert planned(*words, on=machine(ram=margin)).sizes.keeps_heap
+    assert planned(*words, on=machine(ram=margin)).work.keeps_heap
     tight = planned(*words, on=machine(ram=margin - item.bytes // 2))
     assert tight.fits
-    assert not tight.sizes.keeps_heap
+    assert not tight.work.keeps_heap
     assert not [item for item in tight.items if item.name == "heap"]
 
 
 def test_freed_memory_is_returned_for_long_rows_beside_a_gpu_and_with_several_ranks() -> None:
     words = ("--params", "gpu", "--ram-fraction", "1")
     long = replace(SHAPE, context=8192)
-    assert not make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB)).sizes.keeps_heap
-    assert not planned(*words, on=machine(gpu=80 * GB, ram=64 * GB)).sizes.keeps_heap
-    assert not planned(*words, on=machine(ram=64 * GB), world=2).sizes.keeps_heap
-    assert not planned(*words, on=machine(ram=64 * GB), saves=False).sizes.keeps_heap  # a session
-
-
-def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
+    assert not make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB)).work.keeps_heap
+    assert not planned(*words, on=machine(gpu=80 * GB, ram=64 * GB)).work.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), world=2).work.keeps_heap
+    assert not planned(*words, on=machine(ram=64 * GB), saves=False).work.keeps_heap  # a session
     plan = make_plan(wish("--params", "gpu"), SHAPES["gpt2-xl"], machine(ram=16 * GB))
     assert 0 < plan.sizes.ram_fraction < 1
-    assert plan.sizes.keeps_heap
+    assert plan.work.keeps_heap  # on a large machine the heap comes before the state
 
 
 @pytest.mark.parametrize(("moments", "each"), [("fp32", 10), ("bf16", 6), ("8bit", 4 + 8 / 256)])
@@ -537,7 +496,8 @@ def test_bf16_masters_take_two_bytes_less(moments: str, each: float) -> None:
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
 def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
     units = units_of(SHAPE)
-    homes = Layouts(units).homes(PARAMS, replace(SIZES, page=1 << 18, ranks=ranks, ahead=True, shadow_fraction=share))
+    sizes = replace(SIZES, page=1 << 18, ahead=True, shadow_fraction=share)
+    homes = Layouts(units, ranks=ranks).homes(PARAMS, sizes)
     pages = homes.pages
     blocks = [unit for unit in units if unit.block]
     assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)

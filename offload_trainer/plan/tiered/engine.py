@@ -100,16 +100,14 @@ class Tiered:
         return [*self._not_with_ranks(place.gpus), *[one for one, wrong in shares.items() if wrong][:1]]
 
     def _not_with_ranks(self, world: int) -> list[str]:
-        place, state, gpu = self.place, "the state must be in RAM or on drives", TierKind.GPU
-        settings = {
-            f"--optimizer gpu {{}}: {state}": kind_asked(place.optimizer) == gpu,
-            f"--gpu-fraction {{}}: {state}": place.gpu_fraction not in ("auto", 0),
-            "placement.gradients=gpu {}: gradient sums must be in RAM or on drives": kind_asked(place.gradients) == gpu,
+        place, ranks, gpu = self.place, f"with {world} ranks and --engine tiered", TierKind.GPU
+        away = "must be in RAM or on drives; leave it out"
+        found = {
+            f"--optimizer gpu {ranks}: the state {away}": kind_asked(place.optimizer) == gpu,
+            f"--gpu-fraction {ranks}: the state {away}": place.gpu_fraction not in ("auto", 0),
+            f"placement.gradients=gpu {ranks}: gradient sums {away}": kind_asked(place.gradients) == gpu,
         }
-        ranks = f"with {world} ranks and --engine tiered"
-        return [
-            f"{setting.format(ranks)}; leave it out" for setting, is_set in settings.items() if is_set and world > 1
-        ]
+        return [sentence for sentence, wrong in found.items() if wrong and world > 1]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
@@ -166,9 +164,7 @@ class Tiered:
         """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
-        layouts = layouts_of(work)
-        found: list[TieredCandidate] = []
-        homes = self._homes(work, machine)
+        layouts, found, homes = layouts_of(work), list[TieredCandidate](), self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
             sizes = self._sizes(step, machine, placement, gradients=gradients)
@@ -204,8 +200,6 @@ class Tiered:
             ahead=tiered.overlap == "backward",
             speeds=speeds,
             places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
-            ranks=work.world,
-            nodes=work.nodes,
             by_parts=placement.params == TierKind.RAM and all_gather and work.pipeline == 1,
         )
 
@@ -254,20 +248,21 @@ class Tiered:
 
         Shares are multiples of 1/1000, or all that the other shares leave. What is left of RAM is shadow memory.
         """
-        tried: dict[TierSizes, TieredCandidate] = {}
+        place, work, machine, sizes, ram = self.place, one.work, one.machine, one.sizes, one.machine.ram_bytes
+        room, tried = ram - left_free(ram), dict[tuple[TierSizes, bool], TieredCandidate]()
+
+        def with_sizes(sizes: TierSizes) -> TieredCandidate:
+            made = replace(one, work=replace(work, keeps_heap=keeps_heap), sizes=sizes)
+            return tried.setdefault((sizes, keeps_heap), made)
 
         def needs(sizes: TierSizes, tier: str = RAM_NAME) -> int:
-            items = tried.setdefault(sizes, replace(one, sizes=sizes)).items
-            return sum(item.bytes for item in items if item.tier == tier)
+            return sum(item.bytes for item in with_sizes(sizes).items if item.tier == tier)
 
-        place, work, machine, sizes, ram = self.place, one.work, one.machine, one.sizes, one.machine.ram_bytes
-        room = ram - left_free(ram)
         # malloc may keep freed memory in a run of one process on a CPU; a session's process also runs other code. For
         # long rows the arithmetic outweighs fresh pages (`mapped_from`).
         run = work.world == 1 and work.checkpoints is not None
         may_keep = run and machine.gpu is None and work.seq_len < LONG
-        if may_keep and heap_holes(work, one.items) <= left_free(ram):
-            sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
+        keeps_heap = may_keep and heap_holes(work, one.items) <= left_free(ram)  # small holes come before state
         trained, ram_is_open = sum(unit.trained for unit in one.units) // work.nodes, place.ram_fraction == "auto"
         is_open, each = place.optimizer == "auto" and trained > 0, work.state.mean_bytes(work.shape)
         if is_open and place.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
@@ -287,7 +282,8 @@ class Tiered:
             share = max(0, room - needs(replace(sizes, ram_fraction=0.0))) / (each * trained)
             sizes = replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
         if may_keep:
-            sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True)) <= room)
+            keeps_heap = True
+            keeps_heap = needs(sizes) <= room
         # Without a GPU the model and the update share the cores. Starting early would only move the update's seconds
         # into the backward and add those of copying the old bytes.
         if sizes.ahead and machine.gpu is not None:
@@ -295,8 +291,7 @@ class Tiered:
             whole = needs(replace(sizes, shadow_fraction=1.0)) - used
             share = min(1.0, max(0, room - used) / whole) if whole else 0.0
             sizes = replace(sizes, shadow_fraction=int(1000 * share) / 1000)
-        chosen = tried.get(sizes) or replace(one, sizes=sizes)
-        return replace(chosen, work=replace(work, keeps_heap=True)) if sizes.keeps_heap else chosen
+        return with_sizes(sizes)
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
@@ -400,7 +395,7 @@ class TieredCandidate:
     @cached_property
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
-        return [*tiered_items(self.work, self.units, self._laid_out, self.sizes, self.machine)]
+        return [*tiered_items(self.work, self._laid_out, self.sizes, self.machine)]
 
     def costs(self) -> Costs:
         """Return the time beside the model's computation: bytes moved, the update, ranks, and adding gradients.
@@ -409,9 +404,8 @@ class TieredCandidate:
         duration are bounds, so that the phase is unknown.
         """
         work, machine, homes, sizes, gpu = self.work, self.machine, self._laid_out, self.sizes, self.machine.gpu
-        traffic = tiered_traffic(work, self.units, homes, sizes, machine)
-        by_parts = gathered_weights(work, self.units, homes, sizes)
-        exchange, sent = exchange_of(work, self.units, homes, by_parts=by_parts), list(all_to_alls(work))
+        traffic, by_parts = tiered_traffic(work, homes, sizes, machine), gathered_weights(work, homes, sizes)
+        exchange, sent = exchange_of(work, homes, by_parts=by_parts), list(all_to_alls(work))
         waits, hidden = bounds_of(exchange, work, machine)
         for one in sent if gpu is not None else ():  # on a CPU no rate is known
             what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
@@ -430,7 +424,7 @@ class TieredCandidate:
         adding, memory, rates = 0.0, machine.rates.memory, machine.rates.sums
         # Ranks that are not a pipeline exchange gradients instead.
         alone = work.world == work.pipeline
-        added = added_bytes(work, self.units, homes, sizes, gpu=gpu is not None) if alone else {}
+        added = added_bytes(work, homes, sizes, gpu=gpu is not None) if alone else {}
         for measured, size in added.items():
             keys = [sums_key(name, measured=measured) for name in kernels_of(work)]
             rate = next((rates[key] for key in keys if key in rates), memory)
@@ -534,11 +528,8 @@ class TieredCandidate:
             if work.nodes > 1:
                 yield "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
         if work.pipeline > 1 and machine.gpu is not None:
-            items = [
-                item.of_ranks or (item.bytes // work.here,) * work.pipeline
-                for item in self.items
-                if item.tier == GPU_NAME
-            ]
+            on_gpus = (item for item in self.items if item.tier == GPU_NAME)
+            items = (item.of_ranks or (item.bytes // work.here,) * work.pipeline for item in on_gpus)
             each = ", ".join(format_bytes(sum(of_rank)) for of_rank in zip(*items, strict=True))
             yield (
                 f"parallel.pipeline={work.pipeline}: the ranks need {each} of their GPUs; the embedding is on rank 0, "

@@ -16,7 +16,7 @@ from math import prod
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items, slots_of
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, PageGroup, TierMap, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import (
     ELSEWHERE,
     GRADIENT_BUFFERS,
@@ -42,22 +42,19 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, TierKind, on_drive, size_of_home, tier_names
+from offload_trainer.plan.tiers import RAM, RAM_NAME, WHERE, Item, TierKind, on_drive, tier_names
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 
-def tiered_items(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, machine: MachineProfile
-) -> Iterator[Item]:
+def tiered_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
     """Yield the memory of a node's ranks at its peak."""
     ram, device, here, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), work.here, machine.gpu is not None
-    e, g = work.item_bytes, work.gradient_bytes
+    e, units = work.item_bytes, homes.units
     yield from process_items(machine, here=here)
     yield from _page_items(work, homes, sizes, machine)
-    shared = work.pipeline * (work.world > work.pipeline)
-    yield from _weight_items(units, homes.weights, sizes, machine, e=e, shared=shared)
-    yield from _gradient_items(units, homes.gradients, sizes, machine, g=g, buffers=work.pipeline)
+    yield from _weight_items(work, homes, sizes, machine)
+    yield from _gradient_items(work, homes, machine)
     if work.pipeline > 1:
         slots, why = slots_of(work), "a block's output, or its gradient, of each micro-batch on its way between ranks"
         yield ram("cuts", here // work.pipeline * slots.count * slots.size, why)
@@ -67,30 +64,25 @@ def tiered_items(
         size = max((each * prod(matrix) + 4 * min(matrix) ** 2 for matrix in matrices), default=0)
         yield device("orthogonalisation", here * size, "of the largest matrix, one at a time")
     if work.world == work.pipeline:
-        ring = gradient_ring(units, homes.gradients, sizes, item_bytes=e, several=work.accumulate > 1, gpu=gpu)
-        yield ram("gradient staging", here * ring, "buffer between the device and gradient sums in RAM or on drives")
+        why = "buffer between the device and gradient sums in RAM or on drives"
+        yield ram("gradient staging", here * gradient_ring(work, homes, sizes, gpu=gpu), why)
         # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
         # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
-        trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
-        at = homes.gradients
-        copied = [
-            e * weight.numel
-            for weight, unit in trained
-            if at[unit.index] != DEVICE and not sizes.adds_on_device(unit, at[unit.index])
-        ]
+        leaving = _leaving(homes, sizes)
+        copied = [e * place.weight.numel for unit in leaving for place in unit.places if place.weight.trainable]
         size, why = 0, "added on the GPU" if gpu else "copied immediately"
         if gpu and copied:
             size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
             why = f"being copied off the GPU: the largest weight's, and at most {more} more"
         yield device("gradients in flight", here * size, why)
-        if any(sums := _sums_on_device(work, units, homes, sizes)):
+        if any(sums := _sums_on_device(work, homes, sizes)):
             why = "of the block that gets gradients, and of the one before it, whose sums leave the GPU"
             yield replace(device("gradient sums", here * max(sums), why), of_ranks=sums)
     else:
         outbox = exchange_bytes(units, item_bytes=e)
         why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
         yield ram("gradient exchange", here * outbox, why)
-        if sizes.nodes > 1:
+        if work.nodes > 1:
             givers = work.world // work.pipeline  # ranks with gradients of a unit
             inboxes = here * (givers - givers // work.nodes) * e * largest_range(units, ranks=givers)
             yield ram("gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
@@ -100,8 +92,7 @@ def tiered_items(
         if gpu and DEVICE in homes.weights:
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             yield device("broadcasts", here * NCCL_BYTES, why)
-    pages = [one.page for one in homes.cut.groups]
-    outside = [page for page in pages if on_drive(page.home) or page.home == DEVICE]
+    outside = [one.page for one in homes.cut.groups if on_drive(one.page.home) or one.page.home == DEVICE]
     stored = max(map(work.state.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
         yield ram("save buffers", here * SAVE_BUFFERS * stored, f"{SAVE_BUFFERS} pages being written to a checkpoint")
@@ -110,7 +101,7 @@ def tiered_items(
     added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
     model = [*activation_items(work, machine, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)]
     yield from model
-    if sizes.keeps_heap:
+    if work.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
         yield ram("heap", heap_holes(work, model), why)
     if work.sequence > 1 and gpu:
@@ -136,7 +127,7 @@ def _page_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: Machi
     routes = [(route_of(one.number, one.page, homes, is_gpu=machine.gpu is not None), one) for one in here]
     if any(route.through_host for route, _ in routes):
         count = size = 0
-        for rank in range(sizes.here):
+        for rank in range(work.here):
             mine = [(route, one) for route, one in routes if one.rank == rank]
             moved = sum(one.count for route, one in mine if route.through_host)
             slot = slot_bytes([route for route, _ in mine], on_device=False, format=state, gradient=g, weight=e)
@@ -153,64 +144,74 @@ def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
     return sum(format.page_bytes(homes.pages[number]) for number in homes.shadows)
 
 
-def _weight_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, e: int, shared: int
-) -> Iterator[Item]:
-    ram, device, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), machine.gpu is not None
-    used = _held([e * unit.elements for unit in units], homes)
-    stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
+def _weight_items(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> Iterator[Item]:
+    ram, device, here, gpu = partial(Item, RAM_NAME), partial(Item, machine.device), work.here, machine.gpu is not None
+    e, units, placed = work.item_bytes, homes.units, [*zip(homes.units, homes.weights, strict=True)]
+    used, stored_at = Counter[int](), Counter[int]()
+    for unit, home in placed:
+        used[home] += e * unit.elements
+        stored_at[home] += unit.stored_bytes(e)
     each = {home: f"{e * size / used[home]:.3g} B a parameter" for home, size in stored_at.items() if size}
-    resident = sizes.here * stored_at.get(DEVICE, 0)
-    name, why = ("weights", each[DEVICE]) if set(homes) == {DEVICE} else ("small weights", "always on the device")
-    yield device(name, resident, why)
+    name, why = ("weights", each[DEVICE]) if {*homes.weights} == {DEVICE} else ("small weights", "always on the device")
+    yield device(name, here * stored_at[DEVICE], why)
     names = tier_names(machine)
     yield from (Item(names[at], "weights", size, each[at]) for at, size in stored_at.items() if at != DEVICE)
-    streamed = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
+    streamed = [unit for unit, home in placed if not unit.in_place(home)]
     if not streamed:
         return
     blocks, others = (slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     counts = ((len(blocks), "block"), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
-    yield device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words)
+    yield device("weights in use", here * e * (sum(blocks) + sum(others)), words)
     if any(unit.quantised for unit in units):
-        packed = [packed_bytes(units, homes, of_blocks=kind, item_bytes=e) for kind in (True, False)]
+        packed = [packed_bytes(units, homes.weights, of_blocks=kind, item_bytes=e) for kind in (True, False)]
         size = len(blocks) * packed[0] + len(others) * packed[1]
-        yield device("quantised weights in use", sizes.here * size, "as they are fetched")
+        yield device("quantised weights in use", here * size, "as they are fetched")
         weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
         scratch = max(weight.scratch_bytes(e, gpu=gpu) for weight in weights)
-        yield device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time")
+        yield device("dequantisation", here * scratch, "temporary memory, for one weight at a time")
     if sizes.by_parts and gpu:
-        yield device("all-gather", sizes.here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
-    stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
-    if sizes.nodes > 1 and stored:
-        through = sizes.here * e * largest_range(streamed, ranks=sizes.ranks)
+        yield device("all-gather", here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
+    stored = max((unit.stored_bytes(e) for unit, home in placed if on_drive(home)), default=0)
+    if work.nodes > 1 and stored:
+        through = here * e * largest_range(streamed, ranks=work.world)
         yield ram("weights between nodes", through, "one shard of each rank, between drives of different nodes")
     if gpu and stored:
         staging = 2 * max(unit.stored_bytes(e) for unit in units)
-        yield ram("weight staging", sizes.here * staging, "2 buffers for the largest block, between drive and GPU")
-    if shared and stored:
-        count = shared * SHARED_READS
+        yield ram("weight staging", here * staging, "2 buffers for the largest block, between drive and GPU")
+    if work.world > work.pipeline and stored:
+        count = work.pipeline * SHARED_READS
         yield ram("weights read", count * stored, f"{count} buffers for the largest block, read once for all ranks")
 
 
-def _gradient_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, machine: MachineProfile, *, g: int, buffers: int
-) -> Iterator[Item]:
-    placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
-    held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
+def _gradient_items(work: Workload, homes: TierMap, machine: MachineProfile) -> Iterator[Item]:
+    g, placed, held = work.gradient_bytes, [*zip(homes.units, homes.gradients, strict=True)], Counter[int]()
+    for unit, home in placed:  # files have all elements; untouched memory takes no physical pages
+        held[home] += g * (_trained_here(unit, work) if home == RAM else unit.trained)
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
         yield Item(tier_names(machine)[home], "gradients", size, why)
-    on_drives = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
+    on_drives = [unit for unit, home in placed if on_drive(home)]
     if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks, others = ([unit.trained for unit in on_drives if unit.block == kind] for kind in (True, False))
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
-        yield Item(RAM_NAME, "gradient buffers", buffers * g * staging, why)
+        yield Item(RAM_NAME, "gradient buffers", work.pipeline * g * staging, why)
 
 
-def _sums_on_device(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> tuple[int, ...]:
+def _trained_here(unit: Unit, work: Workload) -> int:
+    """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
+    return range_of_rank(unit, work.here - 1, ranks=work.world)[1]
+
+
+def _leaving(homes: TierMap, sizes: TierSizes) -> list[Unit]:
+    """Return the units whose gradients leave the device one by one, as they are not added there."""
+    placed = zip(homes.units, homes.gradients, strict=True)
+    return [unit for unit, at in placed if at != DEVICE and not sizes.adds_on_device(unit, at)]
+
+
+def _sums_on_device(work: Workload, homes: TierMap, sizes: TierSizes) -> tuple[int, ...]:
     """Return the most bytes of sums that each rank of a pipeline has on the device while a backward adds them there.
 
     A block's sums have left when the backward of the next but one begins. Modules outside the blocks count to a block.
@@ -218,16 +219,11 @@ def _sums_on_device(work: Workload, units: Sequence[Unit], homes: TierMap, sizes
     found = []
     for rank in range(work.pipeline):
         of_block = Counter[int]()
-        for unit, block in block_numbers(units, work.shape).items() if sizes.device_sums else ():
-            if work.owners[block] == rank and sizes.adds_on_device(units[unit], homes.gradients[unit]):
-                of_block[block] += work.gradient_bytes * units[unit].trained
+        for unit, block in block_numbers(homes.units, work.shape).items() if sizes.device_sums else ():
+            if work.owners[block] == rank and sizes.adds_on_device(homes.units[unit], homes.gradients[unit]):
+                of_block[block] += work.gradient_bytes * homes.units[unit].trained
         found.append(max(map(sum, pairwise([0, *of_block.values()])), default=0))
     return tuple(found)
-
-
-def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
-    """Return the sum of the sizes by tier, for each tier that occurs."""
-    return {home: size_of_home(sizes, homes, home) for home in dict.fromkeys(homes)}
 
 
 _Moved = Counter[tuple[int, str, str]]  # bytes by home, phase and way: "read" or "written", as in a `Traffic`
@@ -240,18 +236,16 @@ def _traffic(moved: _Moved, machine: MachineProfile) -> list[Traffic]:
     return [Traffic(names[h], phase, moved[h, phase, "read"], moved[h, phase, "written"]) for h, phase in kinds]
 
 
-def tiered_traffic(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, machine: MachineProfile
-) -> list[Traffic]:
+def tiered_traffic(work: Workload, homes: TierMap, sizes: TierSizes, machine: MachineProfile) -> list[Traffic]:
     """Return the bytes that one node moves in a step; to and from the device those of one rank, or of a mean one."""
-    moved = _moved_by_update(work, homes, homes.cut.groups)
+    units, moved = homes.units, _moved_by_update(work, homes, homes.cut.groups)
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
-    every = sum((fetched(work, units, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
+    every = sum((fetched(work, homes, sizes, rank=rank) for rank in range(work.pipeline)), Counter())
     for (unit, phase), times in every.items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
         if homes.weights[unit] == DEVICE:
             continue  # quantised weights are dequantised on the device
-        into, _ = transfer_bytes(size, item_bytes=e, ranks=sizes.here if by_parts else 1)
+        into, _ = transfer_bytes(size, item_bytes=e, ranks=work.here if by_parts else 1)
         moved[homes.weights[unit], phase, "read"] += times * size
         moved[DEVICE, phase, "read"] += times * into // work.pipeline
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
@@ -262,7 +256,7 @@ def tiered_traffic(
     last = {unit: place for place, unit in enumerate(gradients)}
     gradients = [unit for place, unit in enumerate(gradients) if unit not in once or place == last[unit]]
     for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
-        size = g * sizes.trained_here(units[unit])
+        size = g * _trained_here(units[unit], work)
         moved[homes.gradients[unit], "backward", "read"] += (visits - 1) * size
         moved[homes.gradients[unit], "backward", "written"] += visits * size
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
@@ -317,13 +311,12 @@ def _moved_by_update(work: Workload, homes: TierMap, groups: Sequence[PageGroup]
     return moved
 
 
-def fetched(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, rank: int = 0
-) -> Counter[tuple[int, str]]:
+def fetched(work: Workload, homes: TierMap, sizes: TierSizes, *, rank: int = 0) -> Counter[tuple[int, str]]:
     """Return how often a rank fills a buffer with each unit in each phase of a step, by (unit, phase).
 
     `rank` is the one of a pipeline.
     """
+    units = homes.units
     forward, backward = orders(units, work.shape, checkpointing=work.checkpointed > 0)
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
@@ -336,26 +329,22 @@ def fetched(
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 
 
-def gathered_weights(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes
-) -> dict[str, tuple[int, int]]:
+def gathered_weights(work: Workload, homes: TierMap, sizes: TierSizes) -> dict[str, tuple[int, int]]:
     """Return the bytes of weights that each device receives by all-gather, from RAM and from others, by phase.
 
     It is empty if ranks copy whole units.
     """
     found: dict[str, tuple[int, int]] = {}
-    for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
+    for (unit, phase), times in fetched(work, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
-            size = units[unit].stored_bytes(work.item_bytes)
-            moved = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here)
+            size = homes.units[unit].stored_bytes(work.item_bytes)
+            moved = transfer_bytes(size, item_bytes=work.item_bytes, ranks=work.here)
             from_ram, from_others = found.get(phase, (0, 0))
             found[phase] = from_ram + times * moved[0], from_others + times * moved[1]
     return found
 
 
-def added_bytes(
-    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, gpu: bool
-) -> dict[bool, int]:
+def added_bytes(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) -> dict[bool, int]:
     """Return the bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step.
 
     Those of additions that also compute the norms of the new sums are under True, the others under False.
@@ -364,8 +353,7 @@ def added_bytes(
     since it reads the memory that it overwrites into its caches. A GPU's first one needs no addition, and if it is the
     only one, the GPU computes its norm.
     """
-    placed = zip(units, homes.gradients, strict=True)
-    count = sum(unit.trained for unit, at in placed if at != DEVICE and not sizes.adds_on_device(unit, at))
+    count = sum(unit.trained for unit in _leaving(homes, sizes))
     added = work.item_bytes + 2 * work.gradient_bytes
     passes = [0 if gpu else added, *[added] * (work.added - 1)]
     return {False: sum(passes[:-1]) * count, True: passes[-1] * count}

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Annotated
 
@@ -214,24 +214,21 @@ def pages_of(
     whose ranges have equal lengths and equal ends of matrices get the same pages relative to the start of each range,
     so the assignment is computed once for them.
     """
-    last = first_block(units) if ahead else 0
-    pages_of_range: dict[tuple[tuple[int, ...], ...], tuple[Page, ...]] = {}
-    found: list[tuple[Page, int]] = []
+
+    @cache
+    def pages_of_range(cuts: tuple[tuple[int, ...], ...]) -> tuple[Page, ...]:
+        pieces = [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)]
+        return _pages_of_rank(pieces, shares=dict(shares), speeds=speeds, last=first_block(units) if ahead else 0)
+
+    found = list[tuple[Page, int]]()
     for rank in range(ranks):
         stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
         cuts = tuple(  # the ends of the matrices in each range, and the range's end, counted from its start
             (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
             for unit, (first, end) in zip(units, stretches, strict=True)
         )
-        if cuts not in pages_of_range:
-            pages_of_range[cuts] = _pages_of_rank(
-                [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)],
-                shares=dict(shares),
-                speeds=speeds,
-                last=last,
-            )
         begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
-        mine: Iterable[Page] = pages_of_range[cuts]
+        mine: Iterable[Page] = pages_of_range(cuts)
         if any(begins.values()):
             mine = (Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices) for one in mine)
         found += [(page, rank) for page in mine]
@@ -362,6 +359,7 @@ class CutPages:
 class TierMap:
     """The tier of each page of optimizer state, and of each unit's weights and gradients."""
 
+    units: tuple[Unit, ...]
     cut: CutPages
     weights: tuple[int, ...]
     gradients: tuple[int, ...]

@@ -6,7 +6,7 @@ The engine allocates with these functions, and the planner counts with them. Pur
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Literal
 
 from offload_trainer.plan.shape import ModelShape
@@ -17,7 +17,6 @@ from offload_trainer.plan.tiered.layout import (
     Unit,
     first_block,
     pages_of,
-    range_of_rank,
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat
@@ -48,21 +47,9 @@ class TierSizes:
     ahead: bool  # the update of pages on drives, and of pages with shadow memory, also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
-    ranks: int = 1  # ranks that divide the update
-    nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
-    keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
     device_sums: int = 0  # elements; see `adds_on_device`
-
-    @property
-    def here(self) -> int:
-        """Return the number of ranks per node."""
-        return self.ranks // self.nodes
-
-    def trained_here(self, unit: Unit) -> int:
-        """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
-        return range_of_rank(unit, self.here - 1, ranks=self.ranks)[1]
 
     def adds_on_device(self, unit: Unit, home: int) -> bool:
         """Return whether the device adds a unit's gradients of all micro-batches, whose sums then leave it once.
@@ -82,16 +69,12 @@ class TierSizes:
         return round(1 - sum(self.shares.values()), 9)
 
 
-@dataclass(frozen=True)
 class Layouts:
     """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share."""
 
-    units: tuple[Unit, ...]
-
-    @cached_property
-    def pages(self) -> Callable[..., CutPages]:
-        """Return a cached `pages_of` for these units."""
-        return lru_cache(_KEPT)(partial(pages_of, self.units))
+    def __init__(self, units: tuple[Unit, ...], *, ranks: int = 1, nodes: int = 1) -> None:
+        self.units, self._nodes, self._here = units, nodes, ranks // nodes
+        self._pages = lru_cache(_KEPT)(partial(pages_of, units, ranks=ranks))
 
     def homes(self, placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
         """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.
@@ -105,9 +88,8 @@ class Layouts:
         if no block has more of it than others. So the pages are spread evenly, for each rank. Units before the blocks
         have none: their gradients come last, when the step is decided.
         """
-        units, speeds, ranks, ahead = self.units, sizes.speeds, sizes.ranks, sizes.ahead
-        shares = tuple(sizes.shares.items())
-        cut = self.pages(page=sizes.page, shares=shares, speeds=speeds, ranks=ranks, ahead=ahead)
+        units, speeds, ahead = self.units, sizes.speeds, sizes.ahead
+        cut = self._pages(page=sizes.page, shares=tuple(sizes.shares.items()), speeds=speeds, ahead=ahead)
         drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
         held = [0.0] * len(speeds)
         for unit in (unit for unit in units if speeds and not unit.small):
@@ -133,23 +115,23 @@ class Layouts:
                     has[rank] += page.elements
                     kept.add(number)
         weights = [DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units]
-        if sizes.nodes > 1:
-            pages, of_node = list(cut.pages), range(node * sizes.here, (node + 1) * sizes.here)
+        if self._nodes > 1:
+            pages, of_node = list(cut.pages), range(node * self._here, (node + 1) * self._here)
             for number, page in enumerate(pages):
                 if cut.owners[number] not in of_node:
                     pages[number] = Page(page.unit, page.start, page.elements, ELSEWHERE, page.matrices)
             cut, kept = CutPages(tuple(pages), cut.owners), {one for one in kept if pages[one].home != ELSEWHERE}
-        return TierMap(cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
+        return TierMap(units, cut, tuple(weights), tuple(map(gradient, units)), frozenset(kept))
 
 
 def layouts_of(work: Workload) -> Layouts:
     """Return the layouts of a workload's model; cached, since a plan asks for those of one model many times."""
-    return _layouts(work.shape, work.state.rule.matrices)
+    return _layouts(work.shape, work.state.rule.matrices, work.world, work.nodes)
 
 
 @lru_cache(2)
-def _layouts(shape: ModelShape, matrices: bool) -> Layouts:
-    return Layouts(units_of(shape, matrices=matrices))
+def _layouts(shape: ModelShape, matrices: bool, ranks: int, nodes: int) -> Layouts:
+    return Layouts(units_of(shape, matrices=matrices), ranks=ranks, nodes=nodes)
 
 
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
@@ -157,18 +139,16 @@ def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
     return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
 
 
-def gradient_ring(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, item_bytes: int, several: bool, gpu: bool
-) -> int:
+def gradient_ring(work: Workload, homes: TierMap, sizes: TierSizes, *, gpu: bool) -> int:
     """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives.
 
-    `several`: there are several micro-batches. A CPU adds gradients directly to sums in RAM. The first gradient of a
-    weight from a GPU, or the sum from there, is copied into a sum in RAM with the same dtype, and needs no staging.
+    A CPU adds gradients directly to sums in RAM. The first gradient of a weight from a GPU, or the sum from there, is
+    copied into a sum in RAM with the same dtype, and needs no staging.
     """
-    staged = several and gpu  # sums in RAM
-    size = item_bytes * sum(
+    staged = work.added > 1 and gpu  # sums in RAM
+    size = work.item_bytes * sum(
         unit.trained
-        for unit, home in zip(units, homes, strict=True)
+        for unit, home in zip(homes.units, homes.gradients, strict=True)
         if on_drive(home) or (staged and home == RAM and not sizes.adds_on_device(unit, home))
     )
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))

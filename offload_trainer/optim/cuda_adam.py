@@ -9,6 +9,7 @@ in this package's cache).
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from contextlib import suppress
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
+from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
@@ -30,51 +31,52 @@ from offload_trainer.storage.tensorfile import DTYPES
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
 _ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
-_FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
+_CURRENT = torch.device("cuda")
 
 
-def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
+def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
     """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
 
-    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match `beside` bit for
-    bit. `beside` is the CPU kernel that updates the other pages: results must not depend on the placement of the state.
+    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
+    bit: results must not depend on the placement of the state.
     """
-    try:
-        kernel = _checked_kernel(place, beside)
-    except Exception as error:
-        return None, f"The update on {place}: not used, so that no state can live there: {_reason(error)}"
+    kernel = _kernel_or_reason(place)
+    if isinstance(kernel, str):
+        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
     words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
-    with suppress(Exception):  # Triton's
-        kernel.adds_gradients = _adds_like_torch(kernel)
     if not kernel.adds_gradients:
         words += " Gradients there are added by torch's slower operations."
     return kernel, words
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if its kernel matches the CPU's results.
+    """Return why no optimizer state can be placed on the GPU `place`, or None if it can.
 
     It never raises: a command that finds the GPU unusable for state places all of it in RAM and on NVMe.
     """
-    if place in _FIT:
-        return None
+    kernel = _kernel_or_reason(place)
+    return kernel if isinstance(kernel, str) else None
+
+
+def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
+    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
     try:
-        _checked_kernel(place, TorchKernel())  # all CPU kernels give the same bits as this one
+        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
     except Exception as error:
-        return _reason(error)
-    _FIT.add(place)
-    return None
+        words = " ".join(str(error).split())
+        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
 
 
-def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
-    """Return the kernel for `place` after a comparison with `beside` there. Errors of torch and Triton propagate."""
+@functools.cache  # a plan asks before its run
+def _checked_kernel(place: torch.device) -> CudaKernel:
+    """Return the kernel for `place` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
     if torch.version.hip:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
     kernel = CudaKernel(place)
-    if not matches_bitwise(beside, kernel, device=place, several_pages=True):  # as on a CPU without FMA
-        raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+    if not matches_bitwise(kernel, device=place, several_pages=True):  # as on a CPU without FMA
+        raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
+    with suppress(Exception):  # Triton's
+        kernel.adds_gradients = _adds_like_torch(kernel)
     return kernel
 
 
@@ -90,12 +92,6 @@ def _adds_like_torch(kernel: CudaKernel) -> bool:
         if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
             return False
     return True
-
-
-def _reason(error: Exception) -> str:
-    """Return an error in one line, with its type if it comes from a driver, a library or torch."""
-    words = " ".join(str(error).split())
-    return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
 
 
 class _Part(ctypes.Structure):

@@ -148,7 +148,7 @@ class CudaKernel:
             ) from error
         self.place, self.version, self._rows = place, triton.__version__, rows
         self._function, self._add, self._lanes = triton_adam.adamw, triton_adam.add_gradient, 64 * rows
-        tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
+        tables = (dynamic_map(True), dynamic_map(False), nearest_table(), lower_table(), cells())
         self._tables = [table.to(place) for table in tables]
 
     def update_page(self, page: PageUpdate) -> None:

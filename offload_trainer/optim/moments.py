@@ -191,13 +191,13 @@ def cells() -> torch.Tensor:
 
 
 @functools.cache
-def nearest_table(signed: bool) -> torch.Tensor:
+def nearest_table() -> torch.Tensor:
     """Return adam.cpp's lookup tables from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], one per sign.
 
     Codes of negative numbers are counted down from 255, so that they also grow with the magnitude. A number exactly at
     a midpoint gets the lower code for either sign, which is the higher one when counted down.
     """
-    bounds = _bounds(signed)
+    bounds = _bounds(True)
     return torch.stack([_search_table(bounds, above=False), _search_table(-bounds.flip(0), above=True)])
 
 

@@ -232,7 +232,7 @@ def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
     steps = cells() * torch.tensor([1.0, 2.0**-16])
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
-    nearest[:, :0x3F81] = nearest_table(True)
+    nearest[:, :0x3F81] = nearest_table()
     values = [dynamic_map(False), dynamic_map(True)]
     planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
     kept = (*values, *planes, nearest, lower_table(), steps)

@@ -37,7 +37,7 @@ def adamw(
     out,  # as `grad`, or None
     signed_map,  # the values of the 256 codes (moments.py)
     unsigned_map,
-    nearest,  # moments.py, nearest_table(True)
+    nearest,  # moments.py, nearest_table()
     lower,  # moments.py, lower_table()
     cells,  # moments.py, cells()
     WHOLE: tl.constexpr,  # all parts end at the end of a row

@@ -101,9 +101,9 @@ def file_bytes(
 
 
 def open_file(path: Path, *, links: bool = False) -> int:
-    """Open a regular file and return its descriptor.
+    """Return a descriptor to read a regular file. Raises ValueError for all others, and FileNotFoundError.
 
-    `links`: follow a symbolic link at its end. Raises ValueError for all but a regular file, and FileNotFoundError.
+    `links`: follow a symbolic link at its end.
     """
     try:
         if not links and stat.S_ISLNK(os.lstat(path).st_mode):  # before anything opens it
@@ -243,7 +243,6 @@ def _cut(text: str) -> str:
 
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator and serializer of a type."""
     return TypeAdapter(kind)
 
 

@@ -95,8 +95,6 @@ def _adds_like_torch(kernel: CudaKernel) -> bool:
 
 
 class _Part(ctypes.Structure):
-    """Elements that share hyperparameters and step number."""
-
     _fields_ = (("start", ctypes.c_int32), ("end", ctypes.c_int32), ("step", AdamStep))
 
 
@@ -172,7 +170,6 @@ class CudaKernel:
             self._launch(table, given, blocks=-(-(some[-1].end - some[0].start) // BLOCK_8BIT), end=some[-1].end)
 
     def _launch(self, table: _Table, given: Sequence[torch.Tensor | None], *, blocks: int, end: int) -> None:
-        """Queue one launch, for blocks of 256 elements from the table's first part on; the last part ends at `end`."""
         numbers = torch.frombuffer(bytearray(table), dtype=torch.int32)
         if self.place.type == "cuda":  # from pinned memory, so that the copy waits for nothing
             numbers = numbers.pin_memory().to(self.place, non_blocking=True)
@@ -234,5 +231,4 @@ def _apart(field: torch.Tensor) -> int:
 
 
 def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor of bf16 as int16, as the function takes it."""
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype is torch.bfloat16 else tensor

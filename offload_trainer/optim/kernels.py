@@ -40,7 +40,7 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
 
 @functools.cache  # a run that measures its machine needs the kernel before the engine does
 def _checked_native() -> tuple[NativeKernel, str]:
-    """Return the native kernel after its check, and where it comes from: prebuilt if one fits and passes, or compiled.
+    """Return the native kernel, prebuilt if one fits and passes the check, and where it comes from.
 
     Raises TrainerError if it can neither be had prebuilt nor be compiled, or does not match torch's kernel.
     """

@@ -67,15 +67,13 @@ def random_bits(bits: Bits, n: int) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """Return the lowest 32 bits as a signed number."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
-    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]).
+    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]); infinity and NaN stay as they are.
 
-    The bits of `noise` are added below bf16's last place, so a value is rounded up in magnitude with a probability
-    equal to its truncated fraction. Infinity and NaN stay as they are.
+    The bits of `noise` are added below bf16's last place.
     """
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)

@@ -1,8 +1,7 @@
 """The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
 AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, 4 less with bf16
-masters. The library also adds and measures gradients in one pass, computes the elementwise part of Muon, and the
-checksums of state on NVMe. All results equal those of torch's operations bit for bit.
+masters. Gradients are added and measured in one pass. All results equal those of torch's operations bit for bit.
 """
 
 import ctypes
@@ -44,27 +43,19 @@ ORDERS = [
 
 
 def openmp_parallel() -> int | None:
-    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found.
-
-    Of several in this process it is the one in torch's own directory.
-    """
+    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found."""
     try:
         with open("/proc/self/maps") as maps:
             mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
         own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
-        (path,) = own or mapped
+        (path,) = own or mapped  # of several, the one in torch's own directory
         return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
     except (OSError, ValueError, AttributeError):  # not readable, not exactly one, or another runtime of that name
         return None
 
 
 class NativeKernel:
-    """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool.
-
-    `level` is the x86-64 level of a prebuilt library, and empty if it was compiled for this CPU. `lanes` is the order
-    of torch's norm; while it is unknown, torch measures what is not ordered (`norms.py`). `parallel` is OpenMP's
-    function that runs another on torch's threads, or None.
-    """
+    """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool."""
 
     name = "native"
 
@@ -81,8 +72,8 @@ class NativeKernel:
                 f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
                 "directory with OFFLOAD_TRAINER_CACHE"
             ) from error
-        self.level = path.stem.partition(".")[2]
-        self.lanes = UNKNOWN
+        self.level = path.stem.partition(".")[2]  # x86-64 level of a prebuilt library; "" if compiled for this CPU
+        self.lanes = UNKNOWN  # order of torch's norm; while it is unknown, torch measures what is not ordered
         self.parallel = openmp_parallel()
         self._functions.page_sum.restype = _SIZE
         self._functions.add_gradient.restype = _CHOICE
@@ -123,7 +114,6 @@ class NativeKernel:
         self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(torch.get_num_threads()))
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy the bytes of `values`; see `TorchKernel.copy`."""
         assert values.is_contiguous()
         assert into.is_contiguous()
         assert values.nbytes == into.nbytes
@@ -143,7 +133,6 @@ class NativeKernel:
         pieces: Pieces | None = None,
         on_torch_threads: bool = False,
     ) -> torch.Tensor:
-        """Add gradients to sums and measure the new sums; see `TorchKernel.add`."""
         count, order, results = sums.numel(), _NO_NORM, torch.empty(0)
         assert sums.is_contiguous()
         assert values is None or (values.is_contiguous() and values.numel() == count)
@@ -188,24 +177,18 @@ class NativeKernel:
 # -- structures of native/ -------------------------------------------------------------------------------------------
 
 
-class _Part(ctypes.Structure):
-    """adam.cpp's Part."""
-
+class _Part(ctypes.Structure):  # adam.cpp
     _fields_ = (("start", _SIZE), ("end", _SIZE), ("step", AdamStep))
 
 
-class _Tables(ctypes.Structure):
-    """formats.h's Tables."""
-
+class _Tables(ctypes.Structure):  # formats.h
     _fields_ = (
         *fields_of(_POINTER * 2, "values", "planes"),
         *fields_of(_POINTER, "nearest", "lower", "cells"),
     )
 
 
-class _Page(ctypes.Structure):
-    """adam.cpp's Page."""
-
+class _Page(ctypes.Structure):  # adam.cpp
     _fields_ = (
         *fields_of(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
         ("tables", ctypes.POINTER(_Tables)),
@@ -215,9 +198,7 @@ class _Page(ctypes.Structure):
     )
 
 
-class _Addition(ctypes.Structure):
-    """gradients.h's Addition."""
-
+class _Addition(ctypes.Structure):  # gradients.h
     _fields_ = (
         *fields_of(_POINTER, "sums", "values"),
         *fields_of(_SIZE, "count", "width"),

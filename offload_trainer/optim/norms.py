@@ -37,7 +37,6 @@ class Pieces:
         return cls(piece_width(numel, ordered=ordered), halving=ordered)
 
     def results(self, elements: int) -> torch.Tensor:
-        """Return memory (fp32) for the results of `elements` elements."""
         return torch.empty(-(-elements // self.width), dtype=torch.float32)
 
     def measure(self, values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
@@ -92,12 +91,9 @@ def square_root(total: torch.Tensor) -> torch.Tensor:
 def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
     """Return the fp32 norm (0-dim) of 1-D values, on their device.
 
-    On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
-    with an error of 1 % at 9e7 elements.
-
-    `ordered` norms have the same bits on every device: the squares of each chunk of 2^20 elements, and then the chunks'
-    sums, are added by halving. Each step is one fp32 operation per element, rounded once, which every device computes
-    identically, as it does `square_root`. Padding with zeros changes nothing.
+    On the CPU it is computed in pieces: torch would make an fp32 copy of the whole gradient and sum it sequentially,
+    with an error of 1 % at 9e7 elements. `ordered` norms have the same bits on every device: the squares of each chunk
+    of 2^20 elements, and then the chunks' sums, are added by halving, in fp32. Padding with zeros changes nothing.
     """
     if not ordered and flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
@@ -106,10 +102,7 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
 
 
 def clip_factor(norm: float, *, limit: float) -> float:
-    """Return the factor that clips gradients of this norm to `limit`; 1 if `limit` is 0 (no clipping).
-
-    The operations are those of torch.nn.utils.clip_grad_norm_, in fp32, for the same bits.
-    """
+    """Return the factor that clips gradients to `limit` (0: none), computed in fp32 as in torch's clip_grad_norm_."""
     if not limit:
         return 1.0
     return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))

@@ -43,7 +43,6 @@ def crc32_of(path: Path) -> int:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Write `text` as UTF-8 with `write_bytes`."""
     write_bytes(path, text.encode(), mode=mode, sync=sync)
 
 
@@ -120,7 +119,7 @@ def sync_tree(directory: Path) -> None:
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination` and sync them to the disk.
 
-    New files get their permissions from the umask. Raises UserError for a link, a pipe or a device.
+    Permissions come from the umask. Raises UserError for a link, a pipe or a device.
     """
     destination.mkdir()
     for path in sorted(source.iterdir()):

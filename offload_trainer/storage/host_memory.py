@@ -50,8 +50,8 @@ def _glibc(function: str, *arguments: int) -> None:
 class Heap:
     """The heap of malloc during training: freed memory is returned to the system, or kept for reuse up to a limit.
 
-    The system zeroes each page that it hands out again. On two cores of a virtual machine this was 1.2 of the 8
-    core-seconds of a step of GPT-2 small with 1,024 tokens. A heap that keeps memory has holes, which the plan counts.
+    The system zeroes each page that it hands out again: 1.2 of the 8 core-seconds of a step of GPT-2 small with 1,024
+    tokens on two cores. A heap that keeps memory has holes, which the plan counts.
     """
 
     def __init__(self) -> None:

@@ -139,7 +139,6 @@ def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterat
 
 
 def workplace_of(final: Path) -> Path:
-    """Return the path of the scratch directory of `replacing(final)`."""
     return final.with_name(f".{final.name}.tmp")
 
 

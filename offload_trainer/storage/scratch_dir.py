@@ -44,9 +44,9 @@ def leased(
 ) -> Iterator[Path]:
     """Yield a private directory for one run under `drive`, and remove it at the end. Two runs never share files.
 
-    Remove and report first what dead runs of this user have left. `listed` is this run's own list, whose directories
-    are removed too. `instead` is one of them that was taken over and is used in place of a new directory. After an
-    error, a directory that this run could resume from stays. Raises TrainerError if no directory can be created.
+    Remove and report first what dead runs of this user have left, those on this run's list `listed` too. `instead` is a
+    directory that was taken over, in place of a new one. After an error, a directory that this run could resume from
+    stays. Raises TrainerError if no directory can be created.
     """
     try:
         for _ in range(2):  # another user may take the first name at this moment
@@ -118,10 +118,10 @@ def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
 
 
 def write_list(listed: Path, folders: Sequence[Path]) -> None:
-    """Write the run's list, so that these directories survive a kill or an error and this run can resume from them.
+    """Write the run's list, so that these directories survive a kill or an error. Raises OSError.
 
     The list comes last, so it never names a directory that another run would remove for lack of a `.for`. A list must
-    exist before that, because a directory whose list is missing may never be removed. Raises OSError.
+    exist before that, because a directory whose list is missing may never be removed.
     """
     if not listed.exists():
         write_text(listed, "")
@@ -150,7 +150,7 @@ def folders_in(listed: Path) -> list[Path]:
 
 
 def _stated_list(folder: Path) -> Path:
-    """Return the path of the list for which a directory is kept. Raises OSError or ValueError if it cannot be read."""
+    """Return the path of the list for which a directory is kept. Raises OSError and ValueError."""
     return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
 
 

@@ -290,7 +290,6 @@ def combined(first: int, second: int, length: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Multiply two polynomials modulo the CRC's polynomial."""
     result, bit = 0, _ONE
     while bit:
         if one & bit:

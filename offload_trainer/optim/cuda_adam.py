@@ -50,10 +50,7 @@ def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if it can.
-
-    It never raises: a command that finds the GPU unusable for state places all of it in RAM and on NVMe.
-    """
+    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
     kernel = _kernel_or_reason(place)
     return kernel if isinstance(kernel, str) else None
 
@@ -130,10 +127,7 @@ class CudaKernel:
     adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
     def __init__(self, place: torch.device, *, rows: int = 4) -> None:
-        """Prepare for pages on the GPU `place`; the CPU for Triton's interpreter. Raises TrainerError without Triton.
-
-        `rows`: blocks of 256 elements for each of Triton's programs, a power of two.
-        """
+        """Prepare for the GPU `place`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))
         try:

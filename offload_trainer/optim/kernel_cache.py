@@ -86,10 +86,7 @@ def prebuilt() -> Path | None:
 
 
 def private_directory(name: str) -> Path:
-    """Return the cache's directory `name` for compiled code, created if missing.
-
-    Raises TrainerError if other users could change its contents, or it cannot be created.
-    """
+    """Return the cache's directory `name` for code, made if missing. Raises TrainerError if others may write there."""
     directory = cache_directory() / "kernels" / name
     try:
         make_directories(directory)

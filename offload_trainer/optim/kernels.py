@@ -161,10 +161,7 @@ def as_pages(fields: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return fields and a gradient (fp32[n]) of all magnitudes, including zeros and subnormals.
-
-    First and second moments are consistent with each other, as in training.
-    """
+    """Return fields and a gradient (fp32[n]) of all magnitudes and zeros; moments fit each other, as in training."""
     random = torch.Generator().manual_seed(1)
     size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
     master, grad, average, square = torch.randn(4, n, generator=random) * size

@@ -71,10 +71,7 @@ def _wrapped(number: int) -> int:
 
 
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
-    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]); infinity and NaN stay as they are.
-
-    The bits of `noise` are added below bf16's last place.
-    """
+    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]); infinity and NaN stay as they are."""
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
         words = values[piece].view(torch.int32)

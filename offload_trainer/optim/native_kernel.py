@@ -60,10 +60,7 @@ class NativeKernel:
     name = "native"
 
     def __init__(self, path: Path | None = None) -> None:
-        """Load the library at `path`, by default the one that is compiled for this CPU.
-
-        Raises TrainerError if it cannot be built or loaded; the message has the compiler's output.
-        """
+        """Load the library at `path`, or the one compiled for this CPU. Raises TrainerError if that fails."""
         path = path or built(SOURCE, flags=FLAGS)
         try:
             self._functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls

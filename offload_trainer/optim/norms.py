@@ -40,12 +40,9 @@ class Pieces:
         return torch.empty(-(-elements // self.width), dtype=torch.float32)
 
     def measure(self, values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
-        """Return the partial results (fp32) of 1-D values, one a piece, by torch's operations.
-
-        `chunks` pieces are halved at a time: by default one on the CPU, which fits its cache, and several on a GPU.
-        """
+        """Return the partial results (fp32) of 1-D values, one a piece; `chunks` pieces are halved at a time."""
         if self.halving:
-            at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)
+            at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)  # one fits a CPU's cache
             found = []
             for part in values.split(self.width * at_a_time):
                 rows = -(-part.numel() // self.width)
@@ -81,10 +78,7 @@ def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def square_root(total: torch.Tensor) -> torch.Tensor:
-    """Return the square root of an fp32 number, rounded to nearest.
-
-    torch's root in fp32 on a CPU is MKL's, of which 1 in 100 is not the nearest number; a GPU's is.
-    """
+    """Return the root of an fp32 number, rounded to nearest: of MKL's, which torch takes on a CPU, 1 in 100 is not."""
     return total.double().sqrt().float()
 
 

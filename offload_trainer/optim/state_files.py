@@ -141,10 +141,7 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 
 
 class StoredKind:
-    """Masters or one moment in a directory, read whole or in part, from files that `stack` closes.
-
-    Raises UserError if names or shapes differ from `shapes`.
-    """
+    """Masters or a moment in a directory, from files that `stack` closes. Raises UserError if `shapes` are others."""
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._kind = kind

@@ -82,10 +82,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Return a descriptor that appends to `path`, and create the file if it is missing.
-
-    Raises UserError for a link, a pipe or a device.
-    """
+    """Return a descriptor that appends to `path`, made if missing. Raises UserError for a link, pipe or device."""
     try:
         return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:

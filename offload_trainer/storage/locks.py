@@ -38,10 +38,7 @@ def open_lock(path: Path, *, create: bool = False, directory: int | None = None)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file without waiting.
-
-    Raises BlockingIOError if another process holds the lock, NoLocks if the filesystem does not support locks.
-    """
+    """Lock an open file without waiting. Raises BlockingIOError if another process holds the lock, and NoLocks."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:

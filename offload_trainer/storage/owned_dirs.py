@@ -246,10 +246,7 @@ def _remove_content(inside: int, *, last: str) -> None:
 
 
 def _opened(directory: Path, what: str) -> int:
-    """Return a descriptor of a directory that is this user's and marked as made for `what` under its name.
-
-    Raises NotOwned, with the reason, for any other directory.
-    """
+    """Return a descriptor of a directory of this user's, marked as made for `what` by its name. Raises NotOwned."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         inside = os.open(directory, flags | os.O_DIRECTORY)

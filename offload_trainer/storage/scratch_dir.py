@@ -184,10 +184,7 @@ def kept_for(listed: Path, drive: Path) -> list[Path]:
 
 
 def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
-    """Return this user's private directories under `drive` whose run has died; the next lease there removes them.
-
-    Directories that a run other than that of `listed` may need are left out.
-    """
+    """Return the dead runs' directories that no run but `listed`'s may need, which the next lease there removes."""
     return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
 
 

@@ -159,10 +159,7 @@ def done() -> Future:
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
-    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one.
-
-    If `work` returns another future, the part ends with that.
-    """
+    """Wrap `work` as a job that ends one part of `future`, with its error, or with the future that it returns."""
 
     def carry_out() -> None:
         try:

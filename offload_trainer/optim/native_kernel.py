@@ -6,8 +6,8 @@ masters. Gradients are added and measured in one pass. All results equal those o
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,25 +21,18 @@ from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_c
 from offload_trainer.plan.tiered.state_formats import KINDS
 
 _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
-_NO_NORM, _LANES, _FUSED_LANES, _HALVES = range(4)  # gradients.h's Order
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """The order in which torch's norm may add squares, as gradients.h's LANES and FUSED_LANES."""
+class Lanes(NamedTuple):
+    """The order in which torch's norm may add squares (gradients.h)."""
 
     count: int
-    fused: bool  # each square and its addition are rounded once
-    group: int = 1  # if not: of the elements that fill no vector, whole groups of so many are not fused, the rest is
+    group: int  # of the elements that fill no vector, whole groups of so many are not fused; 0: all are fused
 
 
-UNKNOWN = Lanes(0, fused=False)
+UNKNOWN = Lanes(0, 0)
 # The orders of torch's norm on CPUs with AVX2, AVX-512, and neither.
-ORDERS = [
-    lanes
-    for count in (8, 16, 4)
-    for lanes in (*(Lanes(count, fused=False, group=group) for group in (4, 8, 16, 1)), Lanes(count, fused=True))
-]
+ORDERS = [Lanes(count, group) for count in (8, 16, 4) for group in (4, 8, 16, 1, 0)]
 
 
 def openmp_parallel() -> int | None:
@@ -130,13 +123,12 @@ class NativeKernel:
         pieces: Pieces | None = None,
         on_torch_threads: bool = False,
     ) -> torch.Tensor:
-        count, order, results = sums.numel(), _NO_NORM, torch.empty(0)
+        count, results = sums.numel(), torch.empty(0)
         assert sums.is_contiguous()
         assert values is None or (values.is_contiguous() and values.numel() == count)
         if not count:
             return results
         if pieces is not None and (pieces.halving or self.lanes.count):
-            order = _HALVES if pieces.halving else _FUSED_LANES if self.lanes.fused else _LANES
             results = pieces.results(count)
         addition = _Addition(
             sums=sums.data_ptr(),
@@ -147,14 +139,13 @@ class NativeKernel:
             sums_type=TYPES[sums.dtype],
             values_type=TYPES[None if values is None else values.dtype],
             first=first,
-            order=order,
-            lanes=self.lanes.count,
+            lanes=0 if pieces is None or pieces.halving else self.lanes.count,
             group=self.lanes.group,
         )
         parallel = _POINTER(self.parallel if on_torch_threads else None)
         if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
-        return pieces.measure(sums) if pieces is not None and order == _NO_NORM else results
+        return pieces.measure(sums) if pieces is not None and not len(results) else results
 
     def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         out = torch.empty(grad.numel(), dtype=torch.bfloat16)
@@ -200,7 +191,7 @@ class _Addition(ctypes.Structure):  # gradients.h
         *fields_of(_POINTER, "sums", "values"),
         *fields_of(_SIZE, "count", "width"),
         ("results", _POINTER),
-        *fields_of(_CHOICE, "sums_type", "values_type", "first", "order", "lanes", "group"),
+        *fields_of(_CHOICE, "sums_type", "values_type", "first", "lanes", "group"),
     )
 
 

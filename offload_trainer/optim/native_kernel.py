@@ -26,13 +26,13 @@ _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_fl
 class Lanes(NamedTuple):
     """The order in which torch's norm may add squares (gradients.h)."""
 
-    count: int
+    number: int
     group: int  # of the elements that fill no vector, whole groups of so many are not fused; 0: all are fused
 
 
 UNKNOWN = Lanes(0, 0)
 # The orders of torch's norm on CPUs with AVX2, AVX-512, and neither.
-ORDERS = [Lanes(count, group) for count in (8, 16, 4) for group in (4, 8, 16, 1, 0)]
+ORDERS = [Lanes(number, group) for number in (8, 16, 4) for group in (4, 8, 16, 1, 0)]
 
 
 def openmp_parallel() -> int | None:
@@ -128,7 +128,7 @@ class NativeKernel:
         assert values is None or (values.is_contiguous() and values.numel() == count)
         if not count:
             return results
-        if pieces is not None and (pieces.halving or self.lanes.count):
+        if pieces is not None and (pieces.halving or self.lanes.number):
             results = pieces.results(count)
         addition = _Addition(
             sums=sums.data_ptr(),
@@ -139,7 +139,7 @@ class NativeKernel:
             sums_type=TYPES[sums.dtype],
             values_type=TYPES[None if values is None else values.dtype],
             first=first,
-            lanes=0 if pieces is None or pieces.halving else self.lanes.count,
+            lanes=0 if pieces is None or pieces.halving else self.lanes.number,
             group=self.lanes.group,
         )
         parallel = _POINTER(self.parallel if on_torch_threads else None)

@@ -45,7 +45,13 @@ from offload_trainer.plan.tiered.state_formats import (
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.safe_files import Steps, exact_record, read_back
 from offload_trainer.storage.atomic_io import StoredFile, write_text
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
+from offload_trainer.storage.tensorfile import (
+    PlacedWriter,
+    TensorEntry,
+    TensorFileReader,
+    describe_invalid_values,
+    file_of,
+)
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 FormatName = Annotated[str, Field(pattern=f"^({'|'.join(FORMATS)})$")]
@@ -78,13 +84,13 @@ def write_file(
     All ranks `read` the tensors in the same order, since that may be collective. Raises TrainerError if a value is NaN,
     infinite or impossible, or the disk fails.
     """
-    writer = TensorFileWriter(path, entries) if writes else None
+    writer = PlacedWriter(path, entries, whole=True) if writes else None
     for entry in entries:
         tensor = read(entry.name).detach().cpu()
         refuse_to_save(entry.name, tensor, field=path.stem)
         if writer is not None:
-            writer.write(entry.name, tensor)
-    return {} if writer is None else {path.name: writer.close()}
+            writer.put(entry.name, 0, tensor)
+    return {} if writer is None else {path.name: file_of(writer.close())}
 
 
 def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:

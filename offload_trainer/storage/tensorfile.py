@@ -86,16 +86,17 @@ def file_of(pieces: Iterable[Piece]) -> StoredFile:
 
 
 class PlacedWriter:
-    """A writer of parts of tensors at their offsets. Other processes and nodes may write the rest at the same time.
+    """A writer of tensors, or parts of them, at their offsets. Raises TrainerError if the disk refuses.
 
-    `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
+    Other processes and nodes may write the rest at the same time, after one has called `make`; `whole`: all is written
+    here, from the header on.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        self.path = path
+    def __init__(self, path: Path, entries: Sequence[TensorEntry], *, whole: bool = False) -> None:
+        self.path, self._whole = path, whole
         self._entries = {entry.name: entry for entry in entries}
-        _, self._starts, self.size = _laid_out(entries)
-        self._pieces: list[Piece] = []
+        _, self._starts, self._size = _laid_out(entries)
+        self._pieces = [self.make(path, entries)] if whole else []
         self._written = self._passed = 0
         self._file = _opened(path, os.O_WRONLY)  # write-only: over NFS the client then sends only these bytes
 
@@ -113,8 +114,8 @@ class PlacedWriter:
         return Piece(0, len(header), zlib.crc32(header))
 
     def put(self, name: str, start: int, stretch: torch.Tensor) -> None:
-        """Write elements of a tensor from index `start` on: 1-D, contiguous, on the CPU, in the entry's dtype."""
-        entry = self._entries[name]
+        """Write elements of a tensor from index `start` on, from any device and layout, in the entry's dtype."""
+        entry, stretch = self._entries[name], stretch.detach().cpu().contiguous().reshape(-1)
         assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
         assert 0 <= start <= start + stretch.numel() <= entry.numel, f"{stretch.numel()} at {start} given for {entry}"
         if not stretch.numel():
@@ -138,6 +139,8 @@ class PlacedWriter:
 
     def close(self) -> list[Piece]:
         """Sync and close the file. Returns the written pieces in order of writing; consecutive ones are merged."""
+        written = sum(piece.bytes for piece in self._pieces)
+        assert not self._whole or written == self._size, f"{written} of {self._size} bytes were written"
         try:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -180,24 +183,6 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 
 def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
     return TrainerError(f"{path}: {reason(error)} after {written} bytes; free space on that disk and run again")
-
-
-class TensorFileWriter:
-    """A writer of a whole file: each tensor of `entries`, then `close`. Raises TrainerError if the disk refuses."""
-
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        self._header = PlacedWriter.make(path, entries)
-        self._writer = PlacedWriter(path, entries)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, from any device and layout."""
-        self._writer.put(name, 0, tensor.detach().to("cpu").contiguous().reshape(-1))
-
-    def close(self) -> StoredFile:
-        """Finish and sync the file. Every entry must have been written completely."""
-        written = file_of([self._header, *self._writer.close()])
-        assert written.bytes == self._writer.size, f"{written.bytes} of {self._writer.size} bytes were written"
-        return written
 
 
 class TensorFileReader:

@@ -96,7 +96,7 @@ def test_a_wrong_order_of_addition_is_found() -> None:
     for kernel.lanes in ORDERS:
         if adds_like_torch(kernel):
             right.append(kernel.lanes)
-    assert len({(order.count, min(order.group, order.count)) for order in right}) <= 1
+    assert len({(order.number, min(order.group, order.number)) for order in right}) <= 1
 
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

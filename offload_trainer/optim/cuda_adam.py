@@ -6,8 +6,6 @@ launch with each combination of dtypes, in seconds, and keeps the code for later
 in this package's cache).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -32,63 +30,6 @@ _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
 _ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
 _CURRENT = torch.device("cuda")
-
-
-def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
-    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
-
-    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
-    bit: results must not depend on the placement of the state.
-    """
-    kernel = _kernel_or_reason(place)
-    if isinstance(kernel, str):
-        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
-    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
-    if not kernel.adds_gradients:
-        words += " Gradients there are added by torch's slower operations."
-    return kernel, words
-
-
-def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
-    kernel = _kernel_or_reason(place)
-    return kernel if isinstance(kernel, str) else None
-
-
-def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
-    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
-    try:
-        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
-    except Exception as error:
-        words = " ".join(str(error).split())
-        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
-
-
-@functools.cache  # a plan asks before its run
-def _checked_kernel(place: torch.device) -> CudaKernel:
-    """Return the kernel for `place` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
-    if torch.version.hip:
-        raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
-    kernel = CudaKernel(place)
-    if not matches_bitwise(kernel, device=place, several_pages=True):  # as on a CPU without FMA
-        raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
-    with suppress(Exception):  # Triton's
-        kernel.adds_gradients = _adds_like_torch(kernel)
-    return kernel
-
-
-def _adds_like_torch(kernel: CudaKernel) -> bool:
-    """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
-    random = torch.Generator().manual_seed(3)
-    for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
-        size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
-        expected, more = torch.randn(2, count, generator=random) * size
-        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
-        found = kernel.add_gradient(sums, given.to(kernel.place))
-        norm = norm_of(expected.add_(given), ordered=True)
-        if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
-            return False
-    return True
 
 
 class _Part(ctypes.Structure):
@@ -226,3 +167,60 @@ def _apart(field: torch.Tensor) -> int:
 
 def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype is torch.bfloat16 else tensor
+
+
+def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
+    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
+
+    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
+    bit: results must not depend on the placement of the state.
+    """
+    kernel = _kernel_or_reason(place)
+    if isinstance(kernel, str):
+        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
+    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
+    if not kernel.adds_gradients:
+        words += " Gradients there are added by torch's slower operations."
+    return kernel, words
+
+
+def why_no_cuda_kernel(place: torch.device) -> str | None:
+    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
+    kernel = _kernel_or_reason(place)
+    return kernel if isinstance(kernel, str) else None
+
+
+def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
+    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
+    try:
+        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
+
+
+@functools.cache  # a plan asks before its run
+def _checked_kernel(place: torch.device) -> CudaKernel:
+    """Return the kernel for `place` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
+    if torch.version.hip:
+        raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
+    kernel = CudaKernel(place)
+    if not matches_bitwise(kernel, device=place, several_pages=True):  # as on a CPU without FMA
+        raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
+    with suppress(Exception):  # Triton's
+        kernel.adds_gradients = _adds_like_torch(kernel)
+    return kernel
+
+
+def _adds_like_torch(kernel: CudaKernel) -> bool:
+    """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
+    random = torch.Generator().manual_seed(3)
+    for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
+        size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
+        expected, more = torch.randn(2, count, generator=random) * size
+        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
+        found = kernel.add_gradient(sums, given.to(kernel.place))
+        norm = norm_of(expected.add_(given), ordered=True)
+        if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
+            return False
+    return True

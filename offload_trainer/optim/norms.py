@@ -9,9 +9,8 @@ in host memory a kernel returns one partial result a piece while it adds a gradi
 `Pieces.norm` combines them. Whoever clips multiplies by `clip_factor` itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -32,7 +31,7 @@ class Pieces:
     halving: bool
 
     @classmethod
-    def of(cls, numel: int, *, ordered: bool) -> Pieces:
+    def of(cls, numel: int, *, ordered: bool) -> Self:
         """Return the pieces of a weight of `numel` elements, counted from its start, for `norm_of` with `ordered`."""
         return cls(piece_width(numel, ordered=ordered), halving=ordered)
 

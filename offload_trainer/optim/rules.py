@@ -8,15 +8,13 @@ A rule on whole matrices (Muon) has `UpdateRule.matrices`. The layout then cuts 
 of ranks inside a matrix, `MatrixKernel` (muon.py) updates a page matrix by matrix, and all other weights follow AdamW.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -99,7 +97,7 @@ class Lerp:
     from_end: bool
 
     @classmethod
-    def of(cls, weight: float) -> Lerp:
+    def of(cls, weight: float) -> Self:
         rounded = to_fp32(weight)
         return cls(rounded, from_end=False) if rounded < 0.5 else cls(to_fp32(rounded - 1), from_end=True)
 

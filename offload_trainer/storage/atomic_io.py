@@ -3,8 +3,6 @@
 Also here: the size and the checksum of a file.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -13,6 +11,7 @@ import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import Count, Crc32, exact_record, open_file, open_given, open_regular
@@ -28,7 +27,7 @@ class StoredFile:
     crc32: Crc32
 
     @classmethod
-    def of(cls, path: Path) -> StoredFile:
+    def of(cls, path: Path) -> Self:
         return cls(path.stat().st_size, crc32_of(path))
 
 

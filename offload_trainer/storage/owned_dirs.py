@@ -9,8 +9,6 @@ directory with another name, no mark or another mark is left alone: it may be th
 follows no link below the directory and enters no other filesystem.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -20,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
@@ -99,7 +98,7 @@ class ScratchDirectory:
         except (OSError, NotOwned) as error:
             self._say(f"note: {self.path} stays: {reason(error)}")
 
-    def __enter__(self) -> ScratchDirectory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ the library's mapping would count as this process's memory until the file is clo
 Also here: dtypes by their names, and the check for invalid values on saving, exporting and loading.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -18,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -227,7 +225,7 @@ class TensorFileReader:
             self._fill(out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize)
         return out
 
-    def same(self, name: str, other: TensorFileReader, theirs: str) -> bool:
+    def same(self, name: str, other: Self, theirs: str) -> bool:
         """Return whether a tensor equals one of another file, comparing 16 M elements at a time."""
         ours, their = self.entries[name], other.entries[theirs]
         return ours.shape == their.shape and all(
@@ -249,7 +247,7 @@ class TensorFileReader:
             done += moved
         os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
 
-    def __enter__(self) -> TensorFileReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

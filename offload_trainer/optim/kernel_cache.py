@@ -110,11 +110,10 @@ def private_directory(name: str) -> Path:
 
 def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
     """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
-    try:
+    with suppress(OSError, ValueError):
         expected = file_bytes(library.with_name(f"{library.name}.sha256"), opener=opener)
         return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _line_of_features() -> str:

@@ -90,11 +90,9 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
             shadow=0 if page.shadow is None else page.shadow.data_ptr() - fields["master"].data_ptr(),
+            tables=ctypes.pointer(_tables()[0]),
+            **{f"{kind}_noise": page.bits(kind) or Bits() for kind in KINDS},
         )
-        for kind in KINDS:
-            setattr(given, f"{kind}_noise", page.bits(kind) or Bits())
-        if page.format.moments.block:
-            given.tables = ctypes.pointer(_tables()[0])
         found = [
             _Part(part.start, part.end, step_constants(part.hyper, scale=page.scale, step=part.step))
             for part in page.parts

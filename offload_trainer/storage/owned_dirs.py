@@ -177,11 +177,10 @@ def clear(final: Path, *, what: str) -> None:
 
 def is_removable(directory: Path, *, what: str) -> bool:
     """Return whether the directory is this user's and contains the mark, so that it is removed once it is unlocked."""
-    try:
+    with suppress(OSError, NotOwned):
         os.close(_opened(directory, what))
-    except (OSError, NotOwned):
-        return False
-    return True
+        return True
+    return False
 
 
 def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
@@ -210,13 +209,12 @@ def _lock_dead(directory: Path, *, what: str) -> int:
 
 def _remove_empty(directory: Path) -> bool:
     """Remove an empty directory, as a kill leaves it between the last two steps of a removal; return whether it was."""
-    try:
-        if _UNNAMED.search(directory.name) or not is_ours(directory.lstat().st_uid, directory.parent):
-            return False  # another process is just making it, or it is another user's
-        os.rmdir(directory)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        # with another name, another process is just making it
+        if not _UNNAMED.search(directory.name) and is_ours(directory.lstat().st_uid, directory.parent):
+            os.rmdir(directory)
+            return True
+    return False
 
 
 def _remove(directory: Path, what: str, *, lock: int, final: Path | None = None) -> None:
@@ -298,11 +296,9 @@ def is_ours(owner: int, place: Path) -> bool:
     """
     if owner == os.geteuid():
         return True
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            return os.fstat(file.fileno()).st_uid == owner
-    except OSError:
-        return False
+    with suppress(OSError), tempfile.TemporaryFile(dir=place) as file:
+        return os.fstat(file.fileno()).st_uid == owner
+    return False
 
 
 def reason(error: BaseException) -> str:

@@ -156,10 +156,9 @@ def _stated_list(folder: Path) -> Path:
 
 def _list_of(folder: Path) -> Path | None:
     """Return the path of the list for which a directory is kept; None if that is unknown."""
-    try:
+    with suppress(OSError, ValueError):
         return _stated_list(folder)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
@@ -190,11 +189,10 @@ def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
 
 def _dead_in(drive: Path) -> list[Path]:
     def is_dead(folder: Path) -> bool:
-        try:
+        with suppress(OSError, UserError):
             empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
             return (empty or has_locks(folder)) and not is_alive(folder)
-        except (OSError, UserError):
-            return False
+        return False
 
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []

@@ -205,7 +205,7 @@ def _checked_kernel(place: torch.device) -> CudaKernel:
     if torch.version.hip:
         raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
     kernel = CudaKernel(place)
-    if not matches_bitwise(kernel, device=place, several_pages=True):  # as on a CPU without FMA
+    if not matches_bitwise(kernel, gpu=place):  # as on a CPU without FMA
         raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
     with suppress(Exception):  # Triton's
         kernel.adds_gradients = _adds_like_torch(kernel)

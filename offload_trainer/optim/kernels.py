@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 
@@ -118,15 +118,14 @@ _SEVERAL = (  # the middle is inside a page
 )
 
 
-def matches_bitwise(kernel: Kernel, *, device: str | torch.device = "cpu", several_pages: bool = False) -> bool:
-    """Return whether `kernel` on `device` matches torch's on the CPU bit for bit, for numbers of all magnitudes.
+def matches_bitwise(kernel: Kernel, *, gpu: torch.device | None = None) -> bool:
+    """Return whether `kernel` matches torch's on the CPU bit for bit, for numbers of all magnitudes.
 
-    This tests each format of state, and parts with gaps between them and different hyperparameters.
-    `several_pages` also tests updates of several pages in one call (`CudaKernel`), with parts that reach over the ends
-    of pages; torch's kernel updates them as a single one.
+    This tests each format of state, and parts with gaps between them and different hyperparameters; on a `gpu` also
+    several pages in one call, with parts that reach over their ends. torch's kernel updates them as a single one.
     """
     hyper, other = _TRIED
-    cases = product((*_SIZES, *(_SEVERAL if several_pages else ())), ADAMW_FORMATS)
+    cases = product((*_SIZES, *(_SEVERAL if gpu else ())), ADAMW_FORMATS)
     for (count, n, of_gradients, of_weights), format in cases:
         if format.masters.stochastic and of_weights is not torch.bfloat16:  # a combination that no run has
             continue
@@ -136,7 +135,7 @@ def matches_bitwise(kernel: Kernel, *, device: str | torch.device = "cpu", sever
             parts = [ParamRange(0, middle, hyper, 7), ParamRange(middle + 512, n, other, 300)]
         page, grad = random_page(n, format)
         results = []
-        for candidate, place, pages in ((kernel, device, count), (TorchKernel(), "cpu", 1)):
+        for candidate, place, pages in ((kernel, gpu or "cpu", count), (TorchKernel(), "cpu", 1)):
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
             if pages > 1:
                 fields = as_pages(fields, pages)
@@ -151,13 +150,9 @@ def matches_bitwise(kernel: Kernel, *, device: str | torch.device = "cpu", sever
 
 def as_pages(fields: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
     """Return the fields of one page as those of `count` equal pages, which follow each other in memory."""
-    rows = {name: tensor.view(count, -1) for name, tensor in fields.items()}
-    whole = torch.cat([tensor.view(torch.uint8) for tensor in rows.values()], dim=1)
-    ends = list(accumulate(tensor.shape[1] * tensor.element_size() for tensor in rows.values()))
-    return {
-        name: whole[:, start:end].view(tensor.dtype)
-        for (name, tensor), start, end in zip(rows.items(), [0, *ends], ends, strict=False)
-    }
+    rows = [tensor.view(count, -1).view(torch.uint8) for tensor in fields.values()]
+    columns = torch.cat(rows, dim=1).split([row.shape[1] for row in rows], dim=1)
+    return {name: part.view(tensor.dtype) for (name, tensor), part in zip(fields.items(), columns, strict=True)}
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -221,8 +221,17 @@ class TensorFileReader:
         entry = self.entries[name]
         assert 0 <= start <= start + count <= entry.numel, (entry, start, count)
         out = torch.empty(count, dtype=entry.dtype)
-        if count:
-            self._fill(out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize)
+        view, offset, done = out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize, 0
+        size = len(view)
+        while done < size:
+            try:
+                moved = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            except OSError as error:
+                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: {error.strerror}") from error
+            if moved == 0:
+                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: it was cut short")
+            done += moved
+        os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
         return out
 
     def same(self, name: str, other: Self, theirs: str) -> bool:
@@ -233,19 +242,6 @@ class TensorFileReader:
             for start in range(0, ours.numel, _COMPARED)
             for count in [min(_COMPARED, ours.numel - start)]
         )
-
-    def _fill(self, view: memoryview, offset: int) -> None:
-        size = len(view)
-        done = 0
-        while done < size:
-            try:
-                moved = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            except OSError as error:
-                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: {error.strerror}") from error
-            if moved == 0:
-                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: it was cut short")
-            done += moved
-        os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
 
     def __enter__(self) -> Self:
         return self

@@ -170,37 +170,27 @@ def test_gradients_that_shrink_make_no_large_update() -> None:
     assert largest_update("8bit", shrinking(), beta2=0.999) < 4
 
 
-def below_and_above(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two storable numbers around each of `x`."""
-    if form == "bf16":
-        top = x.view(torch.int32) >> 16
-        return (top << 16).view(torch.float32), (top + 1 << 16).view(torch.float32)
-    table = moments.dynamic_map(False)
-    code = torch.bucketize(x, table, right=True).clamp(max=255)
-    return table[code - 1], table[code]
-
-
-def rounded(x: torch.Tensor, form: str, *, step: int) -> torch.Tensor:
-    noise = Noise(7, step).bits("exp_avg_sq", 0, 3)
-    if form == "8bit":
-        return encoded(x, signed=False, noise=noise)[2]
-    out = torch.empty(x.numel(), dtype=torch.bfloat16)
-    moments.encode_bf16(x, out, noise=noise)
-    return out.float()
-
-
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
 def test_stochastic_rounding_is_right_on_average(form: str) -> None:
     n, steps = 4099, 200
-    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    x, out = torch.randn(n, generator=torch.Generator().manual_seed(0)), torch.empty(n, dtype=torch.bfloat16)
     if form == "8bit":
         x = x.exp() / x.exp().max() * 0.99
         x[::256] = 1.0  # the scale of each block
-    below, above = below_and_above(x, form)
+        table = moments.dynamic_map(False)
+        code = torch.bucketize(x, table, right=True).clamp(max=255)
+        below, above = table[code - 1], table[code]
+    else:
+        top = x.view(torch.int32) >> 16
+        below, above = (top << 16).view(torch.float32), (top + 1 << 16).view(torch.float32)
     share = (x - below) / (above - below)
     ups = torch.zeros(n)
     for number in range(steps):
-        up = (rounded(x, form, step=number) - below) / (above - below)
+        noise = Noise(7, number).bits("exp_avg_sq", 0, 3)
+        if form == "bf16":
+            moments.encode_bf16(x, out, noise=noise)
+        stored = out.float() if form == "bf16" else encoded(x, signed=False, noise=noise)[2]
+        up = (stored - below) / (above - below)
         assert ((up == 0) | (up == 1)).all()
         ups += up
     assert ((ups - steps * share).abs() - 5 * (steps * share * (1 - share)).sqrt()).max() < 2

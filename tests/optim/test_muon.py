@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -177,20 +177,15 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
 # -- layout ----------------------------------------------------------------------------------------------------------
 
 
-def uneven(*shapes: tuple[int, ...]) -> ModelShape:
-    """Return a shape with three blocks, each with these weights, and an embedding."""
-    weights = [Weight("wte", (500, 60), unit="wte")]
-    for block in range(3):
-        names = (f"h.{block}.experts.{n}" if len(shape) == 3 else f"h.{block}.{n}" for n, shape in enumerate(shapes))
-        weights += [
-            Weight(name, shape, unit=f"h.{block}", block=True) for name, shape in zip(names, shapes, strict=True)
-        ]
-    return ModelShape(tuple(weights), 3, 60, 500, 64)
-
-
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
-    shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
+    """Of three blocks and an embedding."""
+    weights: list[Weight] = [Weight("wte", (500, 60), unit="wte")]
+    sizes: list[tuple[int, ...]] = [(60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,)]
+    for block, (number, size) in product(range(3), enumerate(sizes)):
+        name = f"h.{block}.experts.{number}" if len(size) == 3 else f"h.{block}.{number}"
+        weights.append(Weight(name, size, unit=f"h.{block}", block=True))
+    shape = ModelShape(tuple(weights), 3, 60, 500, 64)
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
         units = units_of(shape, matrices=True)
         pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks).pages

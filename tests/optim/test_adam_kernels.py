@@ -128,23 +128,6 @@ def updated(kernel: Kernel, *given: Any, **words: Any) -> list[torch.Tensor]:
     return update_ranges.updated(kernel, *given, **words, place=PLACE if isinstance(kernel, CudaKernel) else "cpu")
 
 
-def torchs_adamw(page: Page, whole: ParamRange, *, given: torch.dtype) -> list[torch.Tensor]:
-    """Return what `updated` should, of a page that is one range: moments.py around torch.optim.AdamW(fused=True)."""
-    (before, grad), hyper = page, whole.hyper
-    wide = {name: stored_field(name, before).read().clone() for name in KINDS}
-    weight = torch.nn.Parameter(wide["master"])
-    words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
-    optimizer = torch.optim.AdamW([weight], **words, fused=True)
-    moments = {name: values for name, values in wide.items() if name != "master"}
-    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **moments}
-    weight.grad = grad.to(given).float() * 0.37
-    optimizer.step()
-    expected = {name: torch.empty_like(field) for name, field in before.items()}
-    for name, values in wide.items():
-        stored_field(name, expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
-    return [*expected.values(), expected["master"].bfloat16()]
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -167,12 +150,24 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def test_a_page_is_decoded_updated_by_torchs_adamw_and_encoded(
     number: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A page that is one range has the bits of moments.py around torch.optim.AdamW(fused=True)."""
     monkeypatch.setattr(kernel_api, "CHUNK", 4096)
-    whole = ParamRange(0, N, RULES[number], number + 1)
-    for states, kernel in product(FORMATS, [TorchKernel(), *compiled_kernels()]):
-        for page in pages_of(states):
-            ours = updated(kernel, page, [whole], states=states, given=given)
-            assert_same(ours, torchs_adamw(page, whole, given=given))
+    hyper, all_kernels = RULES[number], [TorchKernel(), *compiled_kernels()]
+    words = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.decay}
+    for states, (before, grad) in ((name, page) for name in FORMATS for page in pages_of(name)):
+        wide = {kind: stored_field(kind, before).read().clone() for kind in KINDS}
+        weight = torch.nn.Parameter(wide["master"])
+        optimizer = torch.optim.AdamW([weight], **words, fused=True)
+        moments = {name: values for name, values in wide.items() if name != "master"}
+        optimizer.state[weight] = {"step": torch.tensor(float(number)), **moments}
+        weight.grad = grad.to(given).float() * 0.37
+        optimizer.step()
+        expected = {name: torch.empty_like(field) for name, field in before.items()}
+        for name, values in wide.items():
+            stored_field(name, expected).write(values.detach(), noise=NOISE.bits(name, UNIT, FIRST))
+        for kernel in all_kernels:
+            ours = updated(kernel, (before, grad), [ParamRange(0, N, hyper, number + 1)], states=states, given=given)
+            assert_same(ours, [*expected.values(), expected["master"].bfloat16()])
 
 
 @pytest.mark.parametrize("given", TYPES)

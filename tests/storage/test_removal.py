@@ -90,10 +90,6 @@ def dead(place: Path, *, what: str = WHAT, name: str = "", locks: bool = True) -
     return left
 
 
-def linked(place: Path) -> None:
-    place.symlink_to(dead_lease(place.parent.parent))
-
-
 def anothers(place: Path, *, whole: bool = True) -> None:
     for path in (dead(place), *place.iterdir()) if whole else (dead(place) / MARK,):
         os.chown(path, NOBODY, NOBODY)
@@ -105,7 +101,7 @@ STAYS: dict[str, Callable[[Path], object]] = {
     "a word in the mark": partial(marked, content=b"mine"),
     "a dangling link as mark": partial(marked, link="/nowhere"),
     "a dead lease's mark as mark": lambda place: marked(place, link=str(dead_lease(place.parent.parent) / MARK)),
-    "a link to a dead lease": linked,
+    "a link to a dead lease": lambda place: place.symlink_to(dead_lease(place.parent.parent)),
     "a lease that was renamed": partial(dead, name="run-00000001"),
     "a workplace for something else": partial(dead, what="the export to"),
     "a lease made where there were no locks": partial(dead, locks=False),

@@ -90,7 +90,7 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
             shadow=0 if page.shadow is None else page.shadow.data_ptr() - fields["master"].data_ptr(),
-            tables=ctypes.pointer(_tables()[0]),
+            tables=ctypes.pointer(_tables()[0]) if page.format.moments.block else None,
             **{f"{kind}_noise": page.bits(kind) or Bits() for kind in KINDS},
         )
         found = [

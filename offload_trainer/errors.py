@@ -79,10 +79,7 @@ class Interrupted(TrainerError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the program immediately: exit code 128 + the signal's number.
-
-    `unsaved`: why progress since the last checkpoint is lost; "" if there was none.
-    """
+    """A signal ended the program at once: exit code 128 + its number. `unsaved`: why progress is lost, if it is."""
 
     def __init__(self, signal_number: int, *, unsaved: str = "") -> None:
         name = signal.Signals(signal_number).name

@@ -101,10 +101,7 @@ def file_bytes(
 
 
 def open_file(path: Path, *, links: bool = False) -> int:
-    """Open a regular file and return its descriptor.
-
-    `links`: follow a symbolic link at its end. Raises ValueError for all but a regular file, and FileNotFoundError.
-    """
+    """Return a descriptor to read a regular file. Raises ValueError for anything else, and FileNotFoundError."""
     try:
         if not links and stat.S_ISLNK(os.lstat(path).st_mode):  # before anything opens it
             raise ValueError("it is a link")
@@ -116,10 +113,7 @@ def open_file(path: Path, *, links: bool = False) -> int:
 
 
 def open_regular(path: Path, flags: int, *, directory: int | None = None) -> int:
-    """Open a file with these flags of open(2), without ever blocking. Raises OSError for anything but a regular file.
-
-    `path` is relative to the descriptor `directory` if one is passed.
-    """
+    """Open a regular file with flags of open(2), perhaps in the open `directory`, and never block. Raises OSError."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=directory)
     except OSError as error:
@@ -243,7 +237,6 @@ def _cut(text: str) -> str:
 
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator and serializer of a type."""
     return TypeAdapter(kind)
 
 

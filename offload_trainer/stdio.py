@@ -16,10 +16,7 @@ from typing import Any, TextIO
 
 
 class LastingStream(io.FileIO):
-    """Raw writer to a descriptor that drops output once the reader is gone.
-
-    `must_arrive`: raise OSError if output to a file fails, for output that the user asked for.
-    """
+    """Raw writer that drops output once the reader is gone. `must_arrive`: raise OSError if output to a file fails."""
 
     def __init__(self, descriptor: int, *, must_arrive: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -303,7 +303,7 @@ class DeepSpeedEngine:
         for name in self._trained:
             yield name, self._read(name, "master")
         for name in self._fixed:
-            yield name, self._read_fixed(name).float()
+            yield name, self._read(name, "fixed").float()
 
     def snapshot(self) -> BlockingSnapshot:
         steps, scale, scaler = self._optimizer_steps(), CONSTANT, self._optimizer.loss_scaler
@@ -316,8 +316,7 @@ class DeepSpeedEngine:
             loss_scale=scale,
         )
         self._link_moments()
-        fixed = {name: (shape, self._dtype) for name, shape in self._fixed.items()}
-        return BlockingSnapshot(state, self._trained, self._read, fixed, self._read_fixed, writes=self._rank == 0)
+        return BlockingSnapshot(state, self._trained, self._fixed, self._dtype, self._read, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
@@ -338,6 +337,9 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self._parameters[name]
+        if kind == "fixed":
+            with _gathered(parameter) as whole:
+                return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
         if kind == "master":
             tensor = safe_get_full_fp32_param(parameter)
         elif self._optimizer_steps() == 0:
@@ -346,10 +348,6 @@ class DeepSpeedEngine:
             tensor = safe_get_full_optimizer_state(parameter, kind)
         part = tensor.detach().float().reshape(_full_shape(parameter))
         return self._parts.whole(name, part).cpu()
-
-    def _read_fixed(self, name: str) -> torch.Tensor:
-        with _gathered(self._parameters[name]) as whole:
-            return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         """Set a weight and its master ("master"), a frozen weight ("fixed"), or a moment.

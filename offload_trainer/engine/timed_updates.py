@@ -94,7 +94,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
             continue
         found += [TimedUpdate(kernel, format) for format in ADAMW_FORMATS[: 1 if found else None]]
     if torch.cuda.is_available():
-        there, words = choose_cuda_kernel(_GPU, choose_kernel("auto")[0])
+        there, words = choose_cuda_kernel(_GPU)
         if there is None:
             say(f"bench: {words}")
         else:
@@ -105,6 +105,6 @@ def available_updates(*, say: Callable[[str], None]) -> list[TimedUpdate]:
 def updates_of_run(kernel: str, format: StateFormat) -> list[TimedUpdate]:
     """Return the updates that a run with `optim.kernel` and AdamW's state in `format` uses."""
     chosen, _ = choose_kernel(kernel)
-    there = choose_cuda_kernel(_GPU, chosen)[0] if torch.cuda.is_available() else None
+    there = choose_cuda_kernel(_GPU)[0] if torch.cuda.is_available() else None
     found = [TimedUpdate(chosen, format)]
     return found if there is None else [*found, TimedUpdate(there, format)]

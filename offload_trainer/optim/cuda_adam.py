@@ -6,9 +6,8 @@ launch with each combination of dtypes, in seconds, and keeps the code for later
 in this package's cache).
 """
 
-from __future__ import annotations
-
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, PageUpdate, TorchKernel
+from offload_trainer.optim.kernel_api import PageUpdate
 from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
@@ -30,77 +29,10 @@ from offload_trainer.storage.tensorfile import DTYPES
 _PARTS = 64  # parts of a launch, and one that marks the end; a power of two
 _NEVER = 2**31 - 1  # the start and the end of parts that are not used
 _ROWS = 32  # numbers that one thread of `add_gradient` adds; a power of two
-_FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
-
-
-def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
-    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
-
-    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match `beside` bit for
-    bit. `beside` is the CPU kernel that updates the other pages: results must not depend on the placement of the state.
-    """
-    try:
-        kernel = _checked_kernel(place, beside)
-    except Exception as error:
-        return None, f"The update on {place}: not used, so that no state can live there: {_reason(error)}"
-    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
-    with suppress(Exception):  # Triton's
-        kernel.adds_gradients = _adds_like_torch(kernel)
-    if not kernel.adds_gradients:
-        words += " Gradients there are added by torch's slower operations."
-    return kernel, words
-
-
-def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can be placed on the GPU `place`, or None if its kernel matches the CPU's results.
-
-    It never raises: a command that finds the GPU unusable for state places all of it in RAM and on NVMe.
-    """
-    if place in _FIT:
-        return None
-    try:
-        _checked_kernel(place, TorchKernel())  # all CPU kernels give the same bits as this one
-    except Exception as error:
-        return _reason(error)
-    _FIT.add(place)
-    return None
-
-
-def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
-    """Return the kernel for `place` after a comparison with `beside` there. Errors of torch and Triton propagate."""
-    if torch.version.hip:
-        raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    kernel = CudaKernel(place)
-    if not matches_bitwise(beside, kernel, device=place, several_pages=True):  # as on a CPU without FMA
-        raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
-    return kernel
-
-
-def _adds_like_torch(kernel: CudaKernel) -> bool:
-    """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
-    random = torch.Generator().manual_seed(3)
-    for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
-        size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
-        expected, more = torch.randn(2, count, generator=random) * size
-        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
-        found = kernel.add_gradient(sums, given.to(kernel.place))
-        norm = norm_of(expected.add_(given), ordered=True)
-        if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
-            return False
-    return True
-
-
-def _reason(error: Exception) -> str:
-    """Return an error in one line, with its type if it comes from a driver, a library or torch."""
-    words = " ".join(str(error).split())
-    return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
+_CURRENT = torch.device("cuda")
 
 
 class _Part(ctypes.Structure):
-    """Elements that share hyperparameters and step number."""
-
     _fields_ = (("start", ctypes.c_int32), ("end", ctypes.c_int32), ("step", AdamStep))
 
 
@@ -136,10 +68,7 @@ class CudaKernel:
     adds_gradients = False  # whether `add_gradient` has torch's bits on this device
 
     def __init__(self, place: torch.device, *, rows: int = 4) -> None:
-        """Prepare for pages on the GPU `place`; the CPU for Triton's interpreter. Raises TrainerError without Triton.
-
-        `rows`: blocks of 256 elements for each of Triton's programs, a power of two.
-        """
+        """Prepare for the GPU `place`, with `rows` (a power of two) blocks of 256 a program. Raises TrainerError."""
         with suppress(TrainerError):  # then Triton's code is kept where Triton says
             os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))
         try:
@@ -152,7 +81,7 @@ class CudaKernel:
             ) from error
         self.place, self.version, self._rows = place, triton.__version__, rows
         self._function, self._add, self._lanes = triton_adam.adamw, triton_adam.add_gradient, 64 * rows
-        tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
+        tables = (dynamic_map(True), dynamic_map(False), nearest_table(), lower_table(), cells())
         self._tables = [table.to(place) for table in tables]
 
     def update_page(self, page: PageUpdate) -> None:
@@ -176,7 +105,6 @@ class CudaKernel:
             self._launch(table, given, blocks=-(-(some[-1].end - some[0].start) // BLOCK_8BIT), end=some[-1].end)
 
     def _launch(self, table: _Table, given: Sequence[torch.Tensor | None], *, blocks: int, end: int) -> None:
-        """Queue one launch, for blocks of 256 elements from the table's first part on; the last part ends at `end`."""
         numbers = torch.frombuffer(bytearray(table), dtype=torch.int32)
         if self.place.type == "cuda":  # from pinned memory, so that the copy waits for nothing
             numbers = numbers.pin_memory().to(self.place, non_blocking=True)
@@ -238,5 +166,61 @@ def _apart(field: torch.Tensor) -> int:
 
 
 def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor of bf16 as int16, as the function takes it."""
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype is torch.bfloat16 else tensor
+
+
+def choose_cuda_kernel(place: torch.device) -> tuple[CudaKernel | None, str]:
+    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
+
+    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match the CPU's bit for
+    bit: results must not depend on the placement of the state.
+    """
+    kernel = _kernel_or_reason(place)
+    if isinstance(kernel, str):
+        return None, f"The update on {place}: not used, so that no state can live there: {kernel}"
+    words = f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
+    if not kernel.adds_gradients:
+        words += " Gradients there are added by torch's slower operations."
+    return kernel, words
+
+
+def why_no_cuda_kernel(place: torch.device) -> str | None:
+    """Return why no optimizer state can be placed on the GPU `place`, or None if it can. It never raises."""
+    kernel = _kernel_or_reason(place)
+    return kernel if isinstance(kernel, str) else None
+
+
+def _kernel_or_reason(place: torch.device) -> CudaKernel | str:
+    """Return the kernel, or why there is none in one line, with the error's type if it is a driver's or a library's."""
+    try:
+        return _checked_kernel(torch.device("cuda", torch.cuda.current_device()) if place == _CURRENT else place)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
+
+
+@functools.cache  # a plan asks before its run
+def _checked_kernel(place: torch.device) -> CudaKernel:
+    """Return the kernel for `place` after a comparison with torch's on the CPU, which each CPU kernel has passed."""
+    if torch.version.hip:
+        raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
+    kernel = CudaKernel(place)
+    if not matches_bitwise(kernel, gpu=place):  # as on a CPU without FMA
+        raise TrainerError("its results differ from those of the CPU's torch kernel in their last bits")
+    with suppress(Exception):  # Triton's
+        kernel.adds_gradients = _adds_like_torch(kernel)
+    return kernel
+
+
+def _adds_like_torch(kernel: CudaKernel) -> bool:
+    """Return whether the kernel adds and measures gradients with the bits of torch's operations on the CPU."""
+    random = torch.Generator().manual_seed(3)
+    for count, dtype in ((70_001, torch.bfloat16), (1003, torch.float16), (33, torch.float32)):
+        size = torch.empty(count).uniform_(-10, 5, generator=random).exp_()
+        expected, more = torch.randn(2, count, generator=random) * size
+        sums, given = expected.to(kernel.place, copy=True), more.to(dtype)
+        found = kernel.add_gradient(sums, given.to(kernel.place))
+        norm = norm_of(expected.add_(given), ordered=True)
+        if not (torch.equal(found.cpu(), norm) and torch.equal(sums.cpu(), expected)):
+            return False
+    return True

@@ -40,9 +40,8 @@ class PageUpdate:
             fp32[ceil(n / 256)].
         grad: bf16, fp16 or fp32 [n]; not modified.
         out: bf16, fp16 or fp32 [n], or None; receives the masters, as stored, rounded to nearest even.
-        parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Nothing
-            outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and its rule is
-            that of `format`. The list may be empty.
+        parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end; perhaps
+            none. Nothing outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1.
         format: storage format of the fields.
         scale: factor on the gradient.
         noise: random bits for fields that are rounded stochastically; None if all are fp32.
@@ -68,23 +67,23 @@ class PageUpdate:
 
 
 class Kernel(Protocol):
-    """A function object that applies one step of an update rule (`rules.py`) to one page per call."""
+    """One step of an update rule (`rules.py`) on one page per call; calls do not overlap. `TorchKernel` has the bits.
+
+    For each element a kernel decodes master and moments to fp32 (`moments.py`), applies the rule, and encodes the new
+    ones. bf16 fields and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each operation
+    is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose function `adam` lists them. An
+    element's result depends only on that element and, in 8 bits, on the 256 elements that share its scale, so neither
+    on where pages are cut nor on the device. Subnormal numbers are not flushed. Infinities and NaN propagate; the bits
+    of a NaN may differ between kernels.
+    """
 
     name: str
 
     def update_page(self, page: PageUpdate) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
 
-        For each element a kernel decodes master and moments to fp32 (`moments.py`), applies the rule, and encodes the
-        new ones. bf16 fields and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
-        operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose function `adam` lists
-        the operations; `step_constants` in rules.py computes the constants. An element's result depends only on that
-        element and, in 8 bits, on the 256 elements that share its scale. So results depend neither on where pages are
-        cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_bitwise` compares. Subnormal numbers
-        are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.
-
         A CPU kernel has updated the page when it returns. A GPU kernel may return once the work is queued on the
-        current stream, and must not keep references to its arguments. Calls do not overlap.
+        current stream, and must not keep references to its arguments.
         """
 
 
@@ -107,17 +106,12 @@ def zlib_sum(data: torch.Tensor) -> int:
 
 
 # Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
-# last-level cache, and each of the three calls takes longer than its overhead. 2^19 was the fastest size of 2^13 to
-# 2^21 (EPYC, 32 MB L3).
+# last-level cache; 2^19 was the fastest size of 2^13 to 2^21 (EPYC, 32 MB L3).
 CHUNK = 2**19
 
 
 class TorchKernel:
-    """A kernel of torch operations that matches torch.optim.AdamW(fused=True), except for padding (`AdamW.update`).
-
-    The rules only support fp32. Fields in 16 and 8 bits are converted to fp32 before the update and back after it, one
-    chunk at a time.
-    """
+    """A kernel of torch's operations in fp32, one chunk at a time: torch.optim.AdamW(fused=True)'s, but for padding."""
 
     name = "torch"
 
@@ -127,7 +121,6 @@ class TorchKernel:
 
     @torch.no_grad()
     def update_page(self, page: PageUpdate) -> None:
-        """Update each part of the page; see `Kernel.update_page`."""
         fields, size = page.fields, self._scratch.numel()
         # Cut the parts at multiples of the chunk, so that elements outside the parts are not even converted.
         parts = [
@@ -150,10 +143,7 @@ class TorchKernel:
                 page.out[here].copy_(fields["master"][here])
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy one tensor in host memory to another on the threads that update pages.
-
-        torch's own threads spin for milliseconds after a copy, and take the cores from those.
-        """
+        """Copy between tensors in host memory, on the threads that update pages: torch's would spin and slow those."""
         into.copy_(values)
 
     def add(
@@ -171,12 +161,9 @@ class TorchKernel:
             sums: the sums in host memory (fp32, bf16 or fp16), changed in place with the bits of `Tensor.add_`.
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
-            pieces: how the sums are measured; None: not at all, and the result is empty.
+            pieces: how the sums are measured, with one result (fp32) a piece; None: not at all, and it is empty.
             on_torch_threads: the caller is the thread that computes with torch. Its OpenMP threads spin for
                 milliseconds after each operation, and would take the cores from other threads.
-
-        Returns:
-            fp32, one result a piece.
         """
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)

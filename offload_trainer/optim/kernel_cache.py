@@ -30,10 +30,9 @@ _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
 
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
-    """Return the path of the library compiled for this CPU from `source` and the headers in its directory.
+    """Return the library for this CPU from `source`, compiled with `flags` if the cache does not have it.
 
-    It is compiled with `flags` if the cache does not have it. Raises TrainerError if there is no compiler, or it failed
-    (the message has its output), or the cache cannot be used.
+    Raises TrainerError if there is no compiler, or it failed (the message has its output), or the cache is unusable.
     """
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
@@ -61,10 +60,9 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 
 
 def prebuilt() -> Path | None:
-    """Return the best prebuilt library that this CPU can run, from the package or else from the cache.
+    """Return the best prebuilt library for this CPU, from the package or else from the cache; None in a checkout.
 
-    Return None if nothing is prebuilt: the package was installed from a checkout. Raises TrainerError if the package
-    has prebuilt libraries, and none of them can be used; the message says why.
+    Raises TrainerError if the package has prebuilt libraries, and none of them can be used; the message says why.
     """
     here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
     fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
@@ -88,10 +86,7 @@ def prebuilt() -> Path | None:
 
 
 def private_directory(name: str) -> Path:
-    """Return the cache's directory `name` for compiled code, created if missing; only this user may change it.
-
-    Raises TrainerError if other users could change its contents, or it cannot be created.
-    """
+    """Return the cache's directory `name` for code, made if missing. Raises TrainerError if others may write there."""
     directory = cache_directory() / "kernels" / name
     try:
         make_directories(directory)
@@ -115,14 +110,12 @@ def private_directory(name: str) -> Path:
 
 def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
     """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
-    try:
+    with suppress(OSError, ValueError):
         expected = file_bytes(library.with_name(f"{library.name}.sha256"), opener=opener)
         return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _line_of_features() -> str:
-    """Return the line of /proc/cpuinfo with the CPU's instruction sets."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

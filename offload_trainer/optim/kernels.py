@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 
@@ -40,7 +40,7 @@ def choose_kernel(name: str) -> tuple[CpuKernel, str]:
 
 @functools.cache  # a run that measures its machine needs the kernel before the engine does
 def _checked_native() -> tuple[NativeKernel, str]:
-    """Return the native kernel after its check, and where it comes from: prebuilt if one fits and passes, or compiled.
+    """Return the native kernel, prebuilt if one fits and passes the check, and where it comes from.
 
     Raises TrainerError if it can neither be had prebuilt nor be compiled, or does not match torch's kernel.
     """
@@ -67,7 +67,7 @@ def _has_torchs_bits(kernel: NativeKernel) -> bool:
     for lanes in (*ORDERS, UNKNOWN):
         kernel.lanes = lanes
         if adds_like_torch(kernel):
-            return matches_bitwise(TorchKernel(), kernel)
+            return matches_bitwise(kernel)
     return False
 
 
@@ -118,17 +118,14 @@ _SEVERAL = (  # the middle is inside a page
 )
 
 
-def matches_bitwise(
-    reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu", several_pages: bool = False
-) -> bool:
-    """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
+def matches_bitwise(kernel: Kernel, *, gpu: torch.device | None = None) -> bool:
+    """Return whether `kernel` matches torch's on the CPU bit for bit, for numbers of all magnitudes.
 
-    This tests each format of state, and parts with gaps between them and different hyperparameters.
-    `several_pages` also tests updates of several pages in one call (`CudaKernel`), with parts that reach over the ends
-    of pages; the reference updates them as a single one.
+    This tests each format of state, and parts with gaps between them and different hyperparameters; on a `gpu` also
+    several pages in one call, with parts that reach over their ends. torch's kernel updates them as a single one.
     """
     hyper, other = _TRIED
-    cases = product((*_SIZES, *(_SEVERAL if several_pages else ())), ADAMW_FORMATS)
+    cases = product((*_SIZES, *(_SEVERAL if gpu else ())), ADAMW_FORMATS)
     for (count, n, of_gradients, of_weights), format in cases:
         if format.masters.stochastic and of_weights is not torch.bfloat16:  # a combination that no run has
             continue
@@ -138,7 +135,7 @@ def matches_bitwise(
             parts = [ParamRange(0, middle, hyper, 7), ParamRange(middle + 512, n, other, 300)]
         page, grad = random_page(n, format)
         results = []
-        for candidate, place, pages in ((kernel, device, count), (reference, "cpu", 1)):
+        for candidate, place, pages in ((kernel, gpu or "cpu", count), (TorchKernel(), "cpu", 1)):
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
             if pages > 1:
                 fields = as_pages(fields, pages)
@@ -153,20 +150,13 @@ def matches_bitwise(
 
 def as_pages(fields: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
     """Return the fields of one page as those of `count` equal pages, which follow each other in memory."""
-    rows = {name: tensor.view(count, -1) for name, tensor in fields.items()}
-    whole = torch.cat([tensor.view(torch.uint8) for tensor in rows.values()], dim=1)
-    ends = list(accumulate(tensor.shape[1] * tensor.element_size() for tensor in rows.values()))
-    return {
-        name: whole[:, start:end].view(tensor.dtype)
-        for (name, tensor), start, end in zip(rows.items(), [0, *ends], ends, strict=False)
-    }
+    rows = [tensor.view(count, -1).view(torch.uint8) for tensor in fields.values()]
+    columns = torch.cat(rows, dim=1).split([row.shape[1] for row in rows], dim=1)
+    return {name: part.view(tensor.dtype) for (name, tensor), part in zip(fields.items(), columns, strict=True)}
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return fields and a gradient (fp32[n]) of all magnitudes, including zeros and subnormals.
-
-    First and second moments are consistent with each other, as in training.
-    """
+    """Return fields and a gradient (fp32[n]) of all magnitudes and zeros; moments fit each other, as in training."""
     random = torch.Generator().manual_seed(1)
     size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
     master, grad, average, square = torch.randn(4, n, generator=random) * size

@@ -3,10 +3,8 @@
 A run keeps the scale and the window of the checkpoint that it resumes from, which may have been imported.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, Strict
 
@@ -25,15 +23,15 @@ class LossScale:
     good_steps: Steps = 0  # steps since it last changed
 
     @classmethod
-    def initial(cls, dtype: str) -> LossScale:
+    def initial(cls, dtype: str) -> Self:
         """Return the scale of the first step with weights of `dtype`: constant 1 unless they are in fp16."""
-        return cls(INITIAL_SCALE, WINDOW) if dtype == "fp16" else CONSTANT
+        return cls(INITIAL_SCALE, WINDOW) if dtype == "fp16" else cls(1.0, None)
 
-    def resumed(self, saved: LossScale) -> LossScale:
+    def resumed(self, saved: Self) -> Self:
         """Return the scale of a checkpoint; this one if the run or the checkpoint is not in fp16."""
         return saved if self.window and saved.window else self
 
-    def after_step(self, *, finite: bool) -> LossScale:
+    def after_step(self, *, finite: bool) -> Self:
         """Return the scale after a step; `finite`: all gradients were finite."""
         if self.window is None:
             return self

@@ -67,16 +67,11 @@ def random_bits(bits: Bits, n: int) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """Return the lowest 32 bits as a signed number."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
-    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]).
-
-    The bits of `noise` are added below bf16's last place, so a value is rounded up in magnitude with a probability
-    equal to its truncated fraction. Infinity and NaN stay as they are.
-    """
+    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]); infinity and NaN stay as they are."""
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
         words = values[piece].view(torch.int32)
@@ -191,13 +186,13 @@ def cells() -> torch.Tensor:
 
 
 @functools.cache
-def nearest_table(signed: bool) -> torch.Tensor:
+def nearest_table() -> torch.Tensor:
     """Return adam.cpp's lookup tables from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], one per sign.
 
     Codes of negative numbers are counted down from 255, so that they also grow with the magnitude. A number exactly at
     a midpoint gets the lower code for either sign, which is the higher one when counted down.
     """
-    bounds = _bounds(signed)
+    bounds = _bounds(True)
     return torch.stack([_search_table(bounds, above=False), _search_table(-bounds.flip(0), above=True)])
 
 

@@ -58,7 +58,6 @@ class Products:
         torch.set_num_threads(before)
 
     def norm(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the Frobenius norm, bf16 and 0-dim."""
         return self._threads.submit(matrix.norm).result() if self._threads else matrix.norm()
 
     def mm(
@@ -85,10 +84,7 @@ class Products:
 
 
 class TorchMuon:
-    """The elementwise part of Muon for one matrix, by torch's operations on any device.
-
-    All tensors are 1-D, contiguous and on one device.
-    """
+    """The elementwise part of Muon for one matrix, by torch's operations on 1-D, contiguous tensors of any device."""
 
     def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         """Add a gradient times `scale` to the momentum (fp32); return the direction to orthogonalise (bf16)."""
@@ -134,10 +130,7 @@ class MatrixKernel:
     name = "muon"
 
     def __init__(self, elementwise: Kernel, *, gpu: torch.device | None, threads: int = 1) -> None:
-        """Update pages of other weights with `elementwise`.
-
-        `gpu` orthogonalises the matrices; None: `threads` of the CPU do.
-        """
+        """Orthogonalise matrices on `gpu`, or on `threads` of the CPU; update other weights with `elementwise`."""
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
         self._products = Products(threads if gpu is None else None)
@@ -164,7 +157,6 @@ class MatrixKernel:
                 arithmetic.muon_step(part.hyper, master, orthogonal, None if page.out is None else page.out[here])
 
     def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
-        """Return the orthogonalised direction, contiguous and where `direction` is."""
         if self._gpu is None or direction.is_cuda:
             return orthogonalised(direction, self._products).contiguous()
         with torch.cuda.stream(self._stream):  # on the default stream it would wait for the model's products

@@ -1,14 +1,13 @@
 """The CPU kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
 AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones, 4 less with bf16
-masters. The library also adds and measures gradients in one pass, computes the elementwise part of Muon, and the
-checksums of state on NVMe. All results equal those of torch's operations bit for bit.
+masters. Gradients are added and measured in one pass. All results equal those of torch's operations bit for bit.
 """
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,57 +21,39 @@ from offload_trainer.optim.rules import TYPES, AdamStep, Muon, fields_of, step_c
 from offload_trainer.plan.tiered.state_formats import KINDS
 
 _POINTER, _SIZE, _NUMBER, _CHOICE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
-_NO_NORM, _LANES, _FUSED_LANES, _HALVES = range(4)  # gradients.h's Order
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """The order in which torch's norm may add squares, as gradients.h's LANES and FUSED_LANES."""
+class Lanes(NamedTuple):
+    """The order in which torch's norm may add squares (gradients.h)."""
 
-    count: int
-    fused: bool  # each square and its addition are rounded once
-    group: int = 1  # if not: of the elements that fill no vector, whole groups of so many are not fused, the rest is
+    number: int
+    group: int  # of the elements that fill no vector, whole groups of so many are not fused; 0: all are fused
 
 
-UNKNOWN = Lanes(0, fused=False)
+UNKNOWN = Lanes(0, 0)
 # The orders of torch's norm on CPUs with AVX2, AVX-512, and neither.
-ORDERS = [
-    lanes
-    for count in (8, 16, 4)
-    for lanes in (*(Lanes(count, fused=False, group=group) for group in (4, 8, 16, 1)), Lanes(count, fused=True))
-]
+ORDERS = [Lanes(number, group) for number in (8, 16, 4) for group in (4, 8, 16, 1, 0)]
 
 
 def openmp_parallel() -> int | None:
-    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found.
-
-    Of several in this process it is the one in torch's own directory.
-    """
+    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found."""
     try:
         with open("/proc/self/maps") as maps:
             mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
         own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
-        (path,) = own or mapped
+        (path,) = own or mapped  # of several, the one in torch's own directory
         return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
     except (OSError, ValueError, AttributeError):  # not readable, not exactly one, or another runtime of that name
         return None
 
 
 class NativeKernel:
-    """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool.
-
-    `level` is the x86-64 level of a prebuilt library, and empty if it was compiled for this CPU. `lanes` is the order
-    of torch's norm; while it is unknown, torch measures what is not ordered (`norms.py`). `parallel` is OpenMP's
-    function that runs another on torch's threads, or None.
-    """
+    """The compiled functions of native/, as `TorchKernel` and `TorchMuon` have them, on a persistent thread pool."""
 
     name = "native"
 
     def __init__(self, path: Path | None = None) -> None:
-        """Load the library at `path`, by default the one that is compiled for this CPU.
-
-        Raises TrainerError if it cannot be built or loaded; the message has the compiler's output.
-        """
+        """Load the library at `path`, or the one compiled for this CPU. Raises TrainerError if that fails."""
         path = path or built(SOURCE, flags=FLAGS)
         try:
             self._functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
@@ -81,8 +62,8 @@ class NativeKernel:
                 f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
                 "directory with OFFLOAD_TRAINER_CACHE"
             ) from error
-        self.level = path.stem.partition(".")[2]
-        self.lanes = UNKNOWN
+        self.level = path.stem.partition(".")[2]  # x86-64 level of a prebuilt library; "" if compiled for this CPU
+        self.lanes = UNKNOWN  # order of torch's norm; while it is unknown, torch measures what is not ordered
         self.parallel = openmp_parallel()
         self._functions.page_sum.restype = _SIZE
         self._functions.add_gradient.restype = _CHOICE
@@ -109,11 +90,9 @@ class NativeKernel:
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
             shadow=0 if page.shadow is None else page.shadow.data_ptr() - fields["master"].data_ptr(),
+            tables=ctypes.pointer(_tables()[0]) if page.format.moments.block else None,
+            **{f"{kind}_noise": page.bits(kind) or Bits() for kind in KINDS},
         )
-        for kind in KINDS:
-            setattr(given, f"{kind}_noise", page.bits(kind) or Bits())
-        if page.format.moments.block:
-            given.tables = ctypes.pointer(_tables()[0])
         found = [
             _Part(part.start, part.end, step_constants(part.hyper, scale=page.scale, step=part.step))
             for part in page.parts
@@ -123,7 +102,6 @@ class NativeKernel:
         self._functions.update_page(ctypes.byref(given), parts, _SIZE(len(found)), _CHOICE(torch.get_num_threads()))
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy the bytes of `values`; see `TorchKernel.copy`."""
         assert values.is_contiguous()
         assert into.is_contiguous()
         assert values.nbytes == into.nbytes
@@ -143,14 +121,12 @@ class NativeKernel:
         pieces: Pieces | None = None,
         on_torch_threads: bool = False,
     ) -> torch.Tensor:
-        """Add gradients to sums and measure the new sums; see `TorchKernel.add`."""
-        count, order, results = sums.numel(), _NO_NORM, torch.empty(0)
+        count, results = sums.numel(), torch.empty(0)
         assert sums.is_contiguous()
         assert values is None or (values.is_contiguous() and values.numel() == count)
         if not count:
             return results
-        if pieces is not None and (pieces.halving or self.lanes.count):
-            order = _HALVES if pieces.halving else _FUSED_LANES if self.lanes.fused else _LANES
+        if pieces is not None and (pieces.halving or self.lanes.number):
             results = pieces.results(count)
         addition = _Addition(
             sums=sums.data_ptr(),
@@ -161,14 +137,13 @@ class NativeKernel:
             sums_type=TYPES[sums.dtype],
             values_type=TYPES[None if values is None else values.dtype],
             first=first,
-            order=order,
-            lanes=self.lanes.count,
+            lanes=0 if pieces is None or pieces.halving else self.lanes.number,
             group=self.lanes.group,
         )
         parallel = _POINTER(self.parallel if on_torch_threads else None)
         if self._functions.add_gradient(ctypes.byref(addition), _CHOICE(torch.get_num_threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
-        return pieces.measure(sums) if pieces is not None and order == _NO_NORM else results
+        return pieces.measure(sums) if pieces is not None and not len(results) else results
 
     def muon_direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         out = torch.empty(grad.numel(), dtype=torch.bfloat16)
@@ -188,24 +163,18 @@ class NativeKernel:
 # -- structures of native/ -------------------------------------------------------------------------------------------
 
 
-class _Part(ctypes.Structure):
-    """adam.cpp's Part."""
-
+class _Part(ctypes.Structure):  # adam.cpp
     _fields_ = (("start", _SIZE), ("end", _SIZE), ("step", AdamStep))
 
 
-class _Tables(ctypes.Structure):
-    """formats.h's Tables."""
-
+class _Tables(ctypes.Structure):  # formats.h
     _fields_ = (
         *fields_of(_POINTER * 2, "values", "planes"),
         *fields_of(_POINTER, "nearest", "lower", "cells"),
     )
 
 
-class _Page(ctypes.Structure):
-    """adam.cpp's Page."""
-
+class _Page(ctypes.Structure):  # adam.cpp
     _fields_ = (
         *fields_of(_POINTER, "master", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "grad", "out"),
         ("tables", ctypes.POINTER(_Tables)),
@@ -215,14 +184,12 @@ class _Page(ctypes.Structure):
     )
 
 
-class _Addition(ctypes.Structure):
-    """gradients.h's Addition."""
-
+class _Addition(ctypes.Structure):  # gradients.h
     _fields_ = (
         *fields_of(_POINTER, "sums", "values"),
         *fields_of(_SIZE, "count", "width"),
         ("results", _POINTER),
-        *fields_of(_CHOICE, "sums_type", "values_type", "first", "order", "lanes", "group"),
+        *fields_of(_CHOICE, "sums_type", "values_type", "first", "lanes", "group"),
     )
 
 
@@ -232,7 +199,7 @@ def _tables() -> tuple[_Tables, tuple[torch.Tensor, ...]]:
     steps = cells() * torch.tensor([1.0, 2.0**-16])
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
-    nearest[:, :0x3F81] = nearest_table(True)
+    nearest[:, :0x3F81] = nearest_table()
     values = [dynamic_map(False), dynamic_map(True)]
     planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
     kept = (*values, *planes, nearest, lower_table(), steps)

@@ -9,9 +9,8 @@ in host memory a kernel returns one partial result a piece while it adds a gradi
 `Pieces.norm` combines them. Whoever clips multiplies by `clip_factor` itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -32,21 +31,17 @@ class Pieces:
     halving: bool
 
     @classmethod
-    def of(cls, numel: int, *, ordered: bool) -> Pieces:
+    def of(cls, numel: int, *, ordered: bool) -> Self:
         """Return the pieces of a weight of `numel` elements, counted from its start, for `norm_of` with `ordered`."""
         return cls(piece_width(numel, ordered=ordered), halving=ordered)
 
     def results(self, elements: int) -> torch.Tensor:
-        """Return memory (fp32) for the results of `elements` elements."""
         return torch.empty(-(-elements // self.width), dtype=torch.float32)
 
     def measure(self, values: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
-        """Return the partial results (fp32) of 1-D values, one a piece, by torch's operations.
-
-        `chunks` pieces are halved at a time: by default one on the CPU, which fits its cache, and several on a GPU.
-        """
+        """Return the partial results (fp32) of 1-D values, one a piece; `chunks` pieces are halved at a time."""
         if self.halving:
-            at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)
+            at_a_time = chunks or (1 if values.device.type == "cpu" else _CHUNKS_ON_GPU)  # one fits a CPU's cache
             found = []
             for part in values.split(self.width * at_a_time):
                 rows = -(-part.numel() // self.width)
@@ -82,22 +77,16 @@ def _sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def square_root(total: torch.Tensor) -> torch.Tensor:
-    """Return the square root of an fp32 number, rounded to nearest.
-
-    torch's root in fp32 on a CPU is MKL's, of which 1 in 100 is not the nearest number; a GPU's is.
-    """
+    """Return the root of an fp32 number, rounded to nearest: of MKL's, which torch takes on a CPU, 1 in 100 is not."""
     return total.double().sqrt().float()
 
 
 def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
     """Return the fp32 norm (0-dim) of 1-D values, on their device.
 
-    On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
-    with an error of 1 % at 9e7 elements.
-
-    `ordered` norms have the same bits on every device: the squares of each chunk of 2^20 elements, and then the chunks'
-    sums, are added by halving. Each step is one fp32 operation per element, rounded once, which every device computes
-    identically, as it does `square_root`. Padding with zeros changes nothing.
+    On the CPU it is computed in pieces: torch would make an fp32 copy of the whole gradient and sum it sequentially,
+    with an error of 1 % at 9e7 elements. `ordered` norms have the same bits on every device: the squares of each chunk
+    of 2^20 elements, and then the chunks' sums, are added by halving, in fp32. Padding with zeros changes nothing.
     """
     if not ordered and flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
@@ -106,10 +95,7 @@ def norm_of(flat: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
 
 
 def clip_factor(norm: float, *, limit: float) -> float:
-    """Return the factor that clips gradients of this norm to `limit`; 1 if `limit` is 0 (no clipping).
-
-    The operations are those of torch.nn.utils.clip_grad_norm_, in fp32, for the same bits.
-    """
+    """Return the factor that clips gradients to `limit` (0: none), computed in fp32 as in torch's clip_grad_norm_."""
     if not limit:
         return 1.0
     return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))

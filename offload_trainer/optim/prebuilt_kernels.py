@@ -66,7 +66,6 @@ def build_prebuilt(level: str, *, folder: Path = FOLDER) -> Path:
 
 
 def key_of(*parts: str) -> str:
-    """Return the name of the directory for libraries that depend on `parts`."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -8,15 +8,13 @@ A rule on whole matrices (Muon) has `UpdateRule.matrices`. The layout then cuts 
 of ranks inside a matrix, `MatrixKernel` (muon.py) updates a page matrix by matrix, and all other weights follow AdamW.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -61,8 +59,8 @@ class AdamW:
     def update(self, master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, *, step: int) -> None:
         """Apply step number `step` in place to fp32 tensors of equal length, by torch's fused AdamW.
 
-        If the length is not a multiple of 8 (16 with AVX-512), torch updates the last elements in a scalar loop that
-        rounds exp_avg_sq differently. They are padded here, so that results do not depend on where pages are cut.
+        torch updates elements that fill no vector in a scalar loop that rounds exp_avg_sq differently. They are padded
+        here, so that results do not depend on where pages are cut.
         """
         tensors = [master, *moments, grad]
         left = master.numel() % _LINE
@@ -99,7 +97,7 @@ class Lerp:
     from_end: bool
 
     @classmethod
-    def of(cls, weight: float) -> Lerp:
+    def of(cls, weight: float) -> Self:
         rounded = to_fp32(weight)
         return cls(rounded, from_end=False) if rounded < 0.5 else cls(to_fp32(rounded - 1), from_end=True)
 
@@ -128,7 +126,6 @@ class Muon:
 
     @property
     def keep(self) -> float:
-        """Return the factor of weight decay."""
         return 1 - self.lr * self.decay
 
     @property
@@ -147,10 +144,7 @@ def to_fp32(value: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
-    """Return the constants of step number `step` with gradients multiplied by `scale`.
-
-    They are computed as torch computes them: in double precision, then rounded to nearest even.
-    """
+    """Return the constants of a step, as torch computes them: in double precision, then rounded to nearest even."""
     beta1, beta2 = hyper.betas
     lerp = Lerp.of(1 - beta1)  # from exp_avg to the gradient
     # torch's fused kernel is compiled with fused multiply-add, so lr * decay is not rounded before the subtraction. The
@@ -172,16 +166,12 @@ def step_constants(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
 
 
 def adamw_of(group: Mapping[str, Any]) -> AdamW:
-    """Return the current hyperparameters of a torch parameter group, or of other settings with the same keys.
-
-    With Muon these are the ones of weights that are not matrices of blocks.
-    """
+    """Return the hyperparameters of a torch parameter group, with Muon those of its weights that follow AdamW."""
     betas = float(group["betas"][0]), float(group["betas"][1])
     return AdamW(float(group["lr"]), betas, float(group["eps"]), float(group["weight_decay"]))
 
 
 def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
-    """Return the current hyperparameters of the weights of a group by name."""
     others = adamw_of(group)
 
     def hyper(weight: Weight) -> Hyper:

@@ -6,8 +6,8 @@
         engine.json                                                         `EngineState`: steps, in all and by weight,
                                                                             update rule, formats, loss scale
 
-    write   write_files asks each `StateFile` for one whole tensor after the other, on all ranks, and one rank writes.
-            The tiered engine writes masters and moments page by page (offloading/pages/named_state.py).
+    write   write_file reads one whole tensor after the other on all ranks, and one rank writes. The tiered engine
+            writes masters and moments page by page (offloading/pages/named_state.py).
     read    StoredKind: a range of a weight, as stored or in fp32; read_tensors: whole tensors in fp32
 
 The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
@@ -45,7 +45,13 @@ from offload_trainer.plan.tiered.state_formats import (
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.safe_files import Steps, exact_record, read_back
 from offload_trainer.storage.atomic_io import StoredFile, write_text
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
+from offload_trainer.storage.tensorfile import (
+    PlacedWriter,
+    TensorEntry,
+    TensorFileReader,
+    describe_invalid_values,
+    file_of,
+)
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 FormatName = Annotated[str, Field(pattern=f"^({'|'.join(FORMATS)})$")]
@@ -70,46 +76,26 @@ class EngineState:
         return state_format(self.rule, self.states, self.masters)
 
 
-@dataclass(frozen=True)
-class StateFile:
-    """One file of the state: its tensor entries, and a function that returns a whole tensor by name."""
+def write_file(
+    path: Path, entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], *, writes: bool = True
+) -> dict[str, StoredFile]:
+    """Write a file of whole tensors; return its name, size and CRC-32 on the rank with `writes`, {} on the others.
 
-    name: str
-    entries: Sequence[TensorEntry]
-    read: Callable[[str], torch.Tensor]
-
-
-def fixed_file(
-    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str], torch.Tensor]
-) -> list[StateFile]:
-    """Return the file of frozen weights, if there are any."""
-    entries = [TensorEntry(name, dtype, shape) for name, (shape, dtype) in fixed.items()]
-    return [StateFile("fixed", entries, read)] if entries else []
-
-
-def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, StoredFile]:
-    """Write the files, and return size and CRC-32 of each on the rank with `writes`, {} on the others.
-
-    All ranks read the tensors in the same order, since reading may be collective. Raises TrainerError if a value is
-    NaN, infinite or impossible, or the disk fails.
+    All ranks `read` the tensors in the same order, since that may be collective. Raises TrainerError if a value is NaN,
+    infinite or impossible, or the disk fails.
     """
-    written: dict[str, StoredFile] = {}
-    for file in files:
-        path = directory / f"{file.name}.safetensors"
-        writer = TensorFileWriter(path, list(file.entries)) if writes else None
-        for entry in file.entries:
-            tensor = file.read(entry.name)
-            refuse_to_save(entry.name, tensor, field=file.name)
-            if writer is not None:
-                writer.write(entry.name, tensor)
+    writer = PlacedWriter(path, entries, whole=True) if writes else None
+    for entry in entries:
+        tensor = read(entry.name).detach().cpu()
+        refuse_to_save(entry.name, tensor, field=path.stem)
         if writer is not None:
-            written[path.name] = writer.close()
-    return written
+            writer.put(entry.name, 0, tensor)
+    return {} if writer is None else {path.name: file_of(writer.close())}
 
 
 def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     """Raise TrainerError if a weight's masters, moments or scales hold NaN, infinity or impossible values."""
-    if wrong := describe_invalid_values(values.detach(), signed=is_signed(field)):
+    if wrong := describe_invalid_values(values, signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
             "checkpoint was made of it and the older ones are untouched: the same command resumes from the newest, "
@@ -126,17 +112,20 @@ class BlockingSnapshot:
     """A snapshot of an fp32 state that reads tensors as they are, so it must be written before training continues."""
 
     state: EngineState
-    shapes: Mapping[str, tuple[int, ...]]  # of the trainable weights
-    read: Callable[..., torch.Tensor]  # (name, kind) -> a master or moment
-    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # the frozen weights
-    read_fixed: Callable[[str], torch.Tensor]
+    trained: Mapping[str, tuple[int, ...]]  # shapes
+    fixed: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype  # of the frozen weights
+    read: Callable[..., torch.Tensor]  # (name, kind) -> a master, a moment or a frozen weight ("fixed")
     writes: bool = True  # this rank writes the files
     concurrent: bool = False
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, StoredFile]:
-        entries = [TensorEntry(name, torch.float32, shape) for name, shape in self.shapes.items()]
-        files = [StateFile(kind, entries, partial(self.read, kind=kind)) for kind in KINDS]
-        written = write_files(directory, files + fixed_file(self.fixed, self.read_fixed), writes=self.writes)
+        written: dict[str, StoredFile] = {}
+        for kind in (*KINDS, "fixed") if self.fixed else KINDS:
+            shapes, dtype = (self.fixed, self.dtype) if kind == "fixed" else (self.trained, torch.float32)
+            entries = [TensorEntry(name, dtype, shape) for name, shape in shapes.items()]
+            path, read = directory / f"{kind}.safetensors", partial(self.read, kind=kind)
+            written |= write_file(path, entries, read, writes=self.writes)
         if self.writes:
             write_engine_state(directory, self.state)
         return written
@@ -158,10 +147,7 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 
 
 class StoredKind:
-    """Masters or one moment in a directory, read whole or in part, from files that `stack` closes.
-
-    Raises UserError if names or shapes differ from `shapes`.
-    """
+    """Masters or a moment in a directory, from files that `stack` closes. Raises UserError if `shapes` are others."""
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]], stack: ExitStack) -> None:
         self._kind = kind

@@ -37,7 +37,7 @@ def adamw(
     out,  # as `grad`, or None
     signed_map,  # the values of the 256 codes (moments.py)
     unsigned_map,
-    nearest,  # moments.py, nearest_table(True)
+    nearest,  # moments.py, nearest_table()
     lower,  # moments.py, lower_table()
     cells,  # moments.py, cells()
     WHOLE: tl.constexpr,  # all parts end at the end of a row
@@ -141,11 +141,7 @@ def _added(sums, values, first, apart, count, SQUARES: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _offsets(rows, lanes):
-    """Return the offsets of the elements of rows.
-
-    The compiler learns that each four are consecutive and start at a multiple of four, so that it moves 16 bytes of
-    fp32 at once.
-    """
+    """Return the offsets of the elements of rows. The compiler learns that it may move 16 bytes of fp32 at once."""
     return tl.max_contiguous(tl.multiple_of(rows[:, None] + lanes, (1, 4)), (1, 4))
 
 
@@ -197,10 +193,8 @@ def _random_bits(keys, element):
 
 @triton.jit
 def _scaled(values):
-    """Return the values divided by the greatest magnitude of each row, and that; 0 if it is 0, infinite or NaN.
-
-    As integers the bits of magnitudes have the order of the numbers, with NaN above all.
-    """
+    """Return the values divided by the greatest magnitude of each row, and that; 0 if it is 0, infinite or NaN."""
+    # As integers the bits of magnitudes have the order of the numbers, with NaN above all.
     greatest = tl.max(_bits(values) & 0x7FFFFFFF, axis=1)
     usable = (greatest != 0) & (greatest < _INFINITE)
     divisor = _number(tl.where(usable, greatest, 0x3F800000))[:, None]

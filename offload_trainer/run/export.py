@@ -56,9 +56,9 @@ from offload_trainer.storage.scratch_dir import PAGES, folders_in, is_alive, pro
 from offload_trainer.storage.tensorfile import (
     DTYPES,
     SAFETENSORS_DTYPES,
+    PlacedWriter,
     TensorEntry,
     TensorFileReader,
-    TensorFileWriter,
     describe_invalid_values,
 )
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
@@ -409,14 +409,14 @@ def _write_shards(
     overflowing, places = list[str](), dict[str, str]()
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        writer = TensorFileWriter(directory / file, shard)
+        writer = PlacedWriter(directory / file, shard, whole=True)
         for entry in shard:
             name, tensor = next(weights)
             cast = tensor.to(entry.dtype)
             narrowed = entry.dtype is torch.float16 and tensor.dtype is not torch.float16  # some buffers are fp16
             if narrowed and not torch.isfinite(cast).all():
                 overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
-            writer.write(name, cast)
+            writer.put(name, 0, cast)
             places[name] = file
         writer.close()
     assert next(weights, None) is None, "more weights came than entries"

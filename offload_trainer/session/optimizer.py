@@ -26,7 +26,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, adamw_of, hypers_of
-from offload_trainer.optim.state_files import StateFile, write_files
+from offload_trainer.optim.state_files import write_file
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import MOMENTS, UpdateRule
@@ -252,12 +252,11 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
     for name, parameter in residents.items():
         for kind, value in state.get(parameter, {}).items():
             kinds.setdefault(kind, {})[name] = value
-    files = []
+    (directory / RESIDENT).mkdir()
+    written: dict[str, StoredFile] = {}
     for kind, tensors in kinds.items():
         entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        files.append(StateFile(kind, entries, lambda name, tensors=tensors: tensors[name].detach().cpu()))  # type: ignore[misc]
-    (directory / RESIDENT).mkdir()
-    written = write_files(directory / RESIDENT, files, writes=True)
+        written |= write_file(directory / RESIDENT / f"{kind}.safetensors", entries, tensors.__getitem__)
     return {f"{RESIDENT}/{name}": about for name, about in written.items()}
 
 

@@ -3,8 +3,6 @@
 Also here: the size and the checksum of a file.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -13,6 +11,7 @@ import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import Count, Crc32, exact_record, open_file, open_given, open_regular
@@ -28,7 +27,7 @@ class StoredFile:
     crc32: Crc32
 
     @classmethod
-    def of(cls, path: Path) -> StoredFile:
+    def of(cls, path: Path) -> Self:
         return cls(path.stat().st_size, crc32_of(path))
 
 
@@ -43,7 +42,6 @@ def crc32_of(path: Path) -> int:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Write `text` as UTF-8 with `write_bytes`."""
     write_bytes(path, text.encode(), mode=mode, sync=sync)
 
 
@@ -83,10 +81,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Return a descriptor that appends to `path`, and create the file if it is missing.
-
-    Raises UserError for a link, a pipe or a device.
-    """
+    """Return a descriptor that appends to `path`, made if missing. Raises UserError for a link, pipe or device."""
     try:
         return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
@@ -120,7 +115,7 @@ def sync_tree(directory: Path) -> None:
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination` and sync them to the disk.
 
-    New files get their permissions from the umask. Raises UserError for a link, a pipe or a device.
+    Permissions come from the umask. Raises UserError for a link, a pipe or a device.
     """
     destination.mkdir()
     for path in sorted(source.iterdir()):

@@ -30,26 +30,28 @@ def set_malloc_threshold(engine: str, *, row: int = 0) -> None:
     it keeps freed memory (`Heap`). Other engines keep glibc's default, because short rows would take longer otherwise,
     except for long rows on a CPU. Works with glibc only. Free memory at the end of the heap is returned from 32 MiB on.
     """
-    library = ctypes.CDLL(None)
-    used = engine == "tiered" or (row >= LONG and not torch.cuda.is_available())
-    if used and hasattr(library, "mallopt"):
-        library.mallopt(_TRIM_THRESHOLD, 32 << 20)
-        library.mallopt(_MMAP_THRESHOLD, mapped_from(row))
-        library.mallopt(_MMAP_MAX, _MAPPINGS)
+    if engine == "tiered" or (row >= LONG and not torch.cuda.is_available()):
+        _glibc("mallopt", _TRIM_THRESHOLD, 32 << 20)
+        _glibc("mallopt", _MMAP_THRESHOLD, mapped_from(row))
+        _glibc("mallopt", _MMAP_MAX, _MAPPINGS)
 
 
 def return_now() -> None:
     """Return memory that was freed but is still cached by the allocator to the system (glibc only)."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *arguments: int) -> None:
+    """Call a function of glibc; do nothing if the C library is another one."""
+    with suppress(AttributeError):
+        getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 class Heap:
     """The heap of malloc during training: freed memory is returned to the system, or kept for reuse up to a limit.
 
-    The system zeroes each page that it hands out again. On two cores of a virtual machine this was 1.2 of the 8
-    core-seconds of a step of GPT-2 small with 1,024 tokens. A heap that keeps memory has holes, which the plan counts.
+    The system zeroes each page that it hands out again: 1.2 of the 8 core-seconds of a step of GPT-2 small with 1,024
+    tokens on two cores. A heap that keeps memory has holes, which the plan counts.
     """
 
     def __init__(self) -> None:
@@ -57,11 +59,9 @@ class Heap:
 
     def keep(self, limit: int) -> None:
         """Keep freed memory (glibc only) up to `limit` bytes of private memory, until `set_malloc_threshold`."""
-        library = ctypes.CDLL(None)
-        if hasattr(library, "mallopt"):
-            self._limit = limit
-            library.mallopt(_TRIM_THRESHOLD, _NEVER)
-            library.mallopt(_MMAP_MAX, 0)  # large blocks come from the heap, too, instead of from mappings
+        self._limit = limit
+        _glibc("mallopt", _TRIM_THRESHOLD, _NEVER)
+        _glibc("mallopt", _MMAP_MAX, 0)  # large blocks come from the heap, too, instead of from mappings
 
     def trim(self) -> None:
         """Return freed memory to the system, unless it is kept. Private is what is resident without files' pages."""

@@ -23,7 +23,7 @@ _AGAIN, _SILENT = 0.05, 20  # seconds between attempts, and attempts before a me
 
 
 class NoLocks(TrainerError):
-    """Raised when the filesystem does not support locks."""
+    """The filesystem does not support locks."""
 
 
 def open_lock(path: Path, *, create: bool = False, directory: int | None = None) -> int:
@@ -38,10 +38,7 @@ def open_lock(path: Path, *, create: bool = False, directory: int | None = None)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file without waiting.
-
-    Raises BlockingIOError if another process holds the lock, NoLocks if the filesystem does not support locks.
-    """
+    """Lock an open file without waiting. Raises BlockingIOError if another process holds the lock, and NoLocks."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -62,7 +59,7 @@ def shared_lock(path: Path) -> Iterator[None]:
 def exclusive_lock(
     path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE
 ) -> Iterator[tuple[int, NoLocks | None]]:
-    """Hold an exclusive lock on the file `path`, created if missing, for the duration of the context.
+    """Hold an exclusive lock on the file `path`, created if missing.
 
     Yields its descriptor, and the reason if the filesystem does not support locks, so that it is not locked. Waits at
     most `patience` seconds, reporting the wait through `say`, and then raises TrainerError.

@@ -74,10 +74,7 @@ def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None
 def refuse_other_run(
     checkpoint: Path, manifest: Manifest, *, identity: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError that lists the differences between a checkpoint's identity or layout and this run's.
-
-    A value of None on either side means not known and is not compared.
-    """
+    """Raise UserError that lists the `differences` between a checkpoint's identity or layout and this run's."""
     if found := differences(manifest.identity, identity) or differences(manifest.layout, layout):
         lines = "\n".join(f"  {line}" for line in found[:_MOST])
         more = f"\n  and {len(found) - _MOST} more" if len(found) > _MOST else ""
@@ -88,7 +85,7 @@ def refuse_other_run(
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per difference. A changed text gives a single line, although several values change with it."""
+    """Return one line per difference; a changed text gives a single one. None means not known and is not compared."""
     saved, now = _flat(saved, now), _flat(now, saved)
     unknown = {key for side in (saved, now) for key, value in side.items() if value is None}
     keys = [key for key in {**saved, **now} if key not in unknown and saved.get(key) != now.get(key)]

@@ -9,8 +9,6 @@ directory with another name, no mark or another mark is left alone: it may be th
 follows no link below the directory and enters no other filesystem.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -20,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import open_file
@@ -99,7 +98,7 @@ class ScratchDirectory:
         except (OSError, NotOwned) as error:
             self._say(f"note: {self.path} stays: {reason(error)}")
 
-    def __enter__(self) -> ScratchDirectory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +138,6 @@ def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterat
 
 
 def workplace_of(final: Path) -> Path:
-    """Return the path of the scratch directory of `replacing(final)`."""
     return final.with_name(f".{final.name}.tmp")
 
 
@@ -179,11 +177,10 @@ def clear(final: Path, *, what: str) -> None:
 
 def is_removable(directory: Path, *, what: str) -> bool:
     """Return whether the directory is this user's and contains the mark, so that it is removed once it is unlocked."""
-    try:
+    with suppress(OSError, NotOwned):
         os.close(_opened(directory, what))
-    except (OSError, NotOwned):
-        return False
-    return True
+        return True
+    return False
 
 
 def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
@@ -212,13 +209,12 @@ def _lock_dead(directory: Path, *, what: str) -> int:
 
 def _remove_empty(directory: Path) -> bool:
     """Remove an empty directory, as a kill leaves it between the last two steps of a removal; return whether it was."""
-    try:
-        if _UNNAMED.search(directory.name) or not is_ours(directory.lstat().st_uid, directory.parent):
-            return False  # another process is just making it, or it is another user's
-        os.rmdir(directory)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        # with another name, another process is just making it
+        if not _UNNAMED.search(directory.name) and is_ours(directory.lstat().st_uid, directory.parent):
+            os.rmdir(directory)
+            return True
+    return False
 
 
 def _remove(directory: Path, what: str, *, lock: int, final: Path | None = None) -> None:
@@ -247,10 +243,7 @@ def _remove_content(inside: int, *, last: str) -> None:
 
 
 def _opened(directory: Path, what: str) -> int:
-    """Return a descriptor of a directory that is this user's and marked as made for `what` under its name.
-
-    Raises NotOwned, with the reason, for any other directory.
-    """
+    """Return a descriptor of a directory of this user's, marked as made for `what` by its name. Raises NotOwned."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         inside = os.open(directory, flags | os.O_DIRECTORY)
@@ -303,11 +296,9 @@ def is_ours(owner: int, place: Path) -> bool:
     """
     if owner == os.geteuid():
         return True
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            return os.fstat(file.fileno()).st_uid == owner
-    except OSError:
-        return False
+    with suppress(OSError), tempfile.TemporaryFile(dir=place) as file:
+        return os.fstat(file.fileno()).st_uid == owner
+    return False
 
 
 def reason(error: BaseException) -> str:

@@ -44,9 +44,9 @@ def leased(
 ) -> Iterator[Path]:
     """Yield a private directory for one run under `drive`, and remove it at the end. Two runs never share files.
 
-    Remove and report first what dead runs of this user have left. `listed` is this run's own list, whose directories
-    are removed too. `instead` is one of them that was taken over and is used in place of a new directory. After an
-    error, a directory that this run could resume from stays. Raises TrainerError if no directory can be created.
+    Remove and report first what dead runs of this user have left, those on this run's list `listed` too. `instead` is a
+    directory that was taken over, in place of a new one. After an error, a directory that this run could resume from
+    stays. Raises TrainerError if no directory can be created.
     """
     try:
         for _ in range(2):  # another user may take the first name at this moment
@@ -118,10 +118,10 @@ def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
 
 
 def write_list(listed: Path, folders: Sequence[Path]) -> None:
-    """Write the run's list, so that these directories survive a kill or an error and this run can resume from them.
+    """Write the run's list, so that these directories survive a kill or an error. Raises OSError.
 
     The list comes last, so it never names a directory that another run would remove for lack of a `.for`. A list must
-    exist before that, because a directory whose list is missing may never be removed. Raises OSError.
+    exist before that, because a directory whose list is missing may never be removed.
     """
     if not listed.exists():
         write_text(listed, "")
@@ -150,16 +150,15 @@ def folders_in(listed: Path) -> list[Path]:
 
 
 def _stated_list(folder: Path) -> Path:
-    """Return the path of the list for which a directory is kept. Raises OSError or ValueError if it cannot be read."""
+    """Return the path of the list for which a directory is kept. Raises OSError and ValueError."""
     return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
 
 
 def _list_of(folder: Path) -> Path | None:
     """Return the path of the list for which a directory is kept; None if that is unknown."""
-    try:
+    with suppress(OSError, ValueError):
         return _stated_list(folder)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
@@ -184,20 +183,16 @@ def kept_for(listed: Path, drive: Path) -> list[Path]:
 
 
 def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
-    """Return this user's private directories under `drive` whose run has died; the next lease there removes them.
-
-    Directories that a run other than that of `listed` may need are left out.
-    """
+    """Return the dead runs' directories that no run but `listed`'s may need, which the next lease there removes."""
     return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
 
 
 def _dead_in(drive: Path) -> list[Path]:
     def is_dead(folder: Path) -> bool:
-        try:
+        with suppress(OSError, UserError):
             empty = "~" not in folder.name and not os.listdir(folder)  # a kill during its removal may leave it so
             return (empty or has_locks(folder)) and not is_alive(folder)
-        except (OSError, UserError):
-            return False
+        return False
 
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []

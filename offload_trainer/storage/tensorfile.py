@@ -8,8 +8,6 @@ the library's mapping would count as this process's memory until the file is clo
 Also here: dtypes by their names, and the check for invalid values on saving, exporting and loading.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -18,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,16 +84,17 @@ def file_of(pieces: Iterable[Piece]) -> StoredFile:
 
 
 class PlacedWriter:
-    """A writer of parts of tensors at their offsets. Other processes and nodes may write the rest at the same time.
+    """A writer of tensors, or parts of them, at their offsets. Raises TrainerError if the disk refuses.
 
-    `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
+    Other processes and nodes may write the rest at the same time, after one has called `make`; `whole`: all is written
+    here, from the header on.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        self.path = path
+    def __init__(self, path: Path, entries: Sequence[TensorEntry], *, whole: bool = False) -> None:
+        self.path, self._whole = path, whole
         self._entries = {entry.name: entry for entry in entries}
-        _, self._starts, self.size = _laid_out(entries)
-        self._pieces: list[Piece] = []
+        _, self._starts, self._size = _laid_out(entries)
+        self._pieces = [self.make(path, entries)] if whole else []
         self._written = self._passed = 0
         self._file = _opened(path, os.O_WRONLY)  # write-only: over NFS the client then sends only these bytes
 
@@ -113,8 +112,8 @@ class PlacedWriter:
         return Piece(0, len(header), zlib.crc32(header))
 
     def put(self, name: str, start: int, stretch: torch.Tensor) -> None:
-        """Write elements of a tensor from index `start` on: 1-D, contiguous, on the CPU, in the entry's dtype."""
-        entry = self._entries[name]
+        """Write elements of a tensor from index `start` on, from any device and layout, in the entry's dtype."""
+        entry, stretch = self._entries[name], stretch.detach().cpu().contiguous().reshape(-1)
         assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
         assert 0 <= start <= start + stretch.numel() <= entry.numel, f"{stretch.numel()} at {start} given for {entry}"
         if not stretch.numel():
@@ -138,6 +137,8 @@ class PlacedWriter:
 
     def close(self) -> list[Piece]:
         """Sync and close the file. Returns the written pieces in order of writing; consecutive ones are merged."""
+        written = sum(piece.bytes for piece in self._pieces)
+        assert not self._whole or written == self._size, f"{written} of {self._size} bytes were written"
         try:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -182,24 +183,6 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
     return TrainerError(f"{path}: {reason(error)} after {written} bytes; free space on that disk and run again")
 
 
-class TensorFileWriter:
-    """A writer of a whole file: each tensor of `entries`, then `close`. Raises TrainerError if the disk refuses."""
-
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        self._header = PlacedWriter.make(path, entries)
-        self._writer = PlacedWriter(path, entries)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, from any device and layout."""
-        self._writer.put(name, 0, tensor.detach().to("cpu").contiguous().reshape(-1))
-
-    def close(self) -> StoredFile:
-        """Finish and sync the file. Every entry must have been written completely."""
-        written = file_of([self._header, *self._writer.close()])
-        assert written.bytes == self._writer.size, f"{written.bytes} of {self._writer.size} bytes were written"
-        return written
-
-
 class TensorFileReader:
     """A reader of one safetensors file, by tensor or by part. As a context manager it closes the file on exit.
 
@@ -238,22 +221,8 @@ class TensorFileReader:
         entry = self.entries[name]
         assert 0 <= start <= start + count <= entry.numel, (entry, start, count)
         out = torch.empty(count, dtype=entry.dtype)
-        if count:
-            self._fill(out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize)
-        return out
-
-    def same(self, name: str, other: TensorFileReader, theirs: str) -> bool:
-        """Return whether a tensor equals one of another file, comparing 16 M elements at a time."""
-        ours, their = self.entries[name], other.entries[theirs]
-        return ours.shape == their.shape and all(
-            torch.equal(self.read_part(name, start, count), other.read_part(theirs, start, count))
-            for start in range(0, ours.numel, _COMPARED)
-            for count in [min(_COMPARED, ours.numel - start)]
-        )
-
-    def _fill(self, view: memoryview, offset: int) -> None:
+        view, offset, done = out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize, 0
         size = len(view)
-        done = 0
         while done < size:
             try:
                 moved = os.preadv(self._file.fileno(), [view[done:]], offset + done)
@@ -263,8 +232,18 @@ class TensorFileReader:
                 raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: it was cut short")
             done += moved
         os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+        return out
 
-    def __enter__(self) -> TensorFileReader:
+    def same(self, name: str, other: Self, theirs: str) -> bool:
+        """Return whether a tensor equals one of another file, comparing 16 M elements at a time."""
+        ours, their = self.entries[name], other.entries[theirs]
+        return ours.shape == their.shape and all(
+            torch.equal(self.read_part(name, start, count), other.read_part(theirs, start, count))
+            for start in range(0, ours.numel, _COMPARED)
+            for count in [min(_COMPARED, ours.numel - start)]
+        )
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -290,7 +269,6 @@ def combined(first: int, second: int, length: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Multiply two polynomials modulo the CRC's polynomial."""
     result, bit = 0, _ONE
     while bit:
         if one & bit:

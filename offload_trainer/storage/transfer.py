@@ -159,31 +159,23 @@ def done() -> Future:
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
-    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one.
-
-    If `work` returns another future, the part ends with that.
-    """
+    """Wrap `work` as a job that ends one part of `future`, with its error, or with the future that it returns."""
 
     def carry_out() -> None:
-        error: BaseException | None = None
-        result: object = None
         try:
             result = work()
-        except BaseException as caught:
-            error = caught
-        if isinstance(result, Future):
-            result.then(future.finish_part)
-        else:
+        except BaseException as error:
             future.finish_part(error)
+        else:
+            result.then(future.finish_part) if isinstance(result, Future) else future.finish_part()
 
     return carry_out
 
 
 class Workers:
-    """Threads that take jobs from one queue in order."""
+    """Daemon threads that take jobs from one queue in order."""
 
     def __init__(self, count: int, name: str) -> None:
-        """Start `count` daemon threads."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -240,8 +232,7 @@ class Transfers:
         starts = range(0, len(data), _BLOCK)
         future = Future(parts=len(starts))
         for start in starts:
-            part = partial(move, data[start : start + _BLOCK], offset + start)
-            workers.put(ending(future, part))
+            workers.put(ending(future, partial(move, data[start : start + _BLOCK], offset + start)))
         return future
 
     def close(self) -> None:

@@ -148,11 +148,13 @@ class PlainEngine:
             loss_scale=self._scale,
             weight_steps={name: count for name, count in steps.items() if count != most},
         )
-        fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
+        fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        return BlockingSnapshot(state, shapes, self._read, fixed, lambda name: self._weights[name].detach())
+        return BlockingSnapshot(state, shapes, fixed, self._dtype, self._read)
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
+        if kind == "fixed":
+            return self._weights[name].detach()
         master = self._masters[name]
         if kind == "master":
             return master.detach()

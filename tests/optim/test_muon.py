@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +77,19 @@ def drives(tmp_path: Path) -> list[Path]:
     return made
 
 
-def with_muon(reference: Any, model: Path) -> None:
-    shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
-    matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
-    reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn="match_rms_adamw")
-
-
 @cache
 def by_torch(
-    model: Path, steps: int, *words: str, accumulate: int = 1, lr: float = RATE
+    model: Path, steps: int, *words: str, accumulate: int = 1, skipped: frozenset[int] = frozenset()
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Return steps and masters of torch.optim.Muon and AdamW; in the `skipped` steps the last block is not used."""
     with engine(model, "--engine", "plain", *words) as reference:
-        with_muon(reference, model)
-        return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)
+        shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
+        matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
+        groups = reference._adam.param_groups
+        reference._adam = MuonWithAdamW(groups, matrices, lr=RATE, adjust_lr_fn="match_rms_adamw")
+        before = skip_last_block(reference, set(skipped)) if skipped else lambda step: None
+        found = train(reference, batches(steps * accumulate), accumulate=accumulate, lr=RATE, before=before)
+        return found, masters(reference)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,8 @@ def test_clipped_steps_have_torchs_bits_in_every_placement(
 def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], drives: list[Path]) -> None:
     """Their momentum stays as well, and no weight decay is applied, as in torch."""
     words = ["--dtype", "fp32", "--lr", str(RATE)]
-    model, home = models["gpt2"], "all on the drives"
-    with engine(model, "--engine", "plain", *words) as reference:
-        with_muon(reference, model)
-        expected = train(reference, batches(3), lr=RATE, before=skip_last_block(reference, {2}))
-        right = masters(reference)
-    with engine(model, *MUON, *words, *HOMES[home], drives=drives) as ours:
+    expected, right = by_torch(models["gpt2"], 3, *words, skipped=frozenset([2]))
+    with engine(models["gpt2"], *MUON, *words, *HOMES["all on the drives"], drives=drives) as ours:
         assert train(ours, batches(3), lr=RATE, before=skip_last_block(ours, {2})) == expected
         assert_same(masters(ours), right)
 
@@ -181,20 +177,15 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
 # -- layout ----------------------------------------------------------------------------------------------------------
 
 
-def uneven(*shapes: tuple[int, ...]) -> ModelShape:
-    """Return a shape with three blocks, each with these weights, and an embedding."""
-    weights = [Weight("wte", (500, 60), unit="wte")]
-    for block in range(3):
-        names = (f"h.{block}.experts.{n}" if len(shape) == 3 else f"h.{block}.{n}" for n, shape in enumerate(shapes))
-        weights += [
-            Weight(name, shape, unit=f"h.{block}", block=True) for name, shape in zip(names, shapes, strict=True)
-        ]
-    return ModelShape(tuple(weights), 3, 60, 500, 64)
-
-
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, largest: int) -> None:
-    shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
+    """Of three blocks and an embedding."""
+    weights: list[Weight] = [Weight("wte", (500, 60), unit="wte")]
+    sizes: list[tuple[int, ...]] = [(60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,)]
+    for block, (number, size) in product(range(3), enumerate(sizes)):
+        name = f"h.{block}.experts.{number}" if len(size) == 3 else f"h.{block}.{number}"
+        weights.append(Weight(name, size, unit=f"h.{block}", block=True))
+    shape = ModelShape(tuple(weights), 3, 60, 500, 64)
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
         units = units_of(shape, matrices=True)
         pages = pages_of(units, page=largest, shares=shares, speeds=[1.0, 3.0], ranks=ranks).pages
@@ -273,45 +264,38 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
 def test_a_session_supports_the_rule(home: dict[str, str], settings: dict[str, Any], tmp_path: Path) -> None:
     """Groups have rates of their own, and a scheduler changes them. Without `settings` the values are torch's."""
 
-    def trained(network: torch.nn.Module, make: Any) -> list[float]:
-        optimizer = make(network)
-        schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in optimizer]
+    def trained(network: torch.nn.Module, session: ot.Session | None = None) -> list[float]:
+        matrices, vectors = ([p for p in network.parameters() if p.dim() == size] for size in (2, 1))
+        rate = {"lr": 1e-3, "weight_decay": 0.0}
+        if session:
+            optimizers = [session.muon([{"params": matrices}, {"params": vectors, **rate}], lr=1e-2, **settings)]
+        else:
+            muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, **settings)
+            optimizers = [muon, torch.optim.AdamW(vectors, **rate, fused=True)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in optimizers]
         losses = []
         for step in range(4):
             x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
             loss = (network(x) - x.roll(1, dims=1)).square().mean()
             loss.backward()
-            for one in optimizer:
-                one.step()
-                one.zero_grad()
-            for scheduler in schedulers:
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
                 scheduler.step()
             losses.append(loss.item())
         return losses
-
-    def of_torch(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, vectors = ([p for p in network.parameters() if p.dim() == size] for size in (2, 1))
-        return [
-            torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, **settings),
-            torch.optim.AdamW(vectors, lr=1e-3, weight_decay=0.0, fused=True),
-        ]
-
-    def of_session(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, vectors = ([p for p in network.parameters() if p.dim() == size] for size in (2, 1))
-        groups = [{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}]
-        return [session.muon(groups, lr=1e-2, **settings)]
 
     torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in range(3)]
     network = torch.nn.Sequential(*blocks)
     expected = copy.deepcopy(network)
-    losses = trained(expected, of_torch)
+    losses = trained(expected)
     (tmp_path / "drive").mkdir()
     keys = {"nvme": [str(tmp_path / "drive")], "dtype": "fp32", "page_size": 4096, "say": lambda line: None, **home}
     with ot.offload(network, rule="muon", **keys) as session:
         with pytest.raises(UserError, match="the session stores Muon's state: call muon"):
             session.adamw()
-        assert trained(session.model, of_session) == losses
+        assert trained(session.model, session) == losses
         held = dict(session.named_masters())
     assert all(torch.equal(held[name], weight) for name, weight in expected.named_parameters())
     with pytest.raises(UserError, match="no repeated block of this model has a trainable matrix"):

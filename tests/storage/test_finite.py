@@ -59,34 +59,27 @@ def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
     checkpoints.synchronize()
 
 
-ENGINES = {
-    "fp32": ["--engine", "tiered", "optim.moment_dtype=fp32"],
-    "bf16": ["--engine", "tiered", "optim.moment_dtype=bf16"],
-    "8bit": ["--engine", "tiered", "optim.moment_dtype=8bit"],
-    "bf16 masters": ["--engine", "tiered", "--dtype", "bf16", "optim.master_dtype=bf16"],
-    "frozen": ["--engine", "tiered", "model.freeze=[ln_f]"],
-}
 PLANTED = [
-    ("fp32", "master", NAN),
-    ("fp32", "master", INF),
-    ("fp32", "exp_avg_sq", -1e-3),
-    ("bf16", "exp_avg", -INF),
-    ("8bit", "exp_avg_scales", NAN),
-    ("8bit", "exp_avg_sq_scales", -1.0),
-    ("bf16 masters", "master", NAN),
-    ("bf16 masters", "master", INF),
-    ("frozen", "fixed", NAN),
+    ("optim.moment_dtype=fp32", "master", NAN),
+    ("optim.moment_dtype=fp32", "master", INF),
+    ("optim.moment_dtype=fp32", "exp_avg_sq", -1e-3),
+    ("optim.moment_dtype=bf16", "exp_avg", -INF),
+    ("optim.moment_dtype=8bit", "exp_avg_scales", NAN),
+    ("optim.moment_dtype=8bit", "exp_avg_sq_scales", -1.0),
+    ("--dtype bf16 optim.master_dtype=bf16", "master", NAN),
+    ("--dtype bf16 optim.master_dtype=bf16", "master", INF),
+    ("model.freeze=[ln_f]", "fixed", NAN),
 ]
 
 
-@pytest.mark.parametrize(("name", "field", "value"), PLANTED)
-def test_no_checkpoint_with_nan_is_saved_or_resumed(name: str, field: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "field", "value"), PLANTED)
+def test_no_checkpoint_with_nan_is_saved_or_resumed(words: str, field: str, value: float, tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     (tmp_path / "run/model").mkdir(parents=True)
     record = RunRecord(identity={}, layout={}, run={}, model=tmp_path / "run/model")
     root = tmp_path / "run/checkpoints"
-    weight = "transformer.ln_f.weight" if name == "frozen" else "transformer.h.0.mlp.c_fc.weight"
-    with engine(model, *ENGINES[name]) as made:
+    weight = "transformer.ln_f.weight" if field == "fixed" else "transformer.h.0.mlp.c_fc.weight"
+    with engine(model, "--engine", "tiered", *words.split()) as made:
         train(made, batches(2))
         with Checkpoints(root, record=record, keep=1, need_bytes=10, say=print) as checkpoints:
             save(checkpoints, made, 2)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, combined, file_of
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, combined, file_of
 
 ENTRIES = [
     TensorEntry("a", torch.float32, (300, 7)),
@@ -31,10 +31,10 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None
     """safetensors reads what one writer has written, and several make the same file in any order and division."""
     torch.manual_seed(1)
     tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
-    alone = TensorFileWriter(tmp_path / "alone", ENTRIES)
+    alone = PlacedWriter(tmp_path / "alone", ENTRIES, whole=True)
     for name, tensor in tensors.items():
-        alone.write(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor)  # not contiguous
-    expected = alone.close()
+        alone.put(name, 0, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor)  # not contiguous
+    expected = file_of(alone.close())
     data = (tmp_path / "alone").read_bytes()
     assert (expected.bytes, expected.crc32) == (len(data), zlib.crc32(data))
     loaded = load_file(tmp_path / "alone")
@@ -53,8 +53,8 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None
 def test_unwritten_parts_make_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="follows byte 8"):
         file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
-    writer = TensorFileWriter(tmp_path / "x", ENTRIES)
-    writer.write("a", torch.zeros(5))
+    writer = PlacedWriter(tmp_path / "x", ENTRIES, whole=True)
+    writer.put("a", 0, torch.zeros(5))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
         writer.close()
 
@@ -65,4 +65,4 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):
         writer.put("c", 0, torch.zeros(77, dtype=torch.uint8))
     with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
-        TensorFileWriter(Path("/dev/full"), ENTRIES)
+        PlacedWriter(Path("/dev/full"), ENTRIES, whole=True)

@@ -1,6 +1,5 @@
 """Tests of records that are replaced atomically: if one is torn, the one before it is read."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,8 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     written(path, new).close()
     after = path.read_bytes()
     changed = [place for place in range(len(after)) if before[place] != after[place]]
+    # a power cut may destroy a block that is being written, and no other: the slots share none
+    assert 8192 <= changed[0] <= changed[-1] < 16384 == len(after)
     assert read_record(path, most=5000) == new
     for place in changed[1:]:  # bytes before `place` were written
         path.write_bytes(after[:place] + before[place:])
@@ -46,21 +47,6 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     path.write_bytes(after[8192:] + after[:8192])  # the slots exchanged
     with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
         read_record(path, most=5000)
-    assert changed[0] >= 8192
-
-
-def test_a_slot_never_shares_a_block_with_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots share no block, since a power cut may destroy a block that is being written, and no other."""
-    places: list[tuple[int, int]] = []
-    pwrite = os.pwrite
-
-    def seen(descriptor: int, data: memoryview, at: int) -> int:
-        places.append((at // 4096, (at + len(data) - 1) // 4096))
-        return pwrite(descriptor, data, at)
-
-    monkeypatch.setattr(os, "pwrite", seen)
-    written(tmp_path / "record", b"a" * 4999, b"b" * 4999, b"c" * 10).close()
-    assert places == [(2, 3), (0, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("size", [1, 4096, 3 * 8192])

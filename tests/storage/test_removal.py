@@ -71,13 +71,6 @@ def test_every_removal_is_known() -> None:
 # -- what a start removes on a drive -----------------------------------------------------------------------------------
 
 
-def run_directory(place: Path) -> None:
-    """Make a user's finished run directory, with an empty .lock that no process holds."""
-    (place / "checkpoints/step-00000002").mkdir(parents=True)
-    (place / "checkpoints/step-00000002/MANIFEST.json").write_text("{}")
-    (place / ".lock").touch()
-
-
 def marked(place: Path, *, content: bytes = b"", link: str = "", beside: bool = False) -> None:
     """Make a directory with a mark of this content, or a link for a mark, and perhaps a file beside it."""
     place.mkdir()
@@ -97,23 +90,18 @@ def dead(place: Path, *, what: str = WHAT, name: str = "", locks: bool = True) -
     return left
 
 
-def linked(place: Path) -> None:
-    place.symlink_to(dead_lease(place.parent.parent))
-
-
 def anothers(place: Path, *, whole: bool = True) -> None:
     for path in (dead(place), *place.iterdir()) if whole else (dead(place) / MARK,):
         os.chown(path, NOBODY, NOBODY)
 
 
 STAYS: dict[str, Callable[[Path], object]] = {
-    "a run directory with a lease's name": run_directory,
     "a file": Path.touch,
-    "a file beside an empty mark": partial(marked, beside=True),
+    "a file beside an empty mark, as in a run directory": partial(marked, beside=True),
     "a word in the mark": partial(marked, content=b"mine"),
     "a dangling link as mark": partial(marked, link="/nowhere"),
     "a dead lease's mark as mark": lambda place: marked(place, link=str(dead_lease(place.parent.parent) / MARK)),
-    "a link to a dead lease": linked,
+    "a link to a dead lease": lambda place: place.symlink_to(dead_lease(place.parent.parent)),
     "a lease that was renamed": partial(dead, name="run-00000001"),
     "a workplace for something else": partial(dead, what="the export to"),
     "a lease made where there were no locks": partial(dead, locks=False),

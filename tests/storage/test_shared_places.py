@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from dead_run_files import NOBODY, ROOT, dead_lease, died
@@ -49,11 +50,8 @@ def nfs(descriptor: int, operation: int) -> None:
     flock(descriptor, operation)
 
 
-def refusing(number: int) -> Callable[[int, int], None]:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
+def refusing(number: int) -> Mock:
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 FILESYSTEMS = {"local": flock, "nfs": nfs, "none": refusing(errno.ENOLCK)}
@@ -65,14 +63,11 @@ def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-@pytest.mark.parametrize(
-    "number",
-    [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP],  # an NFS server's lock daemon is silent; Lustre without -o flock
-)
-def test_missing_locks_are_recognised(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", refusing(number))
-    with locks.exclusive_lock(tmp_path / "turn", say=print) as (_, unlocked):
-        assert unlocked
+def test_missing_locks_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a silent lock daemon of NFS; Lustre without flock
+        monkeypatch.setattr(fcntl, "flock", refusing(number))
+        with locks.exclusive_lock(tmp_path / "turn", say=print) as (_, unlocked):
+            assert unlocked
 
 
 def test_drives(filesystem: str, tmp_path: Path) -> None:
@@ -440,10 +435,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def nobody(number: int) -> object:
-        raise KeyError(number)
-
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     with pytest.raises(UserError, match=r"no cache directory.*Set HOME, or name one with OFFLOAD_TRAINER_CACHE"):
         cache_directory()
 

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def test_many_concurrent_transfers_are_complete(transfers: Transfers, drive: Pat
     file.close()
 
 
+def assert_kept(file: DriveFile) -> None:
+    """Assert that a file returns what is written to it, and close it."""
+    data, back = filled(8192, 3), host_buffer(8192)
+    file.write(data.numpy().data, 0)
+    file.read(back.numpy().data, 0)
+    assert torch.equal(back, data)
+    file.close()
+
+
 @pytest.mark.parametrize("way", ["preadv", "pwritev"])
 def test_partial_transfers_continue_and_errors_are_reported(
     way: str, transfers: Transfers, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,10 +71,7 @@ def test_partial_transfers_continue_and_errors_are_reported(
     transfers.read(file, 0, back).wait()
     assert torch.equal(back, data)
 
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, way, broken)
+    monkeypatch.setattr(os, way, Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     future = (transfers.read if way == "preadv" else transfers.write)(file, 8192, data[:4096])
     with pytest.raises(TrainerError, match=r"4096 bytes at 8192 could not be \w+: Input/output error"):
         future.wait()
@@ -77,26 +84,16 @@ def test_a_full_disk_is_refused_at_the_start_with_the_numbers(tmp_path: Path) ->
     try:
         with pytest.raises(TrainerError, match=r"state: 10 MB cannot be set aside there: No space left"):
             DriveFile(tmp_path / "state", 10_000_000)
-        file = DriveFile(tmp_path / "small", 8192)  # tmpfs works, with or without O_DIRECT
-        data = filled(8192, 3)
-        file.write(data.numpy().data, 0)
-        back = host_buffer(8192)
-        file.read(back.numpy().data, 0)
-        assert torch.equal(back, data)
-        file.close()
+        assert_kept(DriveFile(tmp_path / "small", 8192))  # tmpfs works, with or without O_DIRECT
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "O_DIRECT", -1, raising=False)  # flags that no filesystem accepts
-    file, data = DriveFile(drive / "cached", 8192), filled(8192, 4)
+    file = DriveFile(drive / "cached", 8192)
     assert not file.direct
-    file.write(data.numpy().data, 0)
-    back = host_buffer(8192)
-    file.read(back.numpy().data, 0)
-    assert torch.equal(back, data)
-    file.close()
+    assert_kept(file)
 
 
 def test_futures_complete_in_any_order() -> None:
@@ -114,16 +111,11 @@ def test_futures_complete_in_any_order() -> None:
         future.wait()
 
 
-def is_mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
 class Runtime:
-    """A recorder of the two cudart calls."""
+    """A recorder of the two cudart calls: the addresses that are pinned, and whether each was mapped when unpinned."""
 
     def __init__(self, code: int = 0) -> None:
-        self.code, self.pinned, self.freed = code, set[int](), list[tuple[int, bool]]()
+        self.code, self.pinned, self.freed = code, set[int](), list[bool]()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.pinned.add(address)
@@ -131,7 +123,8 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         self.pinned.remove(address)
-        self.freed.append((address, is_mapped(address)))
+        spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        self.freed.append(any(int(start, 16) <= address < int(end, 16) for start, end in spans))
         return 0
 
 
@@ -152,7 +145,7 @@ def test_memory_is_unpinned_with_its_last_view_before_it_is_unmapped(runtime: Ru
     del view
     gc.collect()
     assert not runtime.pinned
-    assert [mapped for _, mapped in runtime.freed] == [True]
+    assert runtime.freed == [True]
 
 
 def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_list_cut_short_names_no_directory_that_another_run_removes(writes: in
     assert subprocess.run([sys.executable, "-c", _KEEP_AND_DIE, str(tmp_path), str(writes)]).returncode == -9
     with leased(tmp_path / "one"), leased(tmp_path / "two"):
         named = named_in(listed)
-        assert [folder.is_dir() for folder in named] == [True] * len(named)
+        assert all(folder.is_dir() for folder in named)
     assert len(named) == (2 if writes == 4 else 0)
     if not named:  # their run removes them when it starts again
         for name in ("one", "two"):

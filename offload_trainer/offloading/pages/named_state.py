@@ -23,12 +23,11 @@ from offload_trainer.optim.moments import stored_field
 from offload_trainer.optim.state_files import (
     EngineState,
     StoredKind,
-    fixed_file,
     read_engine_state,
     read_tensors,
     refuse_to_save,
     write_engine_state,
-    write_files,
+    write_file,
 )
 from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS
@@ -163,9 +162,9 @@ class TieredSnapshot:
                 headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
 
         def end() -> None:
-            if owner.trained:  # without trainable weights the frozen ones need not be written
-                fixed = {name: (shape, owner.weights.dtype) for name, shape in owner.fixed.items()}
-                written.update(write_files(directory, fixed_file(fixed, owner.weight), writes=True))
+            if owner.trained and owner.fixed:  # without trainable weights the frozen ones need not be written
+                fixed = [TensorEntry(name, owner.weights.dtype, shape) for name, shape in owner.fixed.items()]
+                written.update(write_file(directory / "fixed.safetensors", fixed, owner.weight))
             write_engine_state(directory, self.state)
 
         group.first(begin)

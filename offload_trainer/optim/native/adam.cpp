@@ -162,21 +162,18 @@ template <Type MASTERS, Type MOMENTS>
 
 // -- a page ----------------------------------------------------------------------------------------------------------
 
-// Copy `count` of a field's numbers from `at` on to the shadow memory.
-template <class Number>
-void keep(const Page& page, const void* field, int64_t at, int64_t count) {
-    const Number* const from = static_cast<const Number*>(field) + at;
-    stream(reinterpret_cast<char*>(const_cast<Number*>(from)) + page.shadow, from, count * int64_t(sizeof(Number)));
-}
-
+// Copy the state of `count` elements from `at` on to the shadow memory.
 template <Type MASTERS, Type MOMENTS>
 void keep_old(const Page& page, int64_t at, int64_t count) {
-    using Master = std::conditional_t<MASTERS == F32, float, uint16_t>;
-    using Moment = std::conditional_t<MOMENTS == F32, float, std::conditional_t<MOMENTS == BF16, uint16_t, uint8_t>>;
-    keep<Master>(page, page.master, at, count);
-    for (const void* moment : {page.exp_avg, page.exp_avg_sq}) keep<Moment>(page, moment, at, count);
+    constexpr int64_t moment = MOMENTS == F32 ? 4 : MOMENTS == BF16 ? 2 : 1;
+    const auto keep = [&](void* field, int64_t bytes, int64_t from, int64_t numbers) {
+        char* const old = static_cast<char*>(field) + from * bytes;
+        stream(old + page.shadow, old, numbers * bytes);
+    };
+    keep(page.master, MASTERS == F32 ? 4 : 2, at, count);
+    for (void* field : {page.exp_avg, page.exp_avg_sq}) keep(field, moment, at, count);
     if (MOMENTS == CODES)
-        for (const float* scales : {page.exp_avg_scales, page.exp_avg_sq_scales}) keep<float>(page, scales, at / BLOCK, 1);
+        for (float* scales : {page.exp_avg_scales, page.exp_avg_sq_scales}) keep(scales, 4, at / BLOCK, 1);
 }
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }

@@ -5,8 +5,8 @@
 //
 // torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
 // then the elements that fill no vector. How many lanes there are, and where a square and its addition are fused,
-// depends on how torch was built and on the CPU; kernels.py finds the order with torch's bits. HALVES is the order of
-// ordered norms (norms.py): element i + half is added to element i until one is left.
+// depends on how torch was built and on the CPU; kernels.py finds the order with torch's bits. Ordered norms (norms.py)
+// halve: element i + half is added to element i until one is left.
 #pragma once
 
 #include <memory>
@@ -17,10 +17,8 @@
 
 namespace {
 
-enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // native_kernel.py has the same numbers
-
 constexpr int64_t STRETCH = 1 << 14;  // elements that a thread claims at a time if nothing is measured
-constexpr int64_t ROW = 1024;  // elements that are added at a time; HALVES adds the squares of whole rows
+constexpr int64_t ROW = 1024;  // elements that are added at a time; halving adds the squares of whole rows
 constexpr int64_t MOST_SUBS = 16;  // parts of a piece that threads take one by one
 
 struct Addition {
@@ -28,12 +26,11 @@ struct Addition {
     const void* values;  // null: the sums are only measured
     int64_t count;
     int64_t width;  // elements of a piece
-    float* results;
+    float* results;  // null: nothing is measured
     Type sums_type, values_type;
     int32_t first;  // 1: the gradient replaces the sum
-    Order order;
-    int32_t lanes;
-    int32_t group;  // LANES: of the elements that fill no vector, whole groups of so many are not fused, the rest is
+    int32_t lanes;  // 0: halving
+    int32_t group;  // of the elements that fill no vector, whole groups of so many are not fused; 0: all are fused
 };
 
 // Update the sums of `count` elements from `at` on, at most ROW, and return them in fp32 as they are stored.
@@ -46,7 +43,7 @@ void add_block(const Addition& call, int64_t at, int64_t count, float* __restric
         for (int64_t i = 0; i < count; i++) to[i] = before[i] + to[i];
     }
     narrow(to, call.sums_type, at, count, call.sums);
-    if (call.order != NO_NORM && call.sums_type != F32)
+    if (call.results && call.sums_type != F32)
         widen(call.sums, call.sums_type, at, count, 1.0f, to);
 }
 
@@ -80,7 +77,7 @@ void add_squares(const float* values, int64_t count, float* sums, bool fused) {
 
 template <int N>
 void measure_lanes(const Addition& call, int64_t piece) {
-    const bool fused = call.order == FUSED_LANES;
+    const bool fused = call.group == 0;
     const int64_t start = piece * call.width, count = std::min(call.width, call.count - start), left = count % N;
     alignas(64) float values[ROW], sums[N] = {};
     const float* tail = values;
@@ -135,14 +132,13 @@ inline float halved(float* __restrict sums, int64_t count) {
 
 // -- a call ----------------------------------------------------------------------------------------------------------
 
-// Do one task of a call. `subs` parts of a piece are tasks of their own (HALVES), and `parts` gets the sums of each.
+// Do one task of a call. `subs` parts of a halved piece are tasks of their own, and `parts` gets the sums of each.
 void add_task(const Addition& addition, int64_t subs, float* parts, int64_t task) {
     alignas(64) float sums[ROW];
-    if (addition.order == NO_NORM) {
+    if (!addition.results) {
         const int64_t start = task * STRETCH, end = std::min(start + STRETCH, addition.count);
         for (int64_t at = start; at < end; at += ROW) add_block(addition, at, std::min(ROW, end - at), sums);
-    } else if (addition.order != HALVES) {
-        const int32_t lanes = addition.lanes;
+    } else if (const int32_t lanes = addition.lanes) {
         (lanes == 16 ? measure_lanes<16> : lanes == 8 ? measure_lanes<8> : measure_lanes<4>)(addition, task);
     } else {
         const Rows rows = rows_of(addition, task / subs);
@@ -159,9 +155,9 @@ extern "C" {
 int32_t add_gradient(const Addition* addition, int32_t threads,
                      void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
     const int64_t pieces = (addition->count + addition->width - 1) / addition->width;
-    int64_t tasks = addition->order == NO_NORM ? (addition->count + STRETCH - 1) / STRETCH : pieces, subs = 1;
+    int64_t tasks = addition->results ? pieces : (addition->count + STRETCH - 1) / STRETCH, subs = 1;
     std::unique_ptr<float[]> parts;
-    if (addition->order == HALVES && threads > 1 && pieces < 4 * threads) {
+    if (addition->results && !addition->lanes && threads > 1 && pieces < 4 * threads) {
         subs = std::min(MOST_SUBS, rows_of(*addition, 0).rows);
         tasks = pieces * subs;
         parts.reset(new (std::nothrow) float[tasks * ROW]);

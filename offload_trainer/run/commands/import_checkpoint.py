@@ -140,24 +140,22 @@ def _write_state(
 ) -> None:
     """Write masters, moments and frozen weights by name, then the other files of a checkpoint."""
     trained = {w.name: w.shape for w in of.shape.weights if w.trainable}
-    fixed = {w.name: (w.shape, DTYPES[of.section.dtype]) for w in of.shape.weights if not w.trainable}
+    fixed, dtype = {w.name: w.shape for w in of.shape.weights if not w.trainable}, DTYPES[of.section.dtype]
 
     def read(name: str, kind: str) -> torch.Tensor:
+        if kind == "fixed":
+            return state.read(names[name], "master").to(dtype).reshape(fixed[name])
         values = state.read(names[name], kind).to(torch.float32).reshape(trained[name])
         if wrong := describe_invalid_values(values, signed=is_signed(kind)):
             raise UserError(f"{state.told}: {kind} of {name}: {wrong}: no run can go on from that; import an older one")
         return values
-
-    def read_fixed(name: str) -> torch.Tensor:
-        shape, dtype = fixed[name]
-        return state.read(names[name], "master").to(dtype).reshape(shape)
 
     counts = {name: state.updates[names[name]] for name in trained}
     most = max(counts.values())
     engine = EngineState(most, weight_steps={name: count for name, count in counts.items() if count != most})
     if state.loss_scale:
         engine = replace(engine, loss_scale=state.loss_scale)
-    files = BlockingSnapshot(engine, trained, read, fixed, read_fixed).write(checkpoint)
+    files = BlockingSnapshot(engine, trained, fixed, dtype, read).write(checkpoint)
     finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
 
 

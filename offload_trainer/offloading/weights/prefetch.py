@@ -28,7 +28,7 @@ from offload_trainer.offloading.autograd import (
     in_backward,
     keep_by,
     not_compiled,
-    recompute_views,
+    saves_selected_results,
     set_memory,
     unprotected,
     without_modes,
@@ -165,7 +165,11 @@ class WeightPrefetcher:
                         "a part of an offloaded model was called by itself, and its weights would not stay for the "
                         "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                     )
-                recompute_views(self.reference_of)
+                if saves_selected_results():
+                    raise UserError(
+                        "selective checkpointing (context_fn) would save views of weights that come and go: use "
+                        "checkpoint(..., use_reentrant=False) without it"
+                    )
             for unit in fetched:
                 self._note_recomputation(unit)
                 with without_modes():
@@ -229,13 +233,9 @@ class WeightPrefetcher:
         self._recomputed: set[int] = set()  # units of that part
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
-        return self.reference_of(tensor) or tensor.detach()  # without detach a saved result refers to its own node
-
-    def reference_of(self, tensor: torch.Tensor) -> _WeightReference | None:
-        """Return the unit and offset of a tensor that views a ring buffer, or None for other tensors."""
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
-            return None
+            return tensor.detach()  # without detach a saved result refers to its own node
         unit = self._rings.slots[number].unit
         assert unit is not None
         return _WeightReference(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())

@@ -286,12 +286,6 @@ def penalised(model: Any, step: int) -> torch.Tensor:
     return ((gradient.norm(dim=1) - 1) ** 2).mean()
 
 
-def penalised_weights(model: Any, step: int) -> torch.Tensor:
-    """Return a penalty on the gradients of all weights."""
-    gradients = torch.autograd.grad(square(model, step), list(model.parameters()), create_graph=True)
-    return sum(((gradient**2).sum() for gradient in gradients), start=torch.tensor(0.0))
-
-
 def trained(model: Any, session: ot.Session | None, loss_of: Callable[[Any, int], torch.Tensor]) -> list[Any]:
     """Return the losses and norms of three steps, then the weights."""
     parameters, found = list(model.parameters()), list[Any]()
@@ -480,30 +474,10 @@ def test_one_operation_uses_parameters_of_two_sessions(offloaded: Offloaded, tmp
             other.scale.copy_(model.scale)
 
 
-@pytest.mark.parametrize("loss_of", [penalised, penalised_weights])
-def test_gradients_of_gradients_without_micro_batch(loss_of: Any, offloaded: Offloaded) -> None:
-    assert_trains(offloaded, loss_of)
-
-
-def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
-    """torch.autograd.grad returns torch's gradients of parameters, with every form of its arguments."""
-    model, reference, session = offloaded
-
-    def found(one: Net) -> Iterator[Any]:
-        weights = list(one.parameters())
-        yield torch.autograd.grad(square(one, 0), one.scale)
-        gradients = torch.autograd.grad(square(one, 0), weights, create_graph=True)
-        yield torch.autograd.grad(gradients, weights, grad_outputs=weights)  # a Hessian-vector product with the weights
-        yield torch.autograd.grad(one.scale * 2, [one.scale, one.head.weight], materialize_grads=True)
-        yield list(torch.autograd.grad(square(one, 0), dict(one.named_parameters())).items())
-        batched = torch.autograd.grad(one(INPUTS)[0], [one.scale], torch.eye(16), is_grads_batched=True)
-        yield [gradient.shape for gradient in batched]
-        with pytest.raises(RuntimeError, match="not have been used in the graph"):
-            torch.autograd.grad(one.scale * 2, one.head.weight)
-
-    for ours, expected in zip(found(model), found(reference), strict=True):
-        assert str(ours) == str(expected)
-    assert session._offloaded.sum_changes == 0  # no step consumed these gradients
+def test_gradients_of_gradients_without_micro_batch(offloaded: Offloaded) -> None:
+    assert_trains(offloaded, penalised)
+    with pytest.raises(ot.UserError, match=r"torch\.autograd\.grad of an offloaded model's parameters"):
+        torch.autograd.grad(square(offloaded[0], 0), offloaded[0].scale)
 
 
 def test_selective_checkpointing_is_refused(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     operation = _operation(func)
     name, access = operation.name, operation.access
     if func is torch.autograd.grad:
-        return _gradients(*args, **kwargs)
+        raise UserError("torch.autograd.grad of an offloaded model's parameters: call backward(), and read their .grad")
     if name == "__reduce_ex__":
         return type(args[0]).__reduce_ex__(*args)
     if access == "call" and name == "to" and isinstance(args[0], Shared) and not _changes(*args, **kwargs):
@@ -359,33 +359,6 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
         result = result.copy()
         result.setflags(write=False)
     return result
-
-
-def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
-    """Run torch.autograd.grad with gradient edges instead of parameters, because it does not need their values.
-
-    `__torch_function__` stays enabled, because recomputation in the backward may read parameters.
-    """
-    outputs, inputs = ([one] if isinstance(one, torch.Tensor) else list(one) for one in (outputs, inputs))
-    with torch._C.DisableTorchFunctionSubclass():
-        if not all(one.requires_grad for one in (*outputs, *inputs) if isinstance(one, Shared)):
-            return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # raises torch's error
-        edge = torch.autograd.graph.get_gradient_edge
-        outputs, edges = ([edge(one) if isinstance(one, Shared) else one for one in some] for some in (outputs, inputs))
-    if isinstance(grad_outputs, Shared):
-        grad_outputs = grad_outputs.clone()
-    elif isinstance(grad_outputs, list | tuple):
-        grad_outputs = [one.clone() if isinstance(one, Shared) else one for one in grad_outputs]
-    zeros = words.pop("materialize_grads", False)
-    words["allow_unused"] = bool(words.get("allow_unused")) or zeros
-    found = torch.autograd.grad(outputs, edges, grad_outputs, **words)
-    if zeros:
-        keep = bool(words.get("create_graph"))
-        found = tuple(
-            torch.zeros(one.shape, dtype=one.dtype, device=one.device, requires_grad=keep) if its is None else its
-            for one, its in zip(inputs, found, strict=True)
-        )
-    return tuple(found)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

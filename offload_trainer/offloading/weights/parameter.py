@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import not_compiled, recording, version_of
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
     from offload_trainer.offloading.model import OffloadedModel
 
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-# Frequent operations whose results never share memory with their arguments.
-_NEW_MEMORY = frozenset(
-    [
-        "linear", "addmm", "mm", "bmm", "mul", "add", "embedding",
-        "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d",
-    ]
-)  # fmt: skip
 
 # Operations that expose a tensor's memory outside torch.
 _RAW_MEMORY = frozenset(
@@ -75,13 +68,7 @@ def _refusing(name: str) -> Any:
 
 
 # torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
-# torch.utils.swap_tensors calls, at its start. The next five functions are methods of both classes.
-
-
-def _dispatched(
-    cls: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    return _run(func, args, kwargs or {})
+# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
 
 
 def _detached(one: Shared) -> Any:
@@ -118,7 +105,7 @@ class OffloadedParameter(nn.Parameter):
     provider: OffloadedModel
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
-    __torch_function__: Any = classmethod(_dispatched)
+    __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
     detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -134,7 +121,7 @@ class ParameterView(torch.Tensor):
     parameter: OffloadedParameter
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
-    __torch_function__: Any = classmethod(_dispatched)
+    __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
     detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -251,8 +238,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(args[0], OffloadedParameter):
             return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name == "data":
-        func = torch.Tensor.detach  # `.data` has a separate version counter, which would hide writes
-        return _run(func, args, kwargs)
+        return _run(torch.Tensor.detach, args, kwargs)  # `.data` has its own version counter, which would hide writes
     elif name == "requires_grad_":
         _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
     elif name not in FACTS:
@@ -282,7 +268,8 @@ def _run_with_values(
     _refuse_writing(operation, args, kwargs)
     provider = first.provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
-        args, kwargs = _copied(args, provider), _copied(kwargs, provider)
+        others = {id(one) for one in found if _parameter_of(one).provider is not provider}
+        args, kwargs = tree_map(lambda one: one.clone() if id(one) in others else one, (args, kwargs))
         return _run_with_values(func, args, kwargs, operation)
     with torch._C.DisableTorchFunctionSubclass(), provider.borrow_weights([one.weight for one in parameters]):
         for one in found:
@@ -298,7 +285,7 @@ def _run_with_values(
                     f"{name} makes {parameter.weight} itself a result, whose gradient would reach no "
                     "optimizer: use parameter.clone()"
                 )
-        return result if name in _NEW_MEMORY else _guarded(result, parameters)
+        return _guarded(result, parameters)
 
 
 def _collect(values: Any, found: list[Shared]) -> None:
@@ -310,15 +297,6 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-
-
-def _copied(given: Any, provider: OffloadedModel) -> Any:
-    """Replace parameters and views of other providers among (nested) arguments by copies, which autograd follows."""
-    if type(given) in _SHARED:
-        return given if _parameter_of(given).provider is provider else given.clone()
-    if isinstance(given, list | tuple):
-        return (list if isinstance(given, list) else tuple)(_copied(one, provider) for one in given)
-    return {name: _copied(one, provider) for name, one in given.items()} if isinstance(given, dict) else given
 
 
 def _parameter_of(one: Shared) -> OffloadedParameter:

@@ -39,7 +39,7 @@ from offload_trainer.storage.atomic_io import sync_directory, write_text
 from offload_trainer.storage.tensorfile import write_all
 
 DESCRIPTION, RECORD = "store.json", "record"
-FIX = "Export the run's newest checkpoint"
+FIX = "Only a copy of that file can fix this"
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ class ManifestWriter:
 # -- after it has died -------------------------------------------------------------------------------------------------
 
 
-def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
-    """Read store.json; raise UserError, with the advice `fix`, if it cannot be read."""
-    return read_back(directory / DESCRIPTION, StoreManifest, fix=fix)
+def read_description(directory: Path) -> StoreManifest:
+    """Read store.json; raise UserError if it cannot be read."""
+    return read_back(directory / DESCRIPTION, StoreManifest, fix=FIX)
 
 
-def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
+def read_newest(manifest: StoreManifest) -> Newest | None:
     """Return the record, None before the first update. Raises UserError if it is missing, damaged or of another run."""
     path, most = manifest.record
     try:
@@ -220,7 +220,7 @@ def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
         return found
     except (FileNotFoundError, ValueError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else error
-        raise UserError(f"{path} cannot be read: {why}. {fix}") from error
+        raise UserError(f"{path} cannot be read: {why}. {FIX}") from error
 
 
 def refuse_outside(directory: Path, manifest: StoreManifest) -> None:

@@ -166,10 +166,7 @@ class Activations:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """Return a saved tensor on the device, and prefetch the input of the previous block.
-
-        Raises UserError if another forward has replaced the input.
-        """
+        """Return a saved tensor on the device, and prefetch the one before. Raises UserError if it is gone."""
         if not isinstance(kept, _SavedInput):
             return self._references.unpack(kept)
         if kept.forward != self._forward:

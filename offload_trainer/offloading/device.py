@@ -122,10 +122,7 @@ class CudaDevice:
     is_cuda, in_host_memory = True, False
 
     def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
-        """Create streams and threads, and `stagings` pinned buffers of `staging_bytes` for units on drives.
-
-        `staging_bytes` is 0 if no weights are on a drive.
-        """
+        """Create streams, threads, and `stagings` pinned buffers of `staging_bytes` (0: no weights on a drive)."""
         self.place = device
         self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -151,7 +151,7 @@ def opened(path: Path) -> Iterator[Source]:
                 "SIGUSR1, and export that"
             )
         raise UserError(
-            f"{path}: page files of a run that has died are not exported: repeat its command, which resumes from them "
+            f"{path}: page files of a run that has died: repeat its command, which resumes from them "
             "or from its newest checkpoint, and export the run"
         )
     ended = final_export(path)

@@ -140,10 +140,7 @@ class ManifestWriter:
     """The manifest of one run's page files, in each of the run's private directories `drives`."""
 
     def __init__(self, drives: Sequence[Path], units: Sequence[Unit], store: PageStore, *, model: Path) -> None:
-        """Write store.json to each directory, and open the record.
-
-        Files that were taken over from an earlier process keep that run's id.
-        """
+        """Write store.json to each directory, and open the record. Files that were taken over keep their run's id."""
         self._store = store
         taken_over = (drives[0] / DESCRIPTION).exists()
         self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
@@ -288,10 +285,7 @@ class Record:
 
 
 def read_record(path: Path, *, most: int) -> bytes:
-    """Return the newest valid record.
-
-    Raises ValueError if neither slot is valid, and FileNotFoundError.
-    """
+    """Return the newest valid record. Raises ValueError if neither slot is valid, and FileNotFoundError."""
     found = _records(path, _slot(most))
     if not found:
         raise ValueError("neither of its two slots is whole")

@@ -387,10 +387,7 @@ def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
 
 
 def _changes_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operation writes to a weight without changing it.
-
-    It copies the weight to itself, or clamps it, as Gemma 3n does in each forward.
-    """
+    """Return whether it copies a weight to itself, or clamps it without effect, as Gemma 3n does in each forward."""
     if operation.name == "copy_" and len(args) > 1:
         return args[0] is args[1]
     if operation.name != "clamp_" or not isinstance(args[0], Shared):

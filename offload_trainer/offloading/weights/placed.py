@@ -31,10 +31,7 @@ class PlacedWeights:
     """The weights of a model: one flat tensor in `dtype` for each unit, in its stored form."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """Allocate weights on the device, once per rank, and others in `store`, once per node. All ranks call it.
-
-        `broadcast` synchronises those on the device.
-        """
+        """Allocate weights on the device, once per rank, and others in `store`, once per node. All ranks call it."""
         self.homes, self.dtype, self.units = parts.homes.weights, parts.dtype, parts.units
         self._node, self._device, drives = parts.node, parts.device, parts.drives
         sizes = [unit.stored_bytes(self.dtype.itemsize) for unit in self.units]
@@ -65,10 +62,7 @@ class PlacedWeights:
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
     ) -> DeviceCopy:
-        """Start to copy a unit from `source` to the device, after the event `after`.
-
-        It goes to `memory`, or if it is quantised to `packed`, from where `dequantise` brings it to `memory`.
-        """
+        """Start to copy a unit to the device after the event `after`: to `memory`, or to `packed`, for `dequantise`."""
         if unit in self._residents:
             return done()
         into = packed if unit in self._quantised else memory

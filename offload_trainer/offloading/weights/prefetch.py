@@ -198,10 +198,7 @@ class WeightPrefetcher:
 
     @contextmanager
     def passing(self, *, backward: bool, then: bool | None) -> Iterator[None]:
-        """Wrap each forward or backward pass, with saved-tensor hooks that save weights by unit and offset.
-
-        `then`: the pass after this one is a backward; None if the weights will have changed by then.
-        """
+        """Wrap each pass; `then`: a backward is the next one; None if the weights will have changed by then."""
         self._begin_pass(backward=backward, then=then)
         with self.saving():
             yield
@@ -251,10 +248,7 @@ class WeightPrefetcher:
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def need(self, unit: int) -> torch.Tensor:
-        """Return the buffer with the unit's weights for the next computation, and prefetch the units that follow.
-
-        Raises UserError if a checkpointed part needs more units than there are buffers.
-        """
+        """Return the unit's weights, and prefetch what follows. Raises UserError if there are too few buffers."""
         if not self._backward and in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
         number = self._rings.slot_of(unit)

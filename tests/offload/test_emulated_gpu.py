@@ -204,7 +204,7 @@ def test_a_missing_wait_would_show(faults: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
-    delayed.
+    delayed. A failed read is raised by the wait for it.
     """
     with queued(monkeypatch, haste=0.0) as cuda:
         device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
@@ -219,14 +219,9 @@ def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         assert not into.any()
         arrival.wait()
         assert bool((into == 3.0).all())
-        device.close()
-
-
-def test_a_failed_read_is_raised_by_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with queued(monkeypatch) as cuda:
-        device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
-        arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
-        read.finish_part(TrainerError("lost"))
+        lost = Future()
+        arrivals = [device.fetch(lambda _: lost, torch.zeros(1024), after=None) for _ in range(2)]
+        lost.finish_part(TrainerError("lost"))
         for arrival in arrivals:
             with pytest.raises(TrainerError, match="lost"):
                 arrival.wait()

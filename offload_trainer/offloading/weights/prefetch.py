@@ -342,7 +342,8 @@ class WeightPrefetcher:
             return
         for unit in self._blocked.intersection(self._in_place if units is None else units):
             self._update_progress.wait(unit)
-            self._point(unit, self._in_place[unit])
+            with without_modes():
+                self._point(unit, self._in_place[unit])
             self._blocked.discard(unit)
 
     def restore_uncalled(self) -> None:

@@ -15,6 +15,8 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from offload_trainer.errors import UserError
+
 
 def in_backward() -> bool:
     """Return whether this thread is running a node of a backward."""
@@ -26,15 +28,20 @@ def unprotected() -> bool:
     return torch.is_grad_enabled() and hooks_of_autograd() is None
 
 
-def recording() -> str | None:
-    """Return the name of an active tracer, functional transform or fake-tensor mode, or None."""
+def refuse_recording(what: str) -> None:
+    """Raise UserError if operations are traced or transformed, because a trace would record memory, not weights."""
     if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func (vmap, grad, jvp, ...)"
-    if _len_torch_dispatch_stack() and any(_get_dispatch_mode(key) is not None for key in _RECORDING):
-        return "torch.export, make_fx or FakeTensorMode"
-    return None
+        by = "torch.jit.trace"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        by = "a transform of torch.func (vmap, grad, jvp, ...)"
+    elif _len_torch_dispatch_stack() and any(_get_dispatch_mode(key) is not None for key in _RECORDING):
+        by = "torch.export, make_fx or FakeTensorMode"
+    else:
+        return
+    raise UserError(
+        f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
+        "offloaded, with copies of the weights (session.named_weights(), or session.export)"
+    )
 
 
 _RECORDING = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.autograd import not_compiled, recording, version_of
+from offload_trainer.offloading.autograd import not_compiled, refuse_recording, version_of
 
 if TYPE_CHECKING:
     from offload_trainer.offloading.model import OffloadedModel
@@ -157,15 +157,6 @@ def forget_writes(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, OffloadedParameter):
             parameter.version = version_of(parameter)
-
-
-def refuse_recording(what: str) -> None:
-    """Raise UserError if operations are traced or transformed, because a trace would record memory, not weights."""
-    if by := recording():
-        raise UserError(
-            f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
-            "offloaded, with copies of the weights (session.named_weights(), or session.export)"
-        )
 
 
 # -- operations ------------------------------------------------------------------------------------------------------

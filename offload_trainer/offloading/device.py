@@ -282,10 +282,9 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def cores_beside(device: Device) -> int:
-    """Return the number of cores for host work that runs while the device computes the model.
+    """Return the number of cores for host work while the device computes the model, on a CPU on all other cores.
 
-    On a CPU the model has the other cores. With a GPU the training thread and autograd's thread launch kernels; without
-    a core of their own each launch would wait for one.
+    For a GPU two threads launch kernels, the training and autograd's; without cores of their own launches would wait.
     """
     return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1
 

@@ -81,10 +81,9 @@ class PlacedWeights:
         return self.store.host(unit)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
-        """Write new weights from a host buffer to the unit's tier, from element `start` on.
+        """Write new weights, which must not change until the future completes, to the unit from element `start` on.
 
-        The buffer must not change until the future completes. `after` is the event on the device after which the old
-        weights are no longer used.
+        `after` is the event on the device after which the old weights are no longer used.
         """
         if (resident := self.resident(unit)) is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)

@@ -83,6 +83,9 @@ class WeightPrefetcher:
     `parameters` (by name, one for each use) point to a buffer while their unit is in it.
     """
 
+    _recomputing: Any  # pack hook of the checkpointed part that was recomputed last
+    _recomputed: set[int]  # units of that part
+
     def __init__(self, stores: Stores, parts: EngineParts, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """Allocate the ring buffers, and point all parameters."""
         weights, device = stores.weights, parts.device
@@ -226,8 +229,7 @@ class WeightPrefetcher:
         self._backward, self._then = backward, then
         self._before_last: int | None = None  # units
         self._last: int | None = None
-        self._recomputing: Any = None  # pack hook of the checkpointed part that was recomputed last
-        self._recomputed: set[int] = set()  # units of that part
+        self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())

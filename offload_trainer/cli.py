@@ -460,7 +460,7 @@ COMMANDS = {
         {
             "source": _value(
                 "SOURCE",
-                "a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive",
+                "a run directory (its newest checkpoint) or a checkpoint",
                 type=_writable,
             ),
             "destination": _value("DEST", "the new directory", type=_writable),

@@ -29,37 +29,31 @@ from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfer
 
 
 @dataclass
-class _SavedInput:
-    """An offloaded input: its forward, and its number in that forward."""
-
-    forward: int
-    number: int
-    shape: torch.Size
-    dtype: torch.dtype
-    written: Future = field(default_factory=done)  # to its drive
-
-    @property
-    def size(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-@dataclass
 class _Buffer:
     """A host buffer, and the input that it holds or is receiving."""
 
     memory: torch.Tensor  # uint8
-    staging: bool = False  # in front of the drives
-    number: int | None = None
+    holds: "_SavedInput | None" = None
     filled: Future = field(default_factory=done)
     readers: list[Future] = field(default_factory=list)  # transfers that still read from it
-
-    def of(self, kept: _SavedInput) -> torch.Tensor:
-        return self.memory[: kept.size].view(kept.dtype)
 
     @property
     def free(self) -> Future:
         """Return a future that completes when all transfers with this buffer have ended."""
         return together([self.filled, *self.readers])
+
+
+@dataclass
+class _SavedInput:
+    """An offloaded input: its number in a forward, the buffer that it passes through, and its place on a drive."""
+
+    forward: int
+    number: int
+    shape: torch.Size
+    buffer: _Buffer
+    values: torch.Tensor  # its part of the buffer (1-D)
+    place: tuple[DriveFile, int, torch.Tensor] | None  # file, offset, and its part of the buffer in whole sectors
+    written: Future = field(default_factory=done)  # to that place
 
 
 class Activations:
@@ -83,7 +77,7 @@ class Activations:
         self._inputs, self._files = inputs, tuple(files)
         count = inputs.buffers if files else inputs.count
         memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
-        self._ring = [_Buffer(memory[n * inputs.size :][: inputs.size], staging=bool(files)) for n in range(count)]
+        self._ring = [_Buffer(memory[n * inputs.size :][: inputs.size]) for n in range(count)]
         self._unplanned: dict[int, _Buffer] = {}  # of additional and larger inputs, by number
         self._forward, self._in_forward = 0, False  # number of the current forward, and whether it is running
         self._kept: list[_SavedInput] = []  # inputs of this forward, by number
@@ -133,43 +127,34 @@ class Activations:
 
     def pack_input(self, tensor: torch.Tensor) -> _SavedInput:
         """Start copying a block input to its host buffer, and from there to its drive; return its handle."""
-        kept = _SavedInput(self._forward, len(self._kept), tensor.shape, tensor.dtype)
-        self._kept.append(kept)
-        buffer = self._buffer(kept)
+        number, size, place = len(self._kept), tensor.nbytes, None
+        if number < self._inputs.count and size <= self._inputs.size:
+            buffer = self._ring[number % len(self._ring)]
+            if self._files:
+                row, home = divmod(number, len(self._files))  # as `BlockInputs.homes` places them
+                place = self._files[home], row * self._inputs.size, buffer.memory[: -(-size // SECTOR) * SECTOR]
+        else:
+            buffer = self._unplanned.setdefault(number, _Buffer(torch.empty(0, dtype=torch.uint8)))
         buffer.free.wait()
-        buffer.number, buffer.readers = kept.number, []
-        buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
-        if buffer.staging:
-            place = self._place(kept, buffer)
-            kept.written = followed(buffer.filled, lambda: self._transfers.write(*place))
+        if buffer.memory.numel() < size:
+            buffer.memory = host_buffer(size, pinned=self._device.is_cuda)
+        values = buffer.memory[:size].view(tensor.dtype)
+        kept = _SavedInput(self._forward, number, tensor.shape, buffer, values, place)
+        self._kept.append(kept)
+        buffer.holds, buffer.readers = kept, []
+        buffer.filled = self._device.keep(tensor.detach().view(-1), values)
+        if place:
+            kept.written = followed(buffer.filled, partial(self._transfers.write, *place))
             buffer.readers.append(kept.written)
         self._downloads.append(buffer.filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
 
-    def _buffer(self, kept: _SavedInput) -> _Buffer:
-        if kept.number < self._inputs.count and kept.size <= self._inputs.size:
-            return self._ring[kept.number % len(self._ring)]
-        buffer = self._unplanned.get(kept.number)
-        if buffer is None or buffer.memory.numel() < kept.size:
-            if buffer is not None:
-                buffer.free.wait()
-            buffer = self._unplanned[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
-        return buffer
-
-    def _place(self, kept: _SavedInput, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
-        row, home = divmod(kept.number, len(self._files))  # as `BlockInputs.homes` places them
-        size = -(-kept.size // SECTOR) * SECTOR
-        return self._files[home], row * self._inputs.size, buffer.memory[:size]
-
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """Return a saved tensor on the device, and prefetch the input of the previous block.
-
-        Raises UserError if another forward has replaced the input.
-        """
+        """Return a saved tensor on the device, and prefetch the one before. Raises UserError if it is gone."""
         if not isinstance(kept, _SavedInput):
             return self._references.unpack(kept)
         if kept.forward != self._forward:
@@ -189,29 +174,29 @@ class Activations:
 
     def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, DeviceCopy]:
         """Start copying an input to the device, and then reading the next input into the same buffer."""
-        buffer = self._buffer(kept)
-        if buffer.number != kept.number:
-            self._read(kept, buffer)
-        values = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=self._device.place)
-        after = self._device.mark()
-        arrival, read = self._device.copy_back(buffer.of(kept), values, after=after, ready=buffer.filled)
+        buffer = kept.buffer
+        if buffer.holds is not kept:
+            self._read(kept)
+        values, after = torch.empty_like(kept.values, device=self._device.place), self._device.mark()
+        arrival, read = self._device.copy_back(kept.values, values, after=after, ready=buffer.filled)
         buffer.readers.append(read)
         ahead = kept.number - len(self._ring)
-        if buffer.staging and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
-            self._read(self._kept[ahead], buffer)
+        if kept.place and ahead >= 0 and self._kept[ahead].buffer is buffer:
+            self._read(self._kept[ahead])
         return values, arrival
 
-    def _read(self, kept: _SavedInput, buffer: _Buffer) -> None:
-        place = self._place(kept, buffer)
-        before = together([buffer.free, kept.written])
-        buffer.number, buffer.readers = kept.number, []
-        buffer.filled = followed(before, lambda: self._transfers.read(*place))
+    def _read(self, kept: _SavedInput) -> None:
+        assert kept.place is not None
+        buffer, before = kept.buffer, together([kept.buffer.free, kept.written])
+        buffer.holds, buffer.readers = kept, []
+        buffer.filled = followed(before, partial(self._transfers.read, *kept.place))
 
     def close(self) -> None:
         """Wait for all transfers, successful or not."""
         for buffer in (*self._ring, *self._unplanned.values()):
             with suppress(Exception):
                 buffer.free.wait()
+            buffer.holds = None  # the two would keep each other, and the memory
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

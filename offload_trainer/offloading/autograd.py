@@ -13,7 +13,9 @@ from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispat
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+from offload_trainer.errors import UserError
 
 
 def in_backward() -> bool:
@@ -26,15 +28,20 @@ def unprotected() -> bool:
     return torch.is_grad_enabled() and hooks_of_autograd() is None
 
 
-def recording() -> str | None:
-    """Return the name of an active tracer, functional transform or fake-tensor mode, or None."""
+def refuse_recording(what: str) -> None:
+    """Raise UserError if operations are traced or transformed, because a trace would record memory, not weights."""
     if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func (vmap, grad, jvp, ...)"
-    if _len_torch_dispatch_stack() and any(_get_dispatch_mode(key) is not None for key in _RECORDING):
-        return "torch.export, make_fx or FakeTensorMode"
-    return None
+        by = "torch.jit.trace"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        by = "a transform of torch.func (vmap, grad, jvp, ...)"
+    elif _len_torch_dispatch_stack() and any(_get_dispatch_mode(key) is not None for key in _RECORDING):
+        by = "torch.export, make_fx or FakeTensorMode"
+    else:
+        return
+    raise UserError(
+        f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
+        "offloaded, with copies of the weights (session.named_weights(), or session.export)"
+    )
 
 
 _RECORDING = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
@@ -77,29 +84,10 @@ def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return a context without dispatch modes (such as selective checkpointing's), so that none of them sees copies."""
+    """Return a context without dispatch modes (such as FlopCounterMode), so that none of them sees copies."""
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
-# -- selective activation checkpointing --------------------------------------------------------------------------------
-
-# Returns the unit and offset of a tensor that views an offloaded weight, or None for any other tensor.
-ReferenceOf = Callable[[torch.Tensor], Any]
-
-
-def recompute_views(reference_of: ReferenceOf) -> None:
-    """Make active selective checkpointing recompute views of weights, because their memory will be reused."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
-            mode.policy_fn = _without_views(mode.policy_fn, reference_of)
-
-
-def _without_views(policy: Callable[..., Any], reference_of: ReferenceOf) -> Callable[..., Any]:
-    def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
-        results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
-        if any(isinstance(one, torch.Tensor) and reference_of(one) is not None for one in results):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        return policy(context, operation, *args, **words)
-
-    without_views.without_views_of = reference_of  # type: ignore[attr-defined]
-    return without_views
+def saves_selected_results() -> bool:
+    """Return whether torch's selective checkpointing is saving results of operations on this thread."""
+    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())

@@ -122,10 +122,7 @@ class CudaDevice:
     is_cuda, in_host_memory = True, False
 
     def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
-        """Create streams and threads, and `stagings` pinned buffers of `staging_bytes` for units on drives.
-
-        `staging_bytes` is 0 if no weights are on a drive.
-        """
+        """Create streams, threads, and `stagings` pinned buffers of `staging_bytes` (0: no weights on a drive)."""
         self.place = device
         self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -285,10 +282,9 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def cores_beside(device: Device) -> int:
-    """Return the number of cores for host work that runs while the device computes the model.
+    """Return the number of cores for host work while the device computes the model, on a CPU on all other cores.
 
-    On a CPU the model has the other cores. With a GPU the training thread and autograd's thread launch kernels; without
-    a core of their own each launch would wait for one.
+    For a GPU two threads launch kernels, the training and autograd's; without cores of their own launches would wait.
     """
     return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1
 

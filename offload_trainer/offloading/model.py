@@ -151,10 +151,7 @@ class OffloadedModel:
 
     @torch.no_grad()
     def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        """Set all weights from (name, weight in the run's dtype, initial master), one weight at a time.
-
-        All ranks call it; only the first rank of each node consumes `values`.
-        """
+        """Set all weights from (name, weight in the run's dtype, initial master). All ranks call it."""
 
         def put() -> None:
             for name, weight, master in values:
@@ -258,10 +255,7 @@ class OffloadedModel:
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Wrap each backward, after waiting until the previous update has read all gradients.
-
-        `last`: it is the step's last, so norms are computed and the update may begin.
-        """
+        """Wrap each backward; `last`: it is its step's last, so norms are computed and the update may begin."""
         self._begin_backward()
         self.last = last
         with self.stream.passing(backward=True, then=None if last else False):
@@ -275,10 +269,7 @@ class OffloadedModel:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Wrap a whole micro-batch of user code: forward, loss and backward, without separate notice of each.
-
-        `last`: it is the step's last micro-batch. With several ranks all of them call it, and exchange the gradients.
-        """
+        """Wrap a micro-batch of user code, the step's `last` or not. All ranks call it, and exchange gradients."""
         self._prefetches_pages = last
         if not self.update_progress.is_running:
             self._begin_backward()
@@ -430,12 +421,7 @@ class OffloadedModel:
 
     @torch.no_grad()
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
-        """Resume from the page files of an earlier process, which must hold the whole state. All ranks call it.
-
-        Args:
-            state: step counts and scalars that belong to the pages.
-            newest: which of its two copies is valid, for each page.
-            sums: checksums of the valid copies, as `PageCopies.record` returns them.
+        """Resume from page files with the whole state: `state`, and what `PageCopies.record` returned. Collective.
 
         Raises UserError if a page does not have its checksum.
         """

@@ -31,6 +31,7 @@ from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.offloading.pages.manifest import (
+    FIX,
     Newest,
     StoreManifest,
     files_of,
@@ -233,15 +234,12 @@ def take_over(
                     try:
                         places.append(scratch_dir.take_over(folder, say=setup.log.say))
                     except BlockingIOError:
-                        raise TrainerError(
-                            f"{folder} is in use: its run is still running, or it is being exported; wait for that to "
-                            "end"
-                        ) from None
+                        raise TrainerError(f"{folder} is in use: its run is still running; wait for its end") from None
                     locks.callback(places[-1].leave)
-                manifest = read_description(folders[0], fix=_RESTORE)
+                manifest = read_description(folders[0])
                 for folder in folders:
                     refuse_outside(folder, manifest)
-                newest = read_newest(manifest, fix=_RESTORE)
+                newest = read_newest(manifest)
                 if newest is None or newest.train is None or newest.engine is None:
                     return None  # the run was killed before it completed a step
                 train = as_kind(newest.train, TrainState)
@@ -301,7 +299,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     identity, layout = setup.record.identity, setup.record.layout
     plan, layouts = setup.plan, layouts_of(setup.plan.work)
     assert isinstance(plan.sizes, TierSizes)
-    made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
+    made = read_back(folders[0] / MADE, _Made, fix=FIX)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
     expected = [scratch_dir.root_of(drive).resolve() for drive in setup.drives]
@@ -326,7 +324,6 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
         setup.log.say(f"note: {line}")
 
 
-_RESTORE = "Only a copy of that file can fix this"
 _WORDS = {
     "pages": "pages: tiered.page_size, the drives' measured speeds or the shares",
     "states": "optim.moment_dtype",

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
 
+from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -26,6 +29,21 @@ def died(place: ScratchDirectory) -> Path:
 
 def dead_lease(root: Path) -> Path:
     return died(ScratchDirectory(root / "run-0000dead", what=WHAT))
+
+
+def stored_masters(lease: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
+    """Return the step of the page files in a directory, and the masters in them; None before the first update."""
+    manifest, found = read_description(lease), dict[str, torch.Tensor]()
+    if (newest := read_newest(manifest)) is None:
+        return None
+    table, (copies, _) = manifest.table, newest.pages
+    files = [torch.from_numpy(np.fromfile(file, np.uint8)) for file in files_of(manifest)]
+    for weight in manifest.weights:
+        found[weight.name] = values = torch.empty(weight.shape)
+        for number, held, given in table.touched(weight.unit, weight.start, values.numel()):
+            page = files[table.homes[number]][table.offset(number, copy=copies[number]) :][: table.sizes[number]]
+            values.view(-1)[given] = table.fields(number, page)["master"][held].float()
+    return newest.step, found
 
 
 @contextmanager

@@ -45,8 +45,6 @@ CASES: dict[str, tuple[list[str], int]] = {  # words, and micro-batches a step
 }
 LONGER: dict[str, tuple[list[str], int]] = {
     "during the forward, from the drive": ([*DRIVE, "tiered.overlap=forward"], 3),
-    "evaluated during the forward": ([*RAM, "tiered.overlap=forward"], 1),
-    "evaluated during the backward": ([*DRIVE, "tiered.overlap=backward"], 1),
     "shadows of some": ([*RAM, "tiered.overlap=backward"], 1),
     "shadows of some, from the drive": ([*DRIVE, "tiered.overlap=backward"], 2),
     "everything away, block by block": (
@@ -62,10 +60,10 @@ OF_RESULTS = ("model.freeze", "model.mlp_chunk", "model.loss_chunk")
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
-def stepped(made: Any, *, accumulate: int, evaluate: bool) -> list[Step]:
-    """Train four steps; `evaluate`: before each, and return the losses of evaluations as further steps."""
+def stepped(made: Any, accumulate: int) -> list[Step]:
+    """Train four steps, and evaluate before the third; return that loss as a further step."""
     data, seen = batches(4 * accumulate), list[Step]()
-    look = lambda _: seen.append((made.eval_loss(data[0]), 0.0)) if evaluate else None  # noqa: E731
+    look = lambda step: seen.append((made.eval_loss(data[0]), 1.0)) if step == 3 else None  # noqa: E731
     return train(made, data, accumulate=accumulate, before=look) + seen
 
 
@@ -73,11 +71,9 @@ def trained(
     gpu: EmulatedGpu, model: Path, drive: Path, words: list[str], *, accumulate: int = 1, limit: float = 0, **how: Any
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Return what `stepped` does on the emulated GPU, and the masters, without clipping unless there is a limit."""
-    device, evaluate = gpu.device(staging_bytes=1 << 20, stagings=2), how.pop("evaluate", False)
-    given = [*words, "--accumulate", str(accumulate), f"optim.max_grad_norm={limit}"]
-    with engine(model, *given, drives=[drive], device=device, **how) as ours:
-        steps = stepped(ours, accumulate=accumulate, evaluate=evaluate)
-        return steps, masters(ours)
+    given, device = [*words, f"optim.max_grad_norm={limit}"], gpu.device(staging_bytes=1 << 20, stagings=2)
+    with engine(model, "--accumulate", str(accumulate), *given, drives=[drive], device=device, **how) as ours:
+        return stepped(ours, accumulate), masters(ours)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LONGER)])
@@ -90,11 +86,10 @@ def test_it_trains_as_plain_torch(case: str, drive: Path, tmp_path: Path, monkey
     if "skipped" in case:
         monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)
     with engine(model, "--engine", "plain", *given) as reference:
-        expected = stepped(reference, accumulate=accumulate, evaluate="evaluated" in case)
-        weights = masters(reference)
+        expected, weights = stepped(reference, accumulate), masters(reference)
     with emulated_gpu(monkeypatch, haste=0.2, seconds=0.001) as gpu:
-        how = {"shadows": 0.4 if "shadows" in case else 0, "evaluate": "evaluated" in case}
-        steps, found = trained(gpu, model, drive, words, accumulate=accumulate, **how)
+        shadows = 0.4 if "shadows" in case else 0
+        steps, found = trained(gpu, model, drive, words, accumulate=accumulate, shadows=shadows)
     assert [loss for loss, _ in steps] == [loss for loss, _ in expected]
     norms, wanted = ([math.inf if norm is None else norm for _, norm in one] for one in (steps, expected))
     assert norms == pytest.approx(wanted, rel=1e-5)
@@ -204,7 +199,7 @@ def test_a_missing_wait_would_show(faults: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
-    delayed.
+    delayed. A failed read is raised by the wait for it.
     """
     with queued(monkeypatch, haste=0.0) as cuda:
         device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
@@ -219,14 +214,9 @@ def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         assert not into.any()
         arrival.wait()
         assert bool((into == 3.0).all())
-        device.close()
-
-
-def test_a_failed_read_is_raised_by_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with queued(monkeypatch) as cuda:
-        device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
-        arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
-        read.finish_part(TrainerError("lost"))
+        lost = Future()
+        arrivals = [device.fetch(lambda _: lost, torch.zeros(1024), after=None) for _ in range(2)]
+        lost.finish_part(TrainerError("lost"))
         for arrival in arrivals:
             with pytest.raises(TrainerError, match="lost"):
                 arrival.wait()

@@ -26,43 +26,29 @@ from engine_bench import (
     train,
 )
 from late_transfers import late_engine
-from placements import HOMES, OFF, ON
+from placements import CLIP, HOMES, OFF, ON
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small", "always", "slow_pages")
 
 Cell = tuple[str, str]  # column and value
 
 STEPS = 3
+UNTIED, IN_8_BITS, UNCLIPPED = DROPOUT | {"tied": False}, "optim.moment_dtype=8bit", "optim.max_grad_norm=1000"
 # Architecture, changes to its shape, words, micro-batches of a step.
 SETTINGS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
-    "gpt2, bf16": ("gpt2", DROPOUT, ["optim.max_grad_norm=2"], 1),
+    "gpt2, bf16": ("gpt2", DROPOUT, [CLIP], 1),
     "gpt2, fp16, bf16 moments": ("gpt2", DROPOUT, ["--dtype", "fp16", "optim.moment_dtype=bf16"], 1),
-    "gpt2, untied, fp32, 8-bit moments": (
-        "gpt2",
-        DROPOUT | {"tied": False},
-        ["--dtype", "fp32", "optim.moment_dtype=8bit", "optim.max_grad_norm=1000"],
-        3,
-    ),
-    "gpt2, bf16 masters, 8-bit moments": (
-        "gpt2",
-        DROPOUT,
-        ["optim.master_dtype=bf16", "optim.moment_dtype=8bit", "optim.max_grad_norm=2"],
-        3,
-    ),
+    "gpt2, untied, fp32, 8-bit moments": ("gpt2", UNTIED, ["--dtype", "fp32", IN_8_BITS, UNCLIPPED], 3),
+    "gpt2, bf16 masters, 8-bit moments": ("gpt2", DROPOUT, ["optim.master_dtype=bf16", IN_8_BITS, CLIP], 3),
     # The first block that is trained gets inputs that need no gradient.
-    "gpt2, some frozen": (
-        "gpt2",
-        DROPOUT,
-        ['model.freeze=["wte","wpe","h.0.","h.1.mlp"]', "optim.max_grad_norm=2"],
-        3,
-    ),
+    "gpt2, some frozen": ("gpt2", DROPOUT, ['model.freeze=["wte","wpe","h.0.","h.1.mlp"]', CLIP], 3),
     "qwen3, tied": ("qwen3", {}, [], 3),
     "mixtral, some experts unused": ("mixtral", {"tied": False, "output_router_logits": True}, [], 2),
     "opt, layers are dropped": ("opt", {}, ["--dtype", "fp32", "optim.max_grad_norm=0"], 1),
 }
 WIDE = {"n_embd": 1024, "n_head": 16, "vocab_size": 8192}  # 46 M parameters
 if ON_GPU:  # transfers take as long as the steps' kernels
-    SETTINGS["gpt2, wide"] = ("gpt2", DROPOUT | WIDE, ["tiered.page_size=1048576", "optim.max_grad_norm=1000"], 2)
+    SETTINGS["gpt2, wide"] = ("gpt2", DROPOUT | WIDE, ["tiered.page_size=1048576", UNCLIPPED], 2)
 BREADTH = [ON, "tiered.micro_batch_order=breadth_first", "tiered.weight_buffers=1"]
 BLOCKS = {
     "kept": [OFF],
@@ -108,9 +94,8 @@ def rows() -> list[dict[str, str]]:
 
         for cells in places:
             if (name := cells[0][0]) not in row:
-                row[name] = max((c for c in cells if all({c[1], v} not in IMPOSSIBLE for v in row.values())), key=gain)[
-                    1
-                ]
+                possible = [c for c in cells if all({c[1], value} not in IMPOSSIBLE for value in row.values())]
+                row[name] = max(possible, key=gain)[1]
         used.update(row.items())
         found.append(row)
         for pair in combinations(row.items(), 2):

@@ -33,37 +33,13 @@ KINDS = {
 Event = tuple[str, int | str]
 
 
-def log_calls(patch: pytest.MonkeyPatch) -> list[Event]:
-    """Return a list that receives the units that prefetchers are asked for and start, and their passes, in order."""
-    events: list[Event] = []
-    notes: dict[str, Callable[..., Event]] = {
-        "need": lambda _, unit: ("need", unit),
-        "_start": lambda _, unit, number: ("start", unit),
-        "begin": lambda _: ("begin", ""),
-        "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
-    }
-    for name, note in notes.items():
-        calls_of(patch.setattr, WeightPrefetcher, name, note, seen=events)
-    return events
-
-
-def third_step(
-    kind: str, buffers: int, accumulate: int, folder: Path, patch: pytest.MonkeyPatch
-) -> tuple[list[Event], int, int]:
-    """Return the third step's events, the bytes they fetch, and the bytes in the plan."""
-    patch.setattr(layout, "SMALL", 2000)  # norms stay on the device, embeddings are offloaded
-    architecture, tied, words = KINDS[kind]
-    model = model_directory(folder / "model", architecture, tied=tied)
-    words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
-    with engine(model, *words) as ours:
-        events = log_calls(patch)
-        train(ours, batches(3 * accumulate), accumulate=accumulate)
-        fetched = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
-    begins = [index for index, event in enumerate(events) if event == ("begin", "")]
-    assert len(begins) == 3
-    events = events[begins[1] : begins[2]]
-    planned = sum(moved.read for moved in ours.plan.traffic if moved.place == "device" and moved.phase != "update")
-    return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
+# What calls of the prefetcher are noted as: units that it is asked for and that it starts, and its passes.
+NOTES: dict[str, Callable[..., Event]] = {
+    "need": lambda _, unit: ("need", unit),
+    "_start": lambda _, unit, number: ("start", unit),
+    "begin": lambda _: ("begin", ""),
+    "passing": lambda _, *, backward, then: ("pass", "backward" if backward else "forward"),
+}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +53,19 @@ def test_units_are_fetched_as_planned_and_before_they_are_needed(
 
     That includes heads, embeddings and the first unit of a pass.
     """
-    events, fetched, planned = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    monkeypatch.setattr(layout, "SMALL", 2000)  # norms stay on the device, embeddings are offloaded
+    architecture, tied, words = KINDS[kind]
+    model, events = model_directory(tmp_path / "model", architecture, tied=tied), list[Event]()
+    words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
+    for name, note in NOTES.items():
+        calls_of(monkeypatch.setattr, WeightPrefetcher, name, note, seen=events)
+    with engine(model, *words) as ours:
+        train(ours, batches(3 * accumulate), accumulate=accumulate)
+    _, begins, ends = [index for index, event in enumerate(events) if event == ("begin", "")]
+    events = events[begins:ends]  # the third step
+    sizes = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
+    fetched = sum(sizes[unit] for kind, unit in events if kind == "start")
+    planned = sum(moved.read for moved in ours.plan.traffic if moved.place == "device" and moved.phase != "update")
     if BREADTH in KINDS[kind][2] and buffers in (1, 9):
         # The prefetcher cannot tell the last micro-batch's turn in the first block from earlier ones. With a single
         # buffer, or more buffers than blocks, it may then fetch an embedding again.

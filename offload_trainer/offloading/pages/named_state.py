@@ -78,10 +78,7 @@ class TieredState:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, directory: Path, node: Node) -> EngineState:
-        """Load the state in `directory`, from any engine and in any format.
-
-        All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
-        """
+        """Load a state of any engine and format. All ranks call it, and each reads its own pages."""
         node.on_first_rank(lambda: self._load_fixed(directory))
         self.weights.broadcast_all()  # the trained ones too, which the next lines replace
         state = node.on_each_rank(lambda: self._load_pages(directory))

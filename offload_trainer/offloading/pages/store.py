@@ -62,10 +62,7 @@ class PageTable:
             self._of_unit.setdefault(page.unit, []).append(number)
 
     def offset(self, number: int, *, copy: int = 0) -> int:
-        """Return the first byte of a page, which is one of its masters, in its tier.
-
-        Of a drive's pages, copies 1 follow copies 0.
-        """
+        """Return the first byte of a page, which is one of its masters, in its tier; copies 1 follow copies 0."""
         return self._offsets[number] + copy * self._bytes[self.homes[number]]
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,10 +74,7 @@ class PageTable:
         return found
 
     def touched(self, unit: int, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield each page with some of these elements of a unit, as (number, their range of the page, of the elements).
-
-        Pages of other nodes are left out.
-        """
+        """Yield (page, range of its elements, range of these) for the node's pages with some of these elements."""
         for number in self._of_unit.get(unit, ()):
             page = self.pages[number]
             first, last = max(start, page.start), min(start + count, page.start + page.elements)
@@ -96,10 +90,7 @@ class PageCopies:
     """
 
     def __init__(self, table: PageTable, *, count: int, node: Node, compute: Sum) -> None:
-        """Set up `count` copies (1 or 2) of each page on a drive. All ranks call it with the same arguments.
-
-        `compute` returns a buffer's CRC-32.
-        """
+        """Set up `count` copies (1 or 2) of pages on drives; `compute` returns a buffer's CRC-32. All ranks call it."""
         self.count, self._compute, pages, fields = count, compute, table.pages, table.format.fields
         self._two = [count == 2 and on_drive(page.home) for page in pages]
         self._valid = bytearray(len(pages))
@@ -260,10 +251,7 @@ class PageStore:
             return self._device.reached()
 
     def replaced(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield the number and the fields of each of these pages, set to zero, for the caller to fill.
-
-        The caller fills a page before it asks for the next one. At the end all pages are written and valid.
-        """
+        """Yield (page, its zeroed fields), to be filled before the next; at the end all are written and valid."""
         leaving = deque((buffer, done()) for buffer in self.buffers(2))
         for number in numbers:
             inside = self.in_memory(number)
@@ -282,20 +270,14 @@ class PageStore:
     # -- masters of single weights ------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a copy of the masters (fp32) of `count` elements of a unit from element `start` on.
-
-        Elements on another node's pages are uninitialised.
-        """
+        """Return a copy of a unit's masters (fp32) from `start` on; on other nodes' pages they are uninitialised."""
         out = torch.empty(count, dtype=torch.float32)
         for number, held, given in self._table.touched(unit, start, count):
             out[given].copy_(self._masters(number, modify=False)[held])
         return out
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set the masters of a unit from element `start` on, as far as this node stores them. Call `flush` afterwards.
-
-        `values` is fp32, 1-D.
-        """
+        """Set a unit's masters to `values` (fp32, 1-D) from `start` on, as far as they are here; then `flush`."""
         for number, held, given in self._table.touched(unit, start, values.numel()):
             self._masters(number, modify=True)[held].copy_(values[given])
 
@@ -312,10 +294,7 @@ class PageStore:
             self._changed.remove(key)
 
     def _masters(self, number: int, *, modify: bool) -> torch.Tensor:
-        """Return a page's masters: in RAM, on the device, or a copy of them that `flush` writes if it is to `modify`.
-
-        The copy that was opened first is evicted first.
-        """
+        """Return a page's masters: in memory, or a copy that `flush` writes if it is to `modify`."""
         inside = self.in_memory(number)
         if inside is None:
             inside = self.on_device(number)

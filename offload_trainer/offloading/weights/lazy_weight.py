@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import FACTS
@@ -91,20 +92,17 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Run an operation on values, reading each lazy tensor once, including those in lists, tuples and dicts."""
     read: _Read = []
 
-    def values_of(given: Any) -> Any:
-        if isinstance(given, LazyWeight):
-            values = next((values for stored, values, _ in read if stored is given), None)
-            if values is None:
-                with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
-                    values = given.read()
-                read.append((given, values, values._version))
-            return values
-        if isinstance(given, dict):
-            return {key: values_of(value) for key, value in given.items()}
-        return type(given)(map(values_of, given)) if type(given) in (list, tuple) else given
+    def values_of(given: LazyWeight) -> torch.Tensor:
+        values = next((values for stored, values, _ in read if stored is given), None)
+        if values is None:
+            with torch.inference_mode(False):  # only other tensors have a version counter, which detects writes
+                values = given.read()
+            read.append((given, values, values._version))
+        return values
 
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*values_of(args), **values_of(kwargs)), read
+        args, kwargs = tree_map_only(LazyWeight, values_of, (args, kwargs))
+        return func(*args, **kwargs), read
 
 
 def _write_back(read: _Read, name: str) -> None:

@@ -30,22 +30,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.autograd import not_compiled, recording, version_of
+from offload_trainer.offloading.autograd import not_compiled, refuse_recording, version_of
 
 if TYPE_CHECKING:
     from offload_trainer.offloading.model import OffloadedModel
 
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-# Frequent operations whose results never share memory with their arguments.
-_NEW_MEMORY = frozenset(
-    [
-        "linear", "addmm", "mm", "bmm", "mul", "add", "embedding",
-        "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d",
-    ]
-)  # fmt: skip
 
 # Operations that expose a tensor's memory outside torch.
 _RAW_MEMORY = frozenset(
@@ -75,13 +68,7 @@ def _refusing(name: str) -> Any:
 
 
 # torch does not call `__torch_function__` for `set_`, `as_subclass` and `_use_count`, which only
-# torch.utils.swap_tensors calls, at its start. The next five functions are methods of both classes.
-
-
-def _dispatched(
-    cls: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    return _run(func, args, kwargs or {})
+# torch.utils.swap_tensors calls, at its start. The next four functions are methods of both classes.
 
 
 def _detached(one: Shared) -> Any:
@@ -118,7 +105,7 @@ class OffloadedParameter(nn.Parameter):
     provider: OffloadedModel
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
-    __torch_function__: Any = classmethod(_dispatched)
+    __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
     detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -134,7 +121,7 @@ class ParameterView(torch.Tensor):
     parameter: OffloadedParameter
     start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
-    __torch_function__: Any = classmethod(_dispatched)
+    __torch_function__: Any = classmethod(lambda _, func, types, args=(), kwargs=None: _run(func, args, kwargs or {}))
     detach, set_, as_subclass, _use_count = _detached, _refuse_set, _refuse_subclass, _refuse_swapping
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -170,15 +157,6 @@ def forget_writes(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, OffloadedParameter):
             parameter.version = version_of(parameter)
-
-
-def refuse_recording(what: str) -> None:
-    """Raise UserError if operations are traced or transformed, because a trace would record memory, not weights."""
-    if by := recording():
-        raise UserError(
-            f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
-            "offloaded, with copies of the weights (session.named_weights(), or session.export)"
-        )
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -240,7 +218,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     operation = _operation(func)
     name, access = operation.name, operation.access
     if func is torch.autograd.grad:
-        return _gradients(*args, **kwargs)
+        raise UserError("torch.autograd.grad of an offloaded model's parameters: call backward(), and read their .grad")
     if name == "__reduce_ex__":
         return type(args[0]).__reduce_ex__(*args)
     if access == "call" and name == "to" and isinstance(args[0], Shared) and not _changes(*args, **kwargs):
@@ -251,8 +229,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(args[0], OffloadedParameter):
             return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name == "data":
-        func = torch.Tensor.detach  # `.data` has a separate version counter, which would hide writes
-        return _run(func, args, kwargs)
+        return _run(torch.Tensor.detach, args, kwargs)  # `.data` has its own version counter, which would hide writes
     elif name == "requires_grad_":
         _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
     elif name not in FACTS:
@@ -282,7 +259,8 @@ def _run_with_values(
     _refuse_writing(operation, args, kwargs)
     provider = first.provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
-        args, kwargs = _copied(args, provider), _copied(kwargs, provider)
+        others = {id(one) for one in found if _parameter_of(one).provider is not provider}
+        args, kwargs = tree_map(lambda one: one.clone() if id(one) in others else one, (args, kwargs))
         return _run_with_values(func, args, kwargs, operation)
     with torch._C.DisableTorchFunctionSubclass(), provider.borrow_weights([one.weight for one in parameters]):
         for one in found:
@@ -298,7 +276,7 @@ def _run_with_values(
                     f"{name} makes {parameter.weight} itself a result, whose gradient would reach no "
                     "optimizer: use parameter.clone()"
                 )
-        return result if name in _NEW_MEMORY else _guarded(result, parameters)
+        return _guarded(result, parameters)
 
 
 def _collect(values: Any, found: list[Shared]) -> None:
@@ -310,15 +288,6 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-
-
-def _copied(given: Any, provider: OffloadedModel) -> Any:
-    """Replace parameters and views of other providers among (nested) arguments by copies, which autograd follows."""
-    if type(given) in _SHARED:
-        return given if _parameter_of(given).provider is provider else given.clone()
-    if isinstance(given, list | tuple):
-        return (list if isinstance(given, list) else tuple)(_copied(one, provider) for one in given)
-    return {name: _copied(one, provider) for name, one in given.items()} if isinstance(given, dict) else given
 
 
 def _parameter_of(one: Shared) -> OffloadedParameter:
@@ -359,33 +328,6 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
         result = result.copy()
         result.setflags(write=False)
     return result
-
-
-def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
-    """Run torch.autograd.grad with gradient edges instead of parameters, because it does not need their values.
-
-    `__torch_function__` stays enabled, because recomputation in the backward may read parameters.
-    """
-    outputs, inputs = ([one] if isinstance(one, torch.Tensor) else list(one) for one in (outputs, inputs))
-    with torch._C.DisableTorchFunctionSubclass():
-        if not all(one.requires_grad for one in (*outputs, *inputs) if isinstance(one, Shared)):
-            return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # raises torch's error
-        edge = torch.autograd.graph.get_gradient_edge
-        outputs, edges = ([edge(one) if isinstance(one, Shared) else one for one in some] for some in (outputs, inputs))
-    if isinstance(grad_outputs, Shared):
-        grad_outputs = grad_outputs.clone()
-    elif isinstance(grad_outputs, list | tuple):
-        grad_outputs = [one.clone() if isinstance(one, Shared) else one for one in grad_outputs]
-    zeros = words.pop("materialize_grads", False)
-    words["allow_unused"] = bool(words.get("allow_unused")) or zeros
-    found = torch.autograd.grad(outputs, edges, grad_outputs, **words)
-    if zeros:
-        keep = bool(words.get("create_graph"))
-        found = tuple(
-            torch.zeros(one.shape, dtype=one.dtype, device=one.device, requires_grad=keep) if its is None else its
-            for one, its in zip(inputs, found, strict=True)
-        )
-    return tuple(found)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -436,10 +378,7 @@ def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
 
 
 def _changes_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operation writes to a weight without changing it.
-
-    It copies the weight to itself, or clamps it, as Gemma 3n does in each forward.
-    """
+    """Return whether it copies a weight to itself, or clamps it without effect, as Gemma 3n does in each forward."""
     if operation.name == "copy_" and len(args) > 1:
         return args[0] is args[1]
     if operation.name != "clamp_" or not isinstance(args[0], Shared):

@@ -31,10 +31,7 @@ class PlacedWeights:
     """The weights of a model: one flat tensor in `dtype` for each unit, in its stored form."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """Allocate weights on the device, once per rank, and others in `store`, once per node. All ranks call it.
-
-        `broadcast` synchronises those on the device.
-        """
+        """Allocate weights on the device, once per rank, and others in `store`, once per node. All ranks call it."""
         self.homes, self.dtype, self.units = parts.homes.weights, parts.dtype, parts.units
         self._node, self._device, drives = parts.node, parts.device, parts.drives
         sizes = [unit.stored_bytes(self.dtype.itemsize) for unit in self.units]
@@ -65,10 +62,7 @@ class PlacedWeights:
     def fetch(
         self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
     ) -> DeviceCopy:
-        """Start to copy a unit from `source` to the device, after the event `after`.
-
-        It goes to `memory`, or if it is quantised to `packed`, from where `dequantise` brings it to `memory`.
-        """
+        """Start to copy a unit to the device after the event `after`: to `memory`, or to `packed`, for `dequantise`."""
         if unit in self._residents:
             return done()
         into = packed if unit in self._quantised else memory
@@ -87,10 +81,9 @@ class PlacedWeights:
         return self.store.host(unit)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
-        """Write new weights from a host buffer to the unit's tier, from element `start` on.
+        """Write new weights, which must not change until the future completes, to the unit from element `start` on.
 
-        The buffer must not change until the future completes. `after` is the event on the device after which the old
-        weights are no longer used.
+        `after` is the event on the device after which the old weights are no longer used.
         """
         if (resident := self.resident(unit)) is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)

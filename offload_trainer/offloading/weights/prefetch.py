@@ -28,7 +28,7 @@ from offload_trainer.offloading.autograd import (
     in_backward,
     keep_by,
     not_compiled,
-    recompute_views,
+    saves_selected_results,
     set_memory,
     unprotected,
     without_modes,
@@ -48,12 +48,12 @@ class _Weight:
     place: Place
     uses: Sequence[nn.Parameter]
 
-    def values(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a view of the weight in `memory`, which has its unit's elements."""
-        start, weight = self.place.start, self.place.weight
-        return memory[start : start + weight.numel].view(weight.shape)
+    def point(self, memory: torch.Tensor) -> None:
+        """Point the parameters to the weight in `memory`, which has its unit's elements or is one NaN."""
+        shape, start = self.place.weight.shape, self.place.start
+        self.use(memory[start : start + self.place.weight.numel].view(shape) if memory.dim() else memory.expand(shape))
 
-    def point(self, values: torch.Tensor) -> None:
+    def use(self, values: torch.Tensor) -> None:
         for use in self.uses:
             set_memory(use, values)
 
@@ -83,6 +83,9 @@ class WeightPrefetcher:
     `parameters` (by name, one for each use) point to a buffer while their unit is in it.
     """
 
+    _recomputing: Any  # pack hook of the checkpointed part that was recomputed last
+    _recomputed: set[int]  # units of that part
+
     def __init__(self, stores: Stores, parts: EngineParts, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """Allocate the ring buffers, and point all parameters."""
         weights, device = stores.weights, parts.device
@@ -94,14 +97,9 @@ class WeightPrefetcher:
             for unit in weights.units
         }
         self._named = {weight.place.weight.name: weight for inside in self._inside.values() for weight in inside}
-        self._in_place: dict[int, list[tuple[_Weight, torch.Tensor]]] = {}  # units that the model uses in place
-        for unit in weights.units:
-            if (memory := weights.in_place(unit.index)) is None:
-                self._withdraw(unit.index)
-            else:
-                self._in_place[unit.index] = [(weight, weight.values(memory)) for weight in self._inside[unit.index]]
-        for weight, values in (pair for pairs in self._in_place.values() for pair in pairs):
-            weight.point(values)
+        self._in_place = {unit: memory for unit in self._inside if (memory := weights.in_place(unit)) is not None}
+        for unit in self._inside:
+            self._point(unit, self._in_place.get(unit, self._placeholder))
         units = [unit for unit in weights.units if unit.index not in self._in_place]
         self.fetches = bool(units)  # otherwise all weights are used in place
         self._rings = Rings(units, blocks=parts.sizes.unit_buffers)
@@ -111,14 +109,9 @@ class WeightPrefetcher:
             packed = packed_bytes(weights.units, weights.homes, of_blocks=slot.block, item_bytes=size) // size
             self._slots.append(_Slot(device.buffer(slot.size, dtype), device.buffer(packed, dtype)))
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
-        self._backward = False
-        self._then: bool | None = None
+        self._begin_pass(backward=False, then=None)
         # (is backward, previous unit, unit) -> the unit that followed last time; (None, None): start of a pass
         self._followed: dict[tuple[bool, int | None, int | None], int] = {}
-        self._before_last: int | None = None
-        self._last: int | None = None
-        self._recomputing: Any = None  # pack hook of the checkpointed part that was recomputed last
-        self._recomputed: set[int] = set()  # units of that part
         self._borrowed: set[str] = set()  # weights in separate memory
         self._blocked: set[int] = set()  # units in place whose parameters wait for the update
         self._called: set[int] = set()  # units in place that a module's call has needed so far
@@ -175,7 +168,11 @@ class WeightPrefetcher:
                         "a part of an offloaded model was called by itself, and its weights would not stay for the "
                         "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                     )
-                recompute_views(self.reference_of)
+                if saves_selected_results():
+                    raise UserError(
+                        "selective checkpointing (context_fn) would save views of weights that come and go: use "
+                        "checkpoint(..., use_reentrant=False) without it"
+                    )
             for unit in fetched:
                 self._note_recomputation(unit)
                 with without_modes():
@@ -204,10 +201,7 @@ class WeightPrefetcher:
 
     @contextmanager
     def passing(self, *, backward: bool, then: bool | None) -> Iterator[None]:
-        """Wrap each forward or backward pass, with saved-tensor hooks that save weights by unit and offset.
-
-        `then`: the pass after this one is a backward; None if the weights will have changed by then.
-        """
+        """Wrap each pass; `then`: a backward is the next one; None if the weights will have changed by then."""
         self._begin_pass(backward=backward, then=then)
         with self.saving():
             yield
@@ -233,17 +227,14 @@ class WeightPrefetcher:
 
     def _begin_pass(self, *, backward: bool, then: bool | None) -> None:
         self._backward, self._then = backward, then
-        self._before_last = self._last = None
+        self._before_last: int | None = None  # units
+        self._last: int | None = None
         self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
-        return self.reference_of(tensor) or tensor.detach()  # without detach a saved result refers to its own node
-
-    def reference_of(self, tensor: torch.Tensor) -> _WeightReference | None:
-        """Return the unit and offset of a tensor that views a ring buffer, or None for other tensors."""
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
-            return None
+            return tensor.detach()  # without detach a saved result refers to its own node
         unit = self._rings.slots[number].unit
         assert unit is not None
         return _WeightReference(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -259,10 +250,7 @@ class WeightPrefetcher:
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def need(self, unit: int) -> torch.Tensor:
-        """Return the buffer with the unit's weights for the next computation, and prefetch the units that follow.
-
-        Raises UserError if a checkpointed part needs more units than there are buffers.
-        """
+        """Return the unit's weights, and prefetch what follows. Raises UserError if there are too few buffers."""
         if not self._backward and in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
         number = self._rings.slot_of(unit)
@@ -283,8 +271,7 @@ class WeightPrefetcher:
             slot.arrival.wait()
             self._weights.dequantise(unit, slot.packed, slot.buffer)
             slot.arrival = None
-            for weight in self._inside[unit]:
-                weight.point(weight.values(slot.buffer))
+            self._point(unit, slot.buffer)
         if unit != self._last:
             self._followed[self._backward, self._before_last, self._last] = unit
             self._before_last, self._last = self._last, unit
@@ -328,13 +315,13 @@ class WeightPrefetcher:
         self._rings.empty(number)
         arrival, slot.arrival = slot.arrival, None
         if arrival is None:
-            self._withdraw(unit)
+            self._point(unit, self._placeholder)
         else:
             arrival.wait()  # two transfers must not write to the same buffer
 
-    def _withdraw(self, unit: int) -> None:
+    def _point(self, unit: int, memory: torch.Tensor) -> None:
         for weight in self._inside[unit]:
-            weight.point(self._placeholder.expand(weight.place.weight.shape))
+            weight.point(memory)
 
     def forget(self) -> None:
         """Evict all units and end all loans, because the weights have changed or are about to."""
@@ -349,7 +336,7 @@ class WeightPrefetcher:
         for unit in self._in_place:
             if not self._update_progress.is_ready(unit):
                 self._blocked.add(unit)
-                self._withdraw(unit)
+                self._point(unit, self._placeholder)
 
     def restore(self, units: Iterable[int] | None = None) -> None:
         """Wait until these units in place (None: all) have their new weights, and point their parameters to them."""
@@ -357,8 +344,8 @@ class WeightPrefetcher:
             return
         for unit in self._blocked.intersection(self._in_place if units is None else units):
             self._update_progress.wait(unit)
-            for weight, values in self._in_place[unit]:
-                weight.point(values)
+            with without_modes():
+                self._point(unit, self._in_place[unit])
             self._blocked.discard(unit)
 
     def restore_uncalled(self) -> None:
@@ -394,7 +381,7 @@ class WeightPrefetcher:
             with without_modes():
                 self._return(self._borrowed.difference(names))  # the operation may read others that are borrowed
                 for weight in wanted:
-                    weight.point(self._copy(weight))
+                    weight.use(self._copy(weight))
                     self._borrowed.add(weight.place.weight.name)
         borrowed = bare and not self._borrowed.isdisjoint(names)
         with saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved) if borrowed else nullcontext():
@@ -416,10 +403,8 @@ class WeightPrefetcher:
         """End the loans of these weights: point the parameters to their ring buffer or to the placeholder."""
         for weight in (self._named[name] for name in names):
             number = self._rings.slot_of(weight.unit)
-            if number is not None and self._slots[number].arrival is None:
-                weight.point(weight.values(self._slots[number].buffer))
-            else:
-                weight.point(self._placeholder.expand(weight.place.weight.shape))
+            slot = self._slots[number] if number is not None else None
+            weight.point(slot.buffer if slot is not None and slot.arrival is None else self._placeholder)
         self._borrowed = self._borrowed - names
 
     def close(self) -> None:

@@ -239,12 +239,12 @@ class Updater:
             number = page.route.number
             if page.route.on_device:
                 with self._device.side_stream(after=after):
-                    self._compute_on_device(page.memory, params)
+                    self._compute_on_device(page, params)
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
             if number in undone:
-                self._copy(self.shadows[number], page.memory.state)
-            self._compute(page.memory, params)
+                self._copy(self.shadows[number], page.state)
+            self._compute(page, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
@@ -311,8 +311,7 @@ class Updater:
             while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
-                memory = replace(page.memory, shadow=self.shadows.get(number))
-                self._compute(memory, speculative.expected)
+                self._compute(replace(page, shadow=self.shadows.get(number)), speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error

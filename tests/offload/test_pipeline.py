@@ -33,10 +33,8 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates
 from offload_trainer.model.breadth_first import BreadthFirst
-from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake
@@ -350,15 +348,6 @@ def test_what_cannot_be_shared_is_refused(words: list[str], count: int, changes:
     shape, here = replace(SHAPES["gpt2-medium"], **changes), machine(gpu=80 * GB, ram=64 * GB)
     with pytest.raises(UserError, match=message):
         make_plan(wish("parallel.pipeline=2", *words), shape, here, world=count)
-
-
-def test_a_model_whose_blocks_share_more_than_hidden_states_is_named(folder: Path) -> None:
-    for name, changes, reason in (
-        ("llama", {}, ""),
-        ("mixtral", {"output_router_logits": True}, "part of the routers"),
-    ):
-        config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-named", name, **changes))
-        assert reason in why_no_chain(meta_model(config, trust_remote_code=False), pipeline=True)
 
 
 def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:

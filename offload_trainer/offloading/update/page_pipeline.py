@@ -200,11 +200,9 @@ class PagePipeline:
             return
         held = {route.number: route for route in self._routes if "state" in route.through_host}
         offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
-        order = dict.fromkeys(
-            [*sorted(held)[: len(self._slots) // 2], *(number for number in offered if number in held)]
-        )
+        order = dict.fromkeys([*sorted(held)[: len(self._slots) // 2], *offered])
         self._writing = writing or {}
-        self._prefetch([held[number] for number in order])
+        self._prefetch([held[number] for number in order if number in held])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -79,29 +79,23 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 
 @contextmanager
-def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradients]:
+def sums(units: tuple[Unit, ...], home: int, *, device_sums: int = 0, **changes: Any) -> Iterator[Gradients]:
+    """Yield the gradient sums of `units`; the device adds those of units with at most `device_sums` elements."""
     transfers, patch = Transfers(), pytest.MonkeyPatch()
     patch.setattr(module, "GRADIENTS_IN_FLIGHT", changes.pop("in_flight_bytes", module.GRADIENTS_IN_FLIGHT))
     dtype = changes.pop("dtype", torch.float32)
     homes, sizes = [home] * len(units), [dtype.itemsize * unit.trained for unit in units]
     store = UnitStore(sizes, homes, dtype=dtype, files=[], transfers=transfers, pinned=False, node=Node())
-    made = gradients_of(units, store, node=Node(), **changes)
+    tiers = TierSizes(0, 1, TierKind.RAM, 0, 0, 0, False, False, (), device_sums=device_sums)
+    parts: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20, "sizes": tiers}
+    given: Any = SimpleNamespace(units=units, node=Node(), **parts | changes)
+    made = Gradients(given, store, order=[place.weight.name for _, place in places(units)])
     try:
         yield made
     finally:
         patch.undo()
         made.close()
         transfers.close()
-
-
-def gradients_of(
-    units: tuple[Unit, ...], store: UnitStore, *, node: Node, device_sums: int = 0, **changes: Any
-) -> Gradients:
-    """Return the gradient sums of `units`; the device adds those of units with at most `device_sums` elements."""
-    sizes = TierSizes(0, 1, TierKind.RAM, 0, 0, 0, False, False, (), device_sums=device_sums)
-    parts: dict[str, Any] = {"kernels": (TorchKernel(), TorchKernel()), "ring_bytes": 1 << 20, "sizes": sizes}
-    made = SimpleNamespace(units=units, node=node, **parts | changes)
-    return Gradients(cast(Any, made), store, order=[place.weight.name for _, place in places(units)])
 
 
 def places(units: tuple[Unit, ...]) -> list[tuple[Unit, Place]]:

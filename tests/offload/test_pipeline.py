@@ -1,6 +1,5 @@
 """Tests of ranks that compute one model together (parallel.pipeline): they have the bits of one rank."""
 
-import json
 import random
 import re
 import time
@@ -21,6 +20,7 @@ from engine_bench import DROPOUT, batches, engine, model_directory, train
 from forked_ranks import Case, Result, call_ranks, count_calls, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
+from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,15 +54,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 CLIP = "optim.max_grad_norm=0.3"
-CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n}?"},
-            {"role": "assistant", "content": f"It is {n * n}." * 3},
-        ]
-    }
-    for n in range(200)
-]
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
     "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
     "weights in place": ("llama", 6, ("--params", "gpu", *HALF, IN_LINE)),
@@ -305,7 +296,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks go on from each other's checkpoints."""
     data = tmp_path / "chat.jsonl"
-    data.write_text("\n".join(json.dumps(one) for one in CHATS))
+    data.write_text(lines({"messages": turns(f"What is {n}?", f"It is {n * n}." * 3)} for n in range(200)))
     words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on"]
     words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
 

@@ -209,9 +209,8 @@ class ShardedGradients:
             start, stop = max(first, place.start), min(end, place.start + place.weight.numel)
             for rank in (rank for rank, has in enumerate(marked) if has[number]):
                 if start < stop:
-                    self._kernel.add(
-                        sums[start:stop], boxes[rank][start - first : stop - first], first=name not in arrived
-                    )
+                    values = boxes[rank][start - first : stop - first]
+                    self._kernel.add(sums[start:stop], values, first=name not in arrived)
                 arrived.add(name)
 
     # -- after it -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Placements of weights, gradients and state, schedules of the update, and what tests of them share."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ HOMES = {
 }
 CLIP = "optim.max_grad_norm=2"  # some steps of the small models exceed it
 FIRST = "transformer.h.0.ln_1.weight"  # one of the last gradients of a backward
+LATE = re.compile(r"\.(ln_1|input_layernorm)\.weight$")  # such weights of any block
 
 
 def gpt2(folder: Path, *, tied: bool = True) -> Path:
@@ -87,10 +89,13 @@ def plant(ours: Any, values: dict[int, float], *, weight: str = FIRST) -> Callab
 def hold_up(ours: Any) -> None:
     """Pause the backward at the first block's gradients until this rank's pages of all complete units are updated."""
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
+    block = next(unit for unit in ours.offloaded.units if unit.block)
 
     def complete() -> set[int]:
         if isinstance(gradients, ShardedGradients):
             return set(gradients._normed)
+        if gradients._own:  # other ranks of a pipeline complete the blocks between its own
+            return {page.unit for page in pages if page.unit > block.index}
         return {unit for unit, lacking in gradients._missing.items() if not lacking}
 
     def wait(_: torch.Tensor) -> None:
@@ -100,7 +105,8 @@ def hold_up(ours: Any) -> None:
             wanted = {number for number in early if pages[number].unit in units}
             until(lambda: bool(ahead.error) or wanted <= ahead.written.keys())
 
-    ours.offloaded.parameters[FIRST][0].register_hook(wait)
+    (norm,) = (name for name in ours.offloaded.parameters if name.startswith(f"{block.name}.") and LATE.search(name))
+    ours.offloaded.parameters[norm][0].register_hook(wait)
 
 
 def until(true: Callable[[], bool]) -> None:

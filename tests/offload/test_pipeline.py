@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,12 +18,14 @@ import pytest
 import torch
 from commands import TINY
 from engine_bench import DROPOUT, batches, engine, model_directory, train
-from forked_ranks import Case, Result, call_ranks, count_calls, in_ranks, run_ranks, train_cases
+from forked_ranks import Case, Result, call_ranks, count_calls, counts, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
-from placements import ALL_ON_DRIVES, BEHIND, IN_LINE, ON
+from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
 from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
+from test_gradients import gradients_of, places
+from test_gradients import model as small_units
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,22 +41,26 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake
+from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.cuts import Cuts, Like
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.update.updater import SpeculativeStep
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolved
 from offload_trainer.plan.step_time import pipeline_seconds
 from offload_trainer.plan.tiered.footprint import fetched as of_plan
-from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.plan.tiered.layout import ALIGN, RAM
 from offload_trainer.plan.tiered.spec import TierSizes, layouts_of
 from offload_trainer.settings import load_config
+from offload_trainer.storage.transfer import Transfers
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
-CLIP = "optim.max_grad_norm=0.3"
+CLIP, UNCLIPPED = "optim.max_grad_norm=0.3", "optim.max_grad_norm=0"
+SMALL_STATE = ("optim.moment_dtype=8bit", "optim.master_dtype=bf16")
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
     "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
     "weights in place": ("llama", 6, ("--params", "gpu", *HALF, IN_LINE)),
@@ -66,15 +73,28 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches o
     "overflows": ("gpt2", 2, ("--params", "cpu", "--dtype", "fp16", CLIP)),
     "inputs away": ("llama", 2, ("--params", "nvme", ON, "model.offload_activations=nvme", "tiered.weight_buffers=2")),
     "Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32")),
-    "small state": ("gpt2", 2, ("--params", "cpu", *HALF, "optim.moment_dtype=8bit", "optim.master_dtype=bf16")),
+    "small state": ("gpt2", 2, ("--params", "cpu", *HALF, *SMALL_STATE)),
     "MLPs in pieces": ("llama", 6, ("--params", "cpu", "model.mlp_chunk=8")),
+    "early, overflows": ("gpt2", 2, ("--params", "cpu", *HALF, "--dtype", "fp16", CLIP, FULL)),
+    "early, Muon": ("qwen3", 2, ("--params", "cpu", *HALF, "optim.name=muon", "--dtype", "fp32", UNCLIPPED, FULL)),
+    "early, small state": ("llama", 2, (*ALL_ON_DRIVES, *SMALL_STATE, "model.offload_activations=cpu", ON, FULL)),
 }
+# Updates that begin during the backward: each model with each placement, and each of both with each number.
+MICRO = (1, 2, 5, 8)
+PLACES = (
+    ("--params", "cpu", "--ram-fraction", "1"),
+    (*ALL_ON_DRIVES, UNCLIPPED),
+    ("--params", "nvme", "--ram-fraction", "1", "--dtype", "fp32", UNCLIPPED),
+    ("--params", "cpu", *HALF, CLIP),
+)
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": DROPOUT,  # tied
     "llama": {"tied": False, "attention_dropout": 0.1},
     "qwen3": {},
     "mixtral": {"tied": False, "num_hidden_layers": 4},
 }
+for (one, model), (other, place) in product(enumerate(MODELS), enumerate(PLACES)):
+    CASES[f"early, {model}, {other}"] = (model, MICRO[(one + other) % 4], (*place, FULL))
 
 
 def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
@@ -85,7 +105,7 @@ def drawn(dice: random.Random) -> tuple[str, int, tuple[str, ...]]:
         "placement.params": ["gpu", "cpu", "nvme"],
         "placement.ram_fraction": ["0", "0.5", "1"],
         "placement.gradients": ["cpu", "nvme"],
-        "tiered.overlap": ["off", "forward"],
+        "tiered.overlap": ["off", "forward", "backward"],
         "tiered.weight_buffers": ["1", "2", "3"],
         "model.offload_activations": ["false", "cpu", "nvme"],
         "optim.moment_dtype": ["fp32", "bf16", "8bit"] if rule == "adamw" else ["fp32"],
@@ -106,20 +126,43 @@ def cases(folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups
     for name in names:
         kind, micro, words = CASES[name]
         model = model_directory(folder / kind, kind, **MODELS[kind])
+        words = tuple(IN_LINE if word == FULL and count == 1 else word for word in words)
         given = (*words, *pipeline, "--accumulate", str(micro // groups))
         shared: dict[str, Any] = {"steps": 3, "micro": micro, "unequal": micro > 1, "drives": (folder / "drive",)}
         found.append(Case(model, given, out / name, evaluate=True, **shared))
     return found
 
 
+@contextmanager
+def early(model: Path, *words: str, build: Callable[..., Any] = engine, **more: Any) -> Iterator[Any]:
+    """Yield an engine. If its updates begin during the backward, all do, and rank 0 ends its backward when its pages
+    of all blocks but the first are updated; they are counted, and those of steps that were neither clipped nor skipped.
+    """
+    kept = SpeculativeStep.kept
+
+    def counted(step: SpeculativeStep, *given: Any) -> set[int]:
+        numbers = kept(step, *given)
+        counts.update(early=len(step.written), kept=len(numbers))
+        return numbers
+
+    shadows = {"shadows": 0.6} if FULL in words else {}
+    with pytest.MonkeyPatch.context() as patch, build(model, *words, **shadows, **more) as made:
+        patch.setattr(TieredEngine, "_as_expected", True)
+        patch.setattr(SpeculativeStep, "kept", counted)
+        if FULL in words:
+            hold_up(made)
+        yield made
+
+
 def results(
     folder: Path, out: Path, *, count: int, names: tuple[str, ...], groups: int = 1, nodes: int = 1
 ) -> list[list[Result]]:
     made = cases(folder, out, count=count, names=names, groups=groups)
-    return run_ranks(made, count=count * groups, folder=out / "ranks", nodes=nodes)
+    work = partial(train_cases, build=early)
+    return run_ranks(made, count=count * groups, folder=out / "ranks", nodes=nodes, work=work)
 
 
-FAST = ("weights in RAM", "one micro-batch, untied")
+FAST = ("weights in RAM", "one micro-batch, untied", "early, gpt2, 1")
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +186,15 @@ def test_ranks_have_the_bits_of_one(
         assert of_ranks == of_one * count, name
         if "overflows" in name:
             assert {norm is None for _, norm in of_one[0].steps[:3]} == {True, False}
+        if FULL in CASES[name][2]:
+            first = of_ranks[0].counts
+            assert first["early"] > 0
+            assert first["kept"] == first["early"] or UNCLIPPED not in CASES[name][2]
         if name == "all on the drive":
             assert sum(one.counts["read"] for one in of_ranks) <= 1.05 * of_one[0].counts["read"]
 
 
-SEVERAL = tuple(name for name, (_, micro, _) in CASES.items() if micro % 2 == 0)
+SEVERAL = tuple(name for name, (_, micro, words) in CASES.items() if micro % 2 == 0 and FULL not in words)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +234,8 @@ def train_late(cases: Sequence[Case]) -> list[Result]:
     Gradients of several micro-batches are added on the device.
     """
     with pytest.MonkeyPatch.context() as patch:
-        return [case.run(partial(late_engine, patch, device_sums=10**9 * (case.micro > 1))) for case in cases]
+        late = partial(early, build=partial(late_engine, patch))
+        return [case.run(partial(late, device_sums=10**9 * (case.micro > 1))) for case in cases]
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
@@ -275,6 +323,32 @@ def test_bytes_on_drives_and_between_ranks_are_the_plans(count: int, groups: int
     assert both_ways == [2 * count * groups * out] * 2  # and whose gradients come back
 
 
+def reported() -> list[int]:
+    """Return the units that this rank hears of, in a backward in which a weight of the second block has no gradient."""
+    node, units, owners, found = Node(together=True), small_units(), {3: 0, 2: 1, 1: 0, 0: 0}, list[int]()
+    sizes, homes, transfers = [4 * unit.trained for unit in units], [RAM] * len(units), Transfers()
+    store = UnitStore(sizes, homes, dtype=torch.float32, files=[], transfers=transfers, pinned=False, node=node)
+    gradients = gradients_of(units, store, device=CpuDevice(), node=node)
+    for missing in ("h.1.b", ""):
+        gradients.report_to(lambda unit, made, error: found.append(-1 if error else unit), owners=owners)
+        for unit, place in reversed(places(units)):
+            if owners[unit.index] == node.rank and place.weight.name != missing:
+                gradients.add(place.weight.name, torch.ones(place.weight.shape), last=True)
+        gradients.end_of_backward(last=True)
+        gradients._reports.submit(lambda: None).wait()
+        gradients.finish()
+        gradients.clear()
+    gradients.close()
+    transfers.close()
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_of_units_that_have_all_their_gradients(tmp_path: Path) -> None:
+    """A unit that lacks one is passed over when its owner's backward ends."""
+    assert in_ranks(reported, count=2, folder=tmp_path) == [[3, 1, 0, 3, 2, 1, 0]] * 2
+
+
 def wait_for_a_rank_that_hangs() -> str:
     ranks.STALLED = ranks._LATER = 1
     node = Node(together=True)
@@ -325,7 +399,7 @@ SHARED = tuple(replace(one, uses=2) if one.block else one for one in SHAPES["gpt
         ([], 1, {}, r"parallel.pipeline=2: 1 rank\(s\) on a node, and a multiple of 2 is needed \(--gpus\)"),
         ([], 3, {}, r"pipeline=2: 3 rank\(s\) on a node"),
         (["parallel.sequence=2"], 2, {}, "pipeline=2: parallel.sequence divides rows"),
-        (["tiered.overlap=backward"], 2, {}, "gradients of other ranks' blocks"),
+        (["tiered.overlap=backward"], 4, {}, "pipeline=2 on 4 ranks: it is for one pipeline"),
         (["tiered.micro_batch_order=depth_first"], 2, {}, "which is breadth-first"),
         (["model.activation_checkpointing=off"], 2, {}, "pipeline=2: not all blocks are checkpointed"),
         (["--gpu-fraction", "0.5"], 2, {}, "the state must be in RAM or on drives"),

@@ -110,6 +110,7 @@ ON_DRIVES = {
     "a third in RAM": ("--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.3"),
     "all on the drive": AWAY,
 }
+PIPELINE = "parallel.pipeline=3"
 LATE = 3  # updates that rank 0 is late to record
 PLANTED = (3, 5, 6)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient
 
@@ -191,12 +192,15 @@ def record_late(ours: Any, model: Path, read: list[tuple[int, str]]) -> None:
     manifest.note = noted
 
 
-def run(folder: Path, words: tuple[str, ...], *, count: int, nodes: int = 1, **size: int) -> list[Speculated]:
+def run(
+    folder: Path, words: tuple[str, ...], *, count: int, nodes: int = 1, tied: bool = True, **size: int
+) -> list[Speculated]:
     """Train one case, whose steps have `micro` micro-batches on all ranks; return what each rank has seen."""
     name = f"{len([*folder.iterdir()])}"
-    model = model_directory(folder / "model", "gpt2", **DROPOUT)
+    model = model_directory(folder / f"model {tied}", "gpt2", tied=tied, **DROPOUT)
     case = Case(model, words, folder / name, **size, drives=(folder / "drive",))
-    case = replace(case, words=(*words, "--accumulate", str(case.micro // count)))
+    together = count if PIPELINE in words else 1  # ranks that compute the same micro-batches
+    case = replace(case, words=(*words, "--accumulate", str(case.micro * together // count)))
     found = in_ranks(speculate, [case], count=count, nodes=nodes, folder=folder / f"{name} ranks")
     return [of_rank for (of_rank,) in found]
 
@@ -225,14 +229,17 @@ def test_steps_are_one_ranks(count: int, nodes: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_rank_overwrites_what_the_last_record_names(tmp_path: Path) -> None:
-    """Rank 0 is late to record a step, and the other one could update pages of the next step meanwhile.
+@pytest.mark.parametrize(("count", "more"), [(2, ()), (3, (PIPELINE,))])
+def test_no_rank_overwrites_what_the_last_record_names(count: int, more: tuple[str, ...], tmp_path: Path) -> None:
+    """Rank 0 is late to record a step, and another one could update pages of the next step meanwhile. In a pipeline
+    the last rank computes the head, and the second one updates a part of it.
 
     What a record names stays as it was when the record was written, and is what one rank computes.
     """
     words, steps = (*AWAY, *FULL, "--ram-fraction", "0", "--dtype", "bf16", "optim.max_grad_norm=0"), LATE + 1
-    train = partial(run, tmp_path, words, steps=steps, micro=2)
-    (first, _), (alone,) = train(count=2), train(count=1)
+    train = partial(run, tmp_path, steps=steps, micro=2, tied=False)
+    first, *_ = train((*words, *more), count=count)
+    (alone,) = train(words, count=1)
     assert len(first.kept) == LATE
     assert [step for step, _ in alone.read] == sorted([*range(1, steps), *range(1, steps - 1)])
     assert first.read == alone.read

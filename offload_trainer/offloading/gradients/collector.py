@@ -26,10 +26,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
@@ -48,9 +50,7 @@ if TYPE_CHECKING:
 _ALIGN = 64  # bytes
 _TOGETHER = 32_000_000  # bytes; a copy of so many takes a GPU a millisecond, so that further ones need not wait for it
 
-# Called from any thread, also autograd's, for a unit whose weights all have their gradients of a step's last backward,
-# once its sums are stored and no rank uses its weights in this step any more: (unit, event after which the sums are
-# complete, error or None). A unit with a weight that has no gradient in this backward is not reported.
+# Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
 Complete = Callable[[int, Any, BaseException | None], None]
 
 
@@ -119,7 +119,7 @@ class Gradients:
         kernel adds gradients to sums in host memory, and measures these. The second, if it is a `CudaKernel`, adds and
         measures sums in fp32 on the device, with the bits of torch.
         """
-        self._device, self._node, device = parts.device, parts.node, parts.device
+        self._device, self._node = device, node = parts.device, parts.node
         self.store, self.dtype, units = store, store.dtype, parts.units
         self._kernel, device_kernel = parts.kernels
         self._ordered = device.place.type != "cpu"  # a GPU trains and sums may be on it, so norms of sums are ordered
@@ -128,8 +128,11 @@ class Gradients:
             self._device_kernel = device_kernel
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step
-        self.complete: Complete | None = None
+        self._complete: Complete | None = None
         self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
+        self._own: dict[int, Future] = {}  # this rank's units, of which the others of the pipeline are told
+        if node.world > 1:
+            self._group, self._reports = ranks.group_of(in_step=False), Workers(1, "reports")
         there = [unit for unit in units if store.homes[unit.index] == DEVICE]
         shares = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, shares, strict=True)}
@@ -147,6 +150,37 @@ class Gradients:
         limit_cores(self._adding, cores_beside(device))
 
     # -- during backward ----------------------------------------------------------------------------------------------
+
+    def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
+        """Begin a step's last backward: call `complete`, if given, for each unit whose weights all have gradients.
+
+        It is called from any thread, also autograd's, when the sums are stored and no rank uses the unit's weights in
+        this step any more. A unit with a weight that has no gradient in this backward is not reported.
+
+        `owners`: of a pipeline, the rank that computes each unit, in the order in which a backward completes them. All
+        ranks call this, and hear of all of these units.
+        """
+        self._complete, self._own = complete, {}
+        if complete is not None and self._node.world > 1:
+            self._own = own = {unit: Future() for unit, owner in owners.items() if owner == self._node.rank}
+            self._complete = lambda unit, _, error: own.get(unit, Future()).finish_part(error)
+            self._reports.put(partial(self._report_of_all, complete, owners, own))
+
+    def _report_of_all(self, complete: Complete, owners: Mapping[int, int], own: Mapping[int, Future]) -> None:
+        """Report the units of all ranks in the same order on a thread of each rank."""
+        unit = -1
+        try:
+            self._group.all_gather_numbers(0)  # rank 0 has recorded the last update, whose old pages may be overwritten
+            for unit, owner in owners.items():
+                whole = torch.zeros(1, dtype=torch.uint8)
+                if unit in own:
+                    own[unit].wait()
+                    whole.fill_(not self._missing.get(unit, True))
+                ranks.broadcast(whole, source=owner, group=self._group)
+                if whole:
+                    complete(unit, self._device.mark(), None)
+        except BaseException as error:
+            complete(unit, None, error)
 
     def turn_to(self, micro_batch: int) -> None:
         """Announce the micro-batch whose gradients arrive next; without this, one ends before the next begins.
@@ -173,6 +207,9 @@ class Gradients:
             self._add(name, flat, last=last)
         self._send_sums()
         self._downloads.queue()
+        for unit, stored in self._own.items() if last else ():
+            if self._missing.get(unit, True):
+                stored.finish_part()
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._intake.place[name]
@@ -202,8 +239,8 @@ class Gradients:
             self._downloads.hold(flat.nbytes, self._send(name, flat, first=first, measured=measured))
         if last and name in self._device_sums:
             self._send_sums(name)
-        if last and self.complete is not None:
-            self._note_last(name, unit, self.complete)
+        if last and self._complete is not None:
+            self._note_last(name, unit, self._complete)
 
     def _note_last(self, name: str, unit: Unit, complete: Complete) -> None:
         """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
@@ -380,6 +417,8 @@ class Gradients:
         with suppress(Exception):  # that thread waits for all copies, of which some may have failed
             self._downloads.queue()
         self._adding.close()
+        if self._node.world > 1:
+            self._reports.close(patience=1.0)
 
 
 class Downloads:

@@ -18,7 +18,7 @@ micro-batches of a block before the next block's, and units are exchanged in tha
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ class ShardedGradients:
         self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
         self.arrived: Set[str] = self._intake.arrived  # weights that have a gradient in this step on any rank
-        self.complete: Complete | None = None
+        self._complete: Complete | None = None
         self._sums = sums
         boxes = node.memory_of_each(exchange_bytes(units, item_bytes=given.itemsize), pinned=device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
@@ -94,6 +94,10 @@ class ShardedGradients:
         self._normed: set[int] = set()  # units whose partial norms are up to date
 
     # -- during backward ----------------------------------------------------------------------------------------------
+
+    def report_to(self, complete: Complete | None, *, owners: Mapping[int, int]) -> None:
+        """Begin a step's last backward as `Gradients.report_to` does; there are no early updates with `owners`."""
+        self._complete = complete
 
     def turn_to(self, micro_batch: int) -> None:
         """Announce the micro-batch of a pipeline whose gradients arrive next; number 0 begins the rank's next block."""
@@ -190,8 +194,8 @@ class ShardedGradients:
             staged = self.store.host(unit.index) is None
             self._norms.take(names, self._sums.collecting(unit.index), staged=staged)
             self._normed.add(unit.index)
-            if self.complete is not None and names == self._names[unit.index]:
-                report = partial(self.complete, unit.index, self._device.mark())
+            if self._complete is not None and names == self._names[unit.index]:
+                report = partial(self._complete, unit.index, self._device.mark())
                 self._sums.send(unit.index).then(report)
 
     def _add_up(self, unit: Unit, box: int) -> None:

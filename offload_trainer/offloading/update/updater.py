@@ -136,6 +136,7 @@ class Updater:
         self._snapshot: PageSnapshot | None = None
         assert sizes.overlap or not sizes.ahead
         self._overlap_backward = sizes.ahead
+        self._owners = {unit.index: owner for owner, stage in parts.stages for unit in stage}
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the step that is announced
         self._failed: BaseException | None = None  # the error of the last update on the thread
@@ -279,9 +280,9 @@ class Updater:
     def begin_last_backward(self) -> None:
         """Take complete units of an announced step from its last backward on; for others prefetch the first pages."""
         if self._speculative is not None:
-            self._gradients.complete = partial(self.pipeline.offer, self._speculative)
+            self._gradients.report_to(partial(self.pipeline.offer, self._speculative), owners=self._owners)
         else:
-            self._gradients.complete = None  # nothing would take the units, step after step
+            self._gradients.report_to(None, owners={})  # nothing would take the units, step after step
             self.pipeline.prefetch()
 
     def skip(self) -> bool:

@@ -138,8 +138,9 @@ class Tiered:
             "after its backward; leave it out": work.checkpoints is None and section.overlap == "backward",
             f"parallel.sequence={work.sequence}{in_pieces}": in_pieces,
             f"{pipeline}: {shared}": shared,
-            f"tiered.overlap=backward with {pipeline}: a rank does not know when gradients of other ranks' blocks are "
-            "complete; leave it out": work.pipeline > 1 and section.overlap == "backward",
+            f"tiered.overlap=backward with {pipeline} on {work.world} ranks: it is for one pipeline; leave it out": (
+                work.world > work.pipeline > 1 and section.overlap == "backward"
+            ),
             f"tiered.micro_batch_order=breadth_first: {why}; leave it out": (
                 section.micro_batch_order == "breadth_first" and work.accumulate > 1 and why
             ),

@@ -117,8 +117,7 @@ class Trial:
             count += ["--accumulate", 2, f"parallel.pipeline={ranks}", "model.overrides.n_layer=4"]
         else:
             count += ["--accumulate", self.ranks // ranks]
-        refused = "tiered.overlap=backward" if self.pipeline else ""
-        return [*SMALL, *(word for word in kind.words if word != refused), *named, *where, *count]
+        return [*SMALL, *kind.words, *named, *where, *count]
 
     def start(self, kind: Kind, output: Path) -> Run:
         ranks = self.ranks

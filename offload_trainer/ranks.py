@@ -364,10 +364,10 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
 def end_if_rank_vanishes(*, say: Callable[[str], None]) -> None:
     """Start a thread that ends this process once another rank has not answered for a minute. Collective.
 
-    Without it the ranks would wait for one that is stopped, or whose machine has lost power or network, for as long as
-    a step, a start or a save may take. The first rank that is left prints the reason with `say`. The process exits
-    immediately, because the training thread is blocked on the lost rank. If a rank has ended, which says why itself,
-    this one ends after a wait of `_GONE` seconds: gloo does not wake a thread whose message was half sent.
+    Such a rank is stopped, or its machine has lost power or network. The first rank that is left prints the reason with
+    `say`. The process exits immediately, because the training thread is blocked on the lost rank. If a rank has ended,
+    which says why itself, this one ends after a wait of `_GONE` seconds: gloo does not wake a thread whose message was
+    half sent.
     """
 
     def watch(group: Group) -> None:

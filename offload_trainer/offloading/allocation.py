@@ -84,8 +84,7 @@ class Stores:
 def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
     """Allocate memory on the device and in RAM, and files on the drives. All ranks call it.
 
-    `order` lists the trainable weights in the order in which their norms are summed. If the CPU's kernel is compiled,
-    gradients are added and page checksums computed by compiled code, too.
+    `order` lists the trainable weights in the order in which their norms are summed.
     """
     homes, node, state = parts.homes, parts.node, PageStore(parts)
     if len(node.local_ranks) > 1:

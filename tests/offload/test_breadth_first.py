@@ -58,18 +58,25 @@ def test_an_error_ends_all_threads(qwen3: Path, drive: Path) -> None:
 # -- what is chosen, and what cannot run so ----------------------------------------------------------------------------
 
 
+ROUTERS = "the loss of MixtralForCausalLM has a part of the routers of all blocks (output_router_logits)"
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "reason"),
+    ("name", "changes", "pipeline", "reason"),
     [
-        ("gpt2", {}, ""),
-        ("mixtral", {"output_router_logits": True}, ""),
-        ("opt", {}, "OPTForCausalLM skips blocks at random (layerdrop)"),
-        ("opt", {"layerdrop": 0.0}, ""),
+        ("gpt2", {}, False, ""),
+        ("llama", {}, True, ""),
+        ("mixtral", {"output_router_logits": True}, False, ""),
+        ("mixtral", {"output_router_logits": True}, True, ROUTERS),
+        ("opt", {}, False, "OPTForCausalLM skips blocks at random (layerdrop)"),
+        ("opt", {"layerdrop": 0.0}, False, ""),
     ],
 )
-def test_a_probe_finds_chains_of_blocks(name: str, changes: dict[str, Any], reason: str, folder: Path) -> None:
+def test_a_probe_finds_chains_of_blocks(
+    name: str, changes: dict[str, Any], pipeline: bool, reason: str, folder: Path
+) -> None:
     config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
-    assert why_no_chain(meta_model(config, trust_remote_code=False)) == reason
+    assert why_no_chain(meta_model(config, trust_remote_code=False), pipeline=pipeline) == reason
 
 
 def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(

@@ -1,6 +1,5 @@
 """Tests of ranks that compute one model together (parallel.pipeline): they have the bits of one rank."""
 
-import json
 import random
 import re
 import time
@@ -22,6 +21,7 @@ from engine_bench import DROPOUT, batches, engine, model_directory, train
 from forked_ranks import Case, Result, call_ranks, count_calls, counts, in_ranks, run_ranks, train_cases
 from late_transfers import late_engine
 from placements import ALL_ON_DRIVES, BEHIND, FULL, IN_LINE, ON, hold_up
+from sample_chats import lines, turns
 from sample_plans import GB, SHAPES, cluster, machine, rate, timed, wish
 from seen_calls import calls_of
 from test_gradients import gradients_of, places
@@ -36,10 +36,8 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.rate_cache import keep_rates
 from offload_trainer.model.breadth_first import BreadthFirst
-from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes.blocks import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import GradientIntake
@@ -63,15 +61,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 CLIP, UNCLIPPED = "optim.max_grad_norm=0.3", "optim.max_grad_norm=0"
 SMALL_STATE = ("optim.moment_dtype=8bit", "optim.master_dtype=bf16")
-CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n}?"},
-            {"role": "assistant", "content": f"It is {n * n}." * 3},
-        ]
-    }
-    for n in range(200)
-]
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # model, micro-batches of a step, words
     "weights in RAM": ("gpt2", 2, ("--params", "cpu", CLIP, BEHIND)),
     "weights in place": ("llama", 6, ("--params", "gpu", *HALF, IN_LINE)),
@@ -381,7 +370,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Conversations in packed rows, with validation: 2 x 2, 3 and then 1 ranks go on from each other's checkpoints."""
     data = tmp_path / "chat.jsonl"
-    data.write_text("\n".join(json.dumps(one) for one in CHATS))
+    data.write_text(lines({"messages": turns(f"What is {n}?", f"It is {n * n}." * 3)} for n in range(200)))
     words = [*TINY, "model.overrides.n_layer=3", "--data", str(data), "data.packing=on"]
     words += ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=1", "optim.max_grad_norm=0.5"]
 
@@ -424,15 +413,6 @@ def test_what_cannot_be_shared_is_refused(words: list[str], count: int, changes:
     shape, here = replace(SHAPES["gpt2-medium"], **changes), machine(gpu=80 * GB, ram=64 * GB)
     with pytest.raises(UserError, match=message):
         make_plan(wish("parallel.pipeline=2", *words), shape, here, world=count)
-
-
-def test_a_model_whose_blocks_share_more_than_hidden_states_is_named(folder: Path) -> None:
-    for name, changes, reason in (
-        ("llama", {}, ""),
-        ("mixtral", {"output_router_logits": True}, "part of the routers"),
-    ):
-        config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-named", name, **changes))
-        assert reason in why_no_chain(meta_model(config, trust_remote_code=False), pipeline=True)
 
 
 def test_weights_move_once_a_pass_and_ranks_share_the_computation() -> None:

@@ -54,15 +54,6 @@ class HeldWrites(Transfers):
         return super().read(file, offset, buffer)
 
     def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        with self._lock:
-            self._look("written", file, offset, buffer)
-            held = self.hold.get(file.path.name, 0)
-            if held:
-                self.hold[file.path.name] = held - 1
-                self.held.append((file, offset, buffer))
-        return self._held_back(file, offset, buffer) if held else super().write(file, offset, buffer)
-
-    def _held_back(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         future = Future()
 
         def later() -> None:
@@ -72,6 +63,12 @@ class HeldWrites(Transfers):
                 arrived = Transfers.write(self, file, offset, buffer)
             arrived.then(future.finish_part)
 
+        with self._lock:
+            self._look("written", file, offset, buffer)
+            if not self.hold.get(file.path.name):
+                return super().write(file, offset, buffer)
+            self.hold[file.path.name] -= 1
+            self.held.append((file, offset, buffer))
         threading.Thread(target=later, daemon=True).start()
         return future
 

@@ -38,7 +38,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.norms import Pieces, norm_of
-from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank
+from offload_trainer.plan.tiered.layout import Unit, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
@@ -58,12 +58,9 @@ class GradientIntake:
     """The weights that gradients come for, which of them have one in this step, and partial gradients of tied ones."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.place: dict[str, tuple[Unit, Place]] = {
-            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
-        }
-        self.names: dict[int, list[str]] = {unit.index: [] for unit in units}  # trainable weights of each unit
-        for name, (unit, _) in self.place.items():
-            self.names[unit.index].append(name)
+        trained = {unit.index: [place for place in unit.places if place.weight.trainable] for unit in units}
+        self.place = {place.weight.name: (unit, place) for unit in units for place in trained[unit.index]}
+        self.names = {unit: [place.weight.name for place in places] for unit, places in trained.items()}
         self.arrived: set[str] = set()  # weights with a gradient in this step
         self.micro_batch = 0  # number of the micro-batch whose gradients arrive
         # By micro-batch and weight: number of uses so far, and their sum.
@@ -84,9 +81,8 @@ class GradientIntake:
 
     def rest(self) -> list[tuple[str, torch.Tensor]]:
         """Return and drop the partial sums of weights of which the micro-batch did not reach all uses."""
-        rest = [(name, flat) for (_, name), (_, flat) in sorted(self._partial.items(), key=lambda one: one[0][0])]
-        self._partial.clear()
-        return rest
+        partial, self._partial = self._partial, {}
+        return [(name, flat) for (_, name), (_, flat) in sorted(partial.items(), key=lambda one: one[0][0])]
 
     def clear(self) -> None:
         """Begin the next step, also after a micro-batch that failed."""
@@ -256,8 +252,7 @@ class Gradients:
         self._downloads.queue()
         made, stored = self._device.mark(), [self._direct[one] for one in names if one in self._direct]
         if unit.index not in self._on_device:  # after everything that is queued, and after the write to a drive
-            stored.append(Future())
-            self._put(lambda: self._staged.send(unit.index), stored[-1])
+            stored.append(self._put(lambda: self._staged.send(unit.index)))
         together(stored).then(lambda error: complete(unit.index, made, error))
 
     def _send_sums(self, *names: str) -> None:
@@ -284,13 +279,8 @@ class Gradients:
         collecting = self._staged.collecting
         pieces, size = self._pieces(name), self._downloads.largest_piece // flat.itemsize
         at_once = measured and size >= pieces.width
-        if at_once:
-            size -= size % pieces.width
-        results = list[torch.Tensor]()
-        parts = flat.split(size)
-        gone = Future(parts=len(parts))
-        download = self._direct.pop(name, None) or done()
-        start = place.start
+        parts, results = flat.split(size - size % pieces.width if at_once else size), list[torch.Tensor]()
+        gone, download, start = Future(parts=len(parts)), self._direct.pop(name, None) or done(), place.start
         for part in parts:
             memory, read = self._downloads.take(part.nbytes)
             values = memory.view(part.dtype)
@@ -313,11 +303,12 @@ class Gradients:
                     results[:] = [self._kernel.add(sums, None, pieces=pieces)]
                 self._norms[name] = pieces.norm(torch.cat(results))
 
-            self._put(take_norm, Future())
+            self._put(take_norm)
         return gone
 
-    def _put(self, work: Callable[[], object], future: Future) -> None:
+    def _put(self, work: Callable[[], object], future: Future | None = None) -> Future:
         """Queue `work` for the adding thread; the future completes after it, or with the first error of this thread."""
+        future = future or Future()
 
         def unless_broken() -> object:
             if self._error is not None:
@@ -329,6 +320,7 @@ class Gradients:
                 raise
 
         self._adding.put(ending(future, unless_broken))
+        return future
 
     def _pieces(self, name: str) -> Pieces:
         """Return the pieces in which a weight's sum over micro-batches is measured in host memory."""
@@ -348,9 +340,7 @@ class Gradients:
     def finish(self) -> None:
         """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
         self._downloads.synchronize()
-        stored = Future()
-        self._put(self._staged.send_all, stored)
-        stored.wait()
+        self._put(self._staged.send_all).wait()
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.

@@ -81,18 +81,14 @@ class Turns:
         self._waiting = [one for one in self._waiting if not one.begun.done] + [turn]
 
         def decide() -> None:
-            failed: BaseException | None = None
-            try:
-                turn.together = self._all_announce(unit)
-            except BaseException as error:
-                failed = error
+            turn.together = self._all_announce(unit)
             turn.decided = True
             if turn.together:
                 self._fetching.put(ending(turn.begun, turn.destination.wait))
             else:
-                turn.destination.then(lambda closed: turn.begun.finish_part(failed or closed))
+                turn.destination.then(turn.begun.finish_part)
 
-        self._rounds.put(decide)
+        self._rounds.submit(decide).then(lambda error: turn.begun.finish_part(error) if error else None)
         return turn
 
     def _all_announce(self, mine: int) -> bool:

@@ -150,8 +150,7 @@ class Cuts:
             sent.wait()
         for wait in self._waits:
             wait()
-        self._sent.clear()
-        self._waits.clear()
+        self._sent, self._waits = [], []
 
 
 def _generators() -> list[torch.Tensor]:

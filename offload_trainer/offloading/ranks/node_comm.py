@@ -127,8 +127,6 @@ class Node:
 
     def on_each_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result; an error of one rank is raised on every rank."""
-        if self.world == 1:
-            return work()
         found: list[T] = []
         ranks.everybody().each(lambda: found.append(work()))
         return found[0]

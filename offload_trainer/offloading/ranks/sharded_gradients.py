@@ -1,32 +1,24 @@
-"""Reduce-scatter and accumulate the gradients of several ranks: each rank keeps the sums of its shard of every unit.
+"""Reduce-scatter and accumulate the gradients of several ranks: each rank keeps the sums of its range of every unit.
 
-    autograd ──> this rank's outbox ──barrier──> each shard's owner adds the gradients of rank 0, 1, ... to its sums
+    autograd ──> this rank's outbox ──barrier──> each range's owner adds the gradients of rank 0, 1, ... to its sums
                                     ──sent─────> inbox of owners on other nodes
-
-A unit is exchanged when the outbox has all its gradients of a micro-batch and all earlier units in the backward's order
-have been exchanged. Units with missing gradients are exchanged at the end of the backward. Two outboxes alternate. A
-rank reaches a unit's barrier only after it has added the previous unit's gradients, so that outbox may be overwritten.
-Transfers to other nodes overlap with the backward.
-
-Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank. Gradients are added in that order, so the
-sums have a single rank's bits. Ranks also exchange which weights have a gradient, because adding a zero could change a
-bit and would make the weight be updated.
-
-Of several pipelines the ranks that compute the same units exchange them: one of each pipeline. Their backward has all
-micro-batches of a block before the next block's, and units are exchanged in that order.
-
-Norms have the bits of one rank that has the whole sums, although no rank reads another rank's sums:
-
     own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
              ──end of a piece──> the rank in whose range that piece begins
 
-A piece is a range of a weight of fixed length, counted from the weight's start (`optim/norms.py`). For each
-weight a rank sends at most one part of a piece, and receives the ends of one piece. Partial norms of a unit are
-computed while the unit's sums are in memory.
+A unit is exchanged when the outbox has all its gradients of a micro-batch and all earlier units in the backward's order
+have been exchanged; one with missing gradients, at the end of the backward. Two outboxes alternate: a rank reaches a
+unit's barrier only after it has added the previous unit's gradients. Transfers between nodes overlap with the backward.
+
+Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank, whose bits sums and norms have. Ranks also
+exchange which weights have a gradient, because adding a zero could change a bit and would make the weight be updated.
+For a norm (`optim/norms.py`) a rank sends at most one part of a piece of each weight.
+
+Of several pipelines the ranks that compute the same units exchange them: one of each pipeline. Their backward has all
+micro-batches of a block before the next block's, and units are exchanged in that order.
 """
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -158,7 +150,7 @@ class ShardedGradients:
         self._in_outbox.add(name)
 
     def _exchange(self) -> None:
-        """Exchange the current unit's gradients: synchronise all ranks, start transfers, and go to the next unit."""
+        """Begin to exchange the current unit's gradients, and go to the next unit."""
         unit, box = self._turns[self._turn], self._round % OUTBOXES
         mark = self._marks[self._node.rank][box]
         for number, name in enumerate(self._names[unit.index]):
@@ -190,46 +182,40 @@ class ShardedGradients:
         return node.send_recv(out, into)
 
     def _finish_exchange(self) -> None:
-        """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
+        """Finish the exchange that has begun, if any."""
         if self._exchange_begun is None:
             return
         (unit, box, wait_for_transfers, last), arrived = self._exchange_begun, self._intake.arrived
         wait_for_transfers()
         self._exchange_begun = None
-        marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
-        marked, names = [marks[rank].tolist() for rank in range(self._node.world)], self._names[unit.index]
-        self._add_up(
-            unit, box, {name: [r for r, its in enumerate(marked) if its[number]] for number, name in enumerate(names)}
-        )
+        self._add_up(unit, box)
         self._normed.discard(unit.index)
-        if last and not arrived.isdisjoint(names):
+        if last and (names := [name for name in self._names[unit.index] if name in arrived]):
             staged = self.store.host(unit.index) is None
-            self._norms.take(unit.index, self._sums.collecting(unit.index), arrived, staged=staged)
+            self._norms.take(names, self._sums.collecting(unit.index), staged=staged)
             self._normed.add(unit.index)
-            if self._complete is not None and arrived.issuperset(names):
+            if self._complete is not None and names == self._names[unit.index]:
                 report = partial(self._complete, unit.index, self._device.mark())
                 self._sums.send(unit.index).then(report)
 
-    def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
-        """Add a unit's gradients to this rank's shard of the sums.
-
-        `givers` lists, for each weight, the ranks that have a gradient of it, in the order of addition.
-        """
-        if not any(givers.values()):
+    def _add_up(self, unit: Unit, box: int) -> None:
+        """Add the gradients of rank 0, 1, ... to this rank's range of a unit's sums."""
+        arrived, (first, end) = self._intake.arrived, range_of_rank(unit, self._node.rank, ranks=self._node.world)
+        boxes = {rank: outbox[box][first:end] for rank, outbox in self._outboxes.items()} | self._inboxes
+        marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
+        names = self._names[unit.index]
+        marked = [marks[rank][: len(names)].tolist() for rank in range(self._node.world)]
+        if not any(map(any, marked)):
             return
         sums = self._sums.collecting(unit.index)
-        first, end = range_of_rank(unit, self._node.rank, ranks=self._node.world)
-        for name, ranks in givers.items():
+        for number, name in enumerate(names):
             place = self._intake.place[name][1]
-            here = slice(max(first, place.start), min(end, place.start + place.weight.numel))
-            for rank in ranks:
-                if here.start < here.stop:
-                    if rank in self._outboxes:
-                        values = self._outboxes[rank][box][here]
-                    else:
-                        values = self._inboxes[rank][here.start - first : here.stop - first]
-                    self._kernel.add(sums[here], values, first=name not in self._intake.arrived)
-                self._intake.arrived.add(name)
+            start, stop = max(first, place.start), min(end, place.start + place.weight.numel)
+            for rank in (rank for rank, has in enumerate(marked) if has[number]):
+                if start < stop:
+                    values = boxes[rank][start - first : stop - first]
+                    self._kernel.add(sums[start:stop], values, first=name not in arrived)
+                arrived.add(name)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +231,7 @@ class ShardedGradients:
         for unit in itertools.chain(*self._stages):
             sums = self.store.host(unit.index)
             if sums is not None and unit.index not in self._normed:  # the last micro-batch was not announced
-                self._norms.take(unit.index, sums, self.arrived, staged=False)
+                self._norms.take(self.arrived & {*self._names[unit.index]}, sums, staged=False)
         norms = self._norms.of(self.arrived)
         if self._node is self._all_ranks:
             return norms
@@ -299,27 +285,23 @@ class ShardedNorms:
         """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `Pieces.of`."""
         self._node, self._dtype, self._kernel = node, dtype, kernel
         self._shares: dict[str, _Share] = {}
-        self._of_unit: dict[int, list[str]] = {}
         count = 0
         for unit, place in places:
-            name, pieces = place.weight.name, Pieces.of(place.weight.numel, ordered=ordered)
+            pieces = Pieces.of(place.weight.numel, ordered=ordered)
             end = count + -(-place.weight.numel // pieces.width)
             parts = norm_parts(unit, place, width=pieces.width, rank=node.rank, ranks=node.world)
             first = count + (parts.starts.start - place.start) // pieces.width
-            self._shares[name] = _Share(pieces, slice(count, end), first, parts)
-            self._of_unit.setdefault(unit.index, []).append(name)
+            self._shares[place.weight.name] = _Share(pieces, slice(count, end), first, parts)
             count = end
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
-    def take(self, unit: int, sums: torch.Tensor, arrived: Container[str], *, staged: bool) -> None:
-        """Compute this rank's partial norms of a unit's weights that have arrived.
+    def take(self, names: Iterable[str], sums: torch.Tensor, *, staged: bool) -> None:
+        """Compute this rank's partial norms of these weights of one unit.
 
         `sums` holds the unit's sums; only this rank's range is valid. `staged`: the memory will be reused soon.
         """
-        for name in self._of_unit.get(unit, ()):
-            if name not in arrived:
-                continue
+        for name in names:
             share = self._shares[name]
             parts = share.parts
             starts = parts.starts[:-1] if parts.gets else parts.starts
@@ -338,20 +320,15 @@ class ShardedNorms:
         """
         shares = {name: share for name, share in self._shares.items() if name in arrived}
         gets = {
-            name: [torch.empty(end - first, dtype=self._dtype) for _, first, end in share.parts.gets]
+            name: [(rank, torch.empty(end - first, dtype=self._dtype)) for rank, first, end in share.parts.gets]
             for name, share in shares.items()
         }
         out = [(share.parts.gives[0], self._cut[name][0]) for name, share in shares.items() if share.parts.gives]
-        into = [
-            (rank, end)
-            for name in shares
-            for (rank, _, _), end in zip(shares[name].parts.gets, gets[name], strict=True)
-        ]
-        self._node.send_recv(out, into)()
+        self._node.send_recv(out, [*itertools.chain(*gets.values())])()
         numbers = self._numbers.clone()
         for name, share in shares.items():
             if gets[name]:
-                piece = torch.cat([self._cut[name][1], *gets[name]])
+                piece = torch.cat([self._cut[name][1], *(end for _, end in gets[name])])
                 last = share.first + len(share.parts.starts) - 1
                 numbers[last : last + 1] = self._kernel.add(piece, None, pieces=share.pieces)
         self._node.all_reduce(numbers)

@@ -24,10 +24,10 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.plan.tiered.spec import Route, slot_bytes
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, followed, together
+from offload_trainer.storage.transfer import Future, done, followed, together
 
 
-@dataclass(frozen=True)
+@dataclass
 class PageMemory:
     """A page's route and the memory of its parts. Until a slot stages them, parts that are not in place are empty."""
 
@@ -38,20 +38,9 @@ class PageMemory:
     fields: Mapping[str, torch.Tensor] | None = None  # those of `state` if it is in place, since views take time
     shadow: torch.Tensor | None = None  # uint8 memory that receives the old state
     pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
-
-
-@dataclass
-class StagedPage:
-    """A page in a slot, or entirely in RAM."""
-
-    memory: PageMemory
-    slot: int = -1  # -1: all parts are in RAM
-    loaded: list[Future] = field(default_factory=list)
+    slot: int = -1  # the slot that stages it, if any
+    loaded: Future = field(default_factory=done)  # the slot has its state
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
-
-    @property
-    def route(self) -> Route:
-        return self.memory.route
 
 
 @dataclass(frozen=True)
@@ -91,14 +80,14 @@ class PagePipeline:
         self._one_stays_free = any(route.number in shadows for route in self._routes)
         self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
-        self._prefetched: list[StagedPage] = []  # prefetched pages in slots
+        self._prefetched: list[PageMemory] = []  # prefetched pages in slots
         self._prefetching = False  # gradients are not complete yet
         self._writing: Mapping[int, Future] = {}  # pages of the last update that may still be being written
         self._in_slots: set[int] = set()  # pages in slots that are not updated yet
         # What `next` returns: staged pages in the order of their arrival, errors, or None for an interrupt; and then
         # pages in RAM by number, the next one last.
-        self._arrived: deque[StagedPage | BaseException | None] = deque()
-        self._ready_in_ram: list[StagedPage] = []
+        self._arrived: deque[PageMemory | BaseException | None] = deque()
+        self._ready_in_ram: list[PageMemory] = []
         self._offered_to: object = None  # the speculative step that pages are offered to
         self._too_early: list[tuple[object, int, Any]] = []  # offers while the previous step is still being written
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
@@ -132,7 +121,7 @@ class PagePipeline:
             overdue, self._overdue = self._overdue, []
         together(overdue).wait()
         for page in early:
-            together(page.loaded).wait()
+            page.loaded.wait()
             self._free_slot(page)
 
     def begin(self, *, after: Any, skip: Container[int] = ()) -> None:
@@ -150,13 +139,13 @@ class PagePipeline:
             free, self._free = self._free, []
         self._proceed(early, free)
 
-    def _proceed(self, early: Sequence[StagedPage], free: Sequence[int]) -> None:
+    def _proceed(self, early: Sequence[PageMemory], free: Sequence[int]) -> None:
         for page in early:
             self._complete(page)
         for slot in free:
             self._fill(slot)
 
-    def next(self) -> StagedPage | None:
+    def next(self) -> PageMemory | None:
         """Wait for the next page and return it, or None at an `interrupt`; raise transfer errors.
 
         Staged pages that have arrived come before pages in RAM, so that drives do not wait.
@@ -168,16 +157,16 @@ class PagePipeline:
             raise arrived
         return arrived
 
-    def write_back(self, page: StagedPage, computed: Future) -> PendingWrite:
+    def write_back(self, page: PageMemory, computed: Future) -> PendingWrite:
         """Write an updated page back after `computed`, and then reuse its slot."""
-        route, memory, weights, state = page.route, page.memory, computed, computed
+        route, weights, state = page.route, computed, computed
         with self._lock:
             self._in_slots.discard(route.number)
         if "weights" in route.through_host:
-            commit = partial(self._weights.commit, route.page.unit, route.page.start, memory.out, after=page.after)
+            commit = partial(self._weights.commit, route.page.unit, route.page.start, page.out, after=page.after)
             weights = followed(computed, commit)
         if "state" in route.through_host:
-            state = followed(computed, partial(self._store.write, route.number, memory.state))
+            state = followed(computed, partial(self._store.write, route.number, page.state))
         whole = together([weights, state])
         if page.slot >= 0:
             self._refill(page.slot, after=whole)
@@ -211,11 +200,9 @@ class PagePipeline:
             return
         held = {route.number: route for route in self._routes if "state" in route.through_host}
         offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
-        order = dict.fromkeys(
-            [*sorted(held)[: len(self._slots) // 2], *(number for number in offered if number in held)]
-        )
+        order = dict.fromkeys([*sorted(held)[: len(self._slots) // 2], *offered])
         self._writing = writing or {}
-        self._prefetch([held[number] for number in order])
+        self._prefetch([held[number] for number in order if number in held])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
@@ -259,7 +246,7 @@ class PagePipeline:
         overdue = [page for page in self._prefetched if page.route.page.unit in late]
         self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
         self._in_slots.difference_update(page.route.number for page in overdue)
-        slots = [(page.slot, together(page.loaded)) for page in overdue]
+        slots = [(page.slot, page.loaded) for page in overdue]
         self._overdue += [read for _, read in slots]
         return slots
 
@@ -285,7 +272,7 @@ class PagePipeline:
         self._store.read(number, data).wait()
         return data
 
-    def _free_slot(self, page: StagedPage) -> None:
+    def _free_slot(self, page: PageMemory) -> None:
         assert page.slot >= 0
         with self._lock:
             self._in_slots.discard(page.route.number)
@@ -293,7 +280,7 @@ class PagePipeline:
 
     # -- on any thread ------------------------------------------------------------------------------------------------
 
-    def _put(self, arrived: StagedPage | BaseException | None) -> None:
+    def _put(self, arrived: PageMemory | BaseException | None) -> None:
         """Let `next` return a staged page, raise an error, or return None for an interrupt."""
         with self._lock:
             self._arrived.append(arrived)
@@ -301,7 +288,7 @@ class PagePipeline:
 
     def _put_in_ram(self, routes: Iterable[Route]) -> None:
         """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
-        pages = [StagedPage(self._memory[route.number]) for route in routes]
+        pages = [self._memory[route.number] for route in routes]
         self._ready_in_ram = sorted([*self._ready_in_ram, *pages], key=lambda page: page.route.number, reverse=True)
         self._lock.notify()
 
@@ -324,30 +311,28 @@ class PagePipeline:
     def _is_written(self, route: Route) -> bool:
         return route.number not in self._writing or self._writing[route.number].done
 
-    def _start_read(self, route: Route, slot: int, *, newest: bool) -> StagedPage:
+    def _start_read(self, route: Route, slot: int, *, newest: bool) -> PageMemory:
         """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
         self._in_slots.add(route.number)
         state, gradient, out = self._slots[slot]
-        count, through, held = route.page.elements, route.through_host, self._memory[route.number]
-        memory = replace(
-            held,
-            state=state[: self._store.bytes_of(route.number)] if "state" in through else held.state,
-            gradient=gradient.view(self._gradients.dtype)[:count] if "gradient" in through else held.gradient,
-            out=out.view(self._weights.dtype)[:count] if "weights" in through else held.out,
-        )
-        page = StagedPage(memory, slot)
-        if "state" in through:
+        count, page = route.page.elements, replace(self._memory[route.number], slot=slot)
+        if "gradient" in route.through_host:
+            page.gradient = gradient.view(self._gradients.dtype)[:count]
+        if "weights" in route.through_host:
+            page.out = out.view(self._weights.dtype)[:count]
+        if "state" in route.through_host:
+            page.state = state[: self._store.bytes_of(route.number)]
             copy = self._store.copies.newest(route.number) if newest else None
-            page.loaded.append(self._store.read(route.number, memory.state, copy=copy))
+            page.loaded = self._store.read(route.number, page.state, copy=copy)
         return page
 
-    def _complete(self, page: StagedPage) -> None:
+    def _complete(self, page: PageMemory) -> None:
         """Read the gradient; report the page when everything has arrived."""
-        page.after = self._gradients_ready.get(page.route.page.unit, self._after)
+        where, arriving = page.route.page, [page.loaded]
+        page.after = self._gradients_ready.get(where.unit, self._after)
         if "gradient" in page.route.through_host:
-            where = page.route.page
-            page.loaded.append(self._gradients.read(where.unit, where.start, page.memory.gradient, after=page.after))
-        together(page.loaded).then(lambda error: self._put(error or page))
+            arriving.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
+        together(arriving).then(lambda error: self._put(error or page))
 
     def _refill(self, slot: int, *, after: Future) -> None:
         """Reuse a slot after a transfer. `next` reports errors, because they must not end the transfer's thread."""

@@ -73,16 +73,15 @@ def ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) 
     ends = [place.start for place in places[1:]] + [unit.trained]
     found: list[ParamRange] = []
     for place, end in zip(places, ends, strict=False):
-        name = place.weight.name
+        name, start = place.weight.name, place.start
         if name not in rules:
             continue
         same = (rules[name], steps[name])
-        if place.start < unit.matrices:
-            found.append(ParamRange(place.start, place.start + place.weight.numel, *same))
-        elif found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == same:
-            found[-1] = ParamRange(found[-1].start, end, *same)
-        else:
-            found.append(ParamRange(place.start, end, *same))
+        if start < unit.matrices:
+            end = start + place.weight.numel
+        elif found and (found[-1].end, found[-1].hyper, found[-1].step) == (start, *same):
+            start = found.pop().start
+        found.append(ParamRange(start, end, *same))
     return found
 
 
@@ -164,12 +163,10 @@ class Updater:
 
     def _merged(self, pages: Sequence[PageMemory]) -> list[PageMemory]:
         """Merge the pages of a unit on the device that one launch of its kernel can update."""
-        if not isinstance(self._device_kernel, CudaKernel):  # all others take one page a call
-            return list(pages)
         runs: list[list[PageMemory]] = []
         for page in pages:
-            if runs and _extends(runs[-1], page):
-                runs[-1].append(page)
+            if runs and isinstance(self._device_kernel, CudaKernel) and _extends(runs[-1], page):
+                runs[-1].append(page)  # other kernels take one page a call
             else:
                 runs.append([page])
         return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
@@ -240,12 +237,12 @@ class Updater:
             number = page.route.number
             if page.route.on_device:
                 with self._device.side_stream(after=after):
-                    self._compute_on_device(page.memory, params)
+                    self._compute_on_device(page, params)
                     self._report_written(number, self.pipeline.write_back(page, self._device.reached()))
                 continue
             if number in undone:
-                self._copy(self.shadows[number], page.memory.state)
-            self._compute(page.memory, params)
+                self._copy(self.shadows[number], page.state)
+            self._compute(page, params)
             self._report_written(number, self.pipeline.write_back(page, done()))
 
     def _report_written(self, number: int, sent: PendingWrite) -> None:
@@ -291,10 +288,9 @@ class Updater:
     def skip(self) -> bool:
         """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
         speculative = self._end_speculation()
-        if speculative is None or self._thread is None:
-            return False
-        self._thread.submit(partial(self._undo, speculative)).wait()
-        return True
+        if speculative is not None and self._thread is not None:
+            self._thread.submit(partial(self._undo, speculative)).wait()
+        return speculative is not None
 
     def _end_speculation(self) -> SpeculativeStep | None:
         """Return the speculative updates of the current step, and stop accepting pages."""
@@ -312,8 +308,7 @@ class Updater:
             while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
-                memory = replace(page.memory, shadow=self.shadows.get(number))
-                self._compute(memory, speculative.expected)
+                self._compute(replace(page, shadow=self.shadows.get(number)), speculative.expected)
                 speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error

@@ -217,12 +217,10 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     _refuse_unknown(section, source)
 
 
-def prepare_data(
-    section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None], eval_rows: int = 32
-) -> RunData:
+def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
     """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
 
-    A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
+    A stream is opened and its first documents tokenized.
     """
     _refuse_unknown(section, source)
     name, vocabulary = section.tokenizer, source.shape.vocabulary
@@ -240,9 +238,7 @@ def prepare_data(
         if not spec.section.streamed:
             return prepare_tokens(spec, validation=validation)
         try:
-            stream = StreamedTokens(spec, validation=validation)
-            if validation:
-                return stream.first(eval_rows)
+            stream = StreamedTokens(spec)
             stream.read(0, 1)
         except TrainerError as error:
             raise UserError(str(error)) from error

@@ -27,7 +27,7 @@ from offload_trainer.data.packing import Encoder, TokenSpec, records_in
 from offload_trainer.data.rows import Split, Tokens, joined, mixed, split_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.stream import StreamedTokens
-from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_tokenizer, write_tokens
+from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, cached, stated_facts, write_tokens
 from offload_trainer.data.tokenizer import document_marks, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.ranks import rank_zero_first
@@ -319,7 +319,7 @@ def _refuse_unknown(section: DataSection, source: Any) -> None:
     """Raise UserError for ids of a tokenizer that nothing names: exports would include a wrong one."""
     is_unknown = section.tokenizer == "auto" and source.directory is None
     for path in map(Path, (*section.path, *section.validation_path) if is_unknown else ()):
-        if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:
+        if path.suffix == ".bin" and stated_facts(path.expanduser()).get("tokenizer") is None:
             raise UserError(
                 f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
                 "--tokenizer (a directory, a hub id, or builtin)"

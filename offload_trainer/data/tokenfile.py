@@ -67,12 +67,6 @@ def cached(path: Path) -> TokenFile | None:
     return TokenFile.open(path, owned=True) if len(there) == 2 else None
 
 
-def stated_tokenizer(path: Path) -> str | None:
-    """Return the fingerprint of the tokenizer that a token file states it was made with, or None."""
-    sidecar = sidecar_path(path)
-    return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
-
-
 @dataclass(frozen=True, eq=False)
 class TokenFile:
     """Ids of uint16 or uint32 in a file. An attribute that the file does not state is None."""
@@ -114,7 +108,7 @@ class TokenFile:
         whole number of ids. Without a sidecar, also for ids whose dtype cannot be determined.
         """
         sidecar = sidecar_path(path)
-        stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
+        stated = stated_facts(path, owned=owned)
         dtype_name, count, sums = stated.pop("dtype", None), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
@@ -208,12 +202,16 @@ class _Sidecar:
     crc32: Crc32s = field(default_factory=list)
 
 
-def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
-    fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
+def stated_facts(path: Path, *, owned: bool = False) -> dict[str, Any]:
+    """Return what the sidecar of a token file says; {} without one. Raises UserError if it cannot be read."""
+    sidecar = sidecar_path(path)
+    if not is_there(sidecar):
+        return {}
     try:
-        return asdict(parsed(file_bytes(path, links=True, opener=open_owned if owned else None), _Sidecar))
+        return asdict(parsed(file_bytes(sidecar, links=True, opener=open_owned if owned else None), _Sidecar))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}. {fix}") from error
+        fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
+        raise UserError(f"{sidecar} cannot be read: {reason(error)}. {fix}") from error
 
 
 def _opened(path: Path, *, owned: bool) -> BinaryIO:
@@ -234,12 +232,11 @@ def _scan(path: Path, file: BinaryIO, *, size: int) -> tuple[tuple[int, ...], tu
     """
     sums: list[int] = []
     lanes: tuple[int, ...] = (0, 0, 0, 0)
-    largest = done = 0
-    file.seek(0)
-    while done < size:
-        data = file.read(min(_CHUNK, size - done))
-        done += len(data)
-        if not data or (len(data) % BLOCK and done != size):
+    largest = 0
+    for start in range(0, size, _CHUNK):
+        data = os.pread(file.fileno(), min(_CHUNK, size - start), start)
+        if len(data) != min(_CHUNK, size - start):
+            done = start + len(data)
             raise TrainerError(f"{path}: {size} bytes were expected, but only {done} can be read; start again")
         sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
         halves = np.frombuffer(data, dtype="<u2")
@@ -351,13 +348,12 @@ def _commit(path: Path, ids: Path, content: bytes) -> None:
     sidecar = sidecar_path(path)
     # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
     # another process is preparing the same text, and its finished pair must not be lost.
-    if is_there(sidecar):
-        try:
-            equal = file_bytes(sidecar) == content
-        except (OSError, ValueError):
-            equal = False
-        if not equal:
-            sidecar.unlink()
+    try:
+        is_stale = file_bytes(sidecar) != content
+    except (OSError, ValueError):
+        is_stale = is_there(sidecar)
+    if is_stale:
+        sidecar.unlink()
     os.replace(ids, path)
     write_bytes(ids.with_name("sidecar"), content, mode=MODE)
     os.replace(ids.with_name("sidecar"), sidecar)

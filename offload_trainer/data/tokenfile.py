@@ -57,14 +57,8 @@ def sidecar_path(path: Path) -> Path:
 
 
 def cached(path: Path) -> TokenFile | None:
-    """Open a token file of the cache, if its writer has finished it: the sidecar is written last.
-
-    Raises UserError if another user may have written it or its sidecar, and for the errors of `TokenFile.open`.
-    """
-    there = [one for one in (path, sidecar_path(path)) if is_there(one)]
-    for one in there:
-        _opened(one, owned=True).close()
-    return TokenFile.open(path, owned=True) if len(there) == 2 else None
+    """Open a token file of the cache, if its writer has finished it: the sidecar is written last."""
+    return TokenFile.open(path, owned=True) if is_there(path) and is_there(sidecar_path(path)) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -148,17 +148,15 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
 
 
 def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
+    path, held = tmp_path / "t.bin", list[TokenFile]()
 
     def slow() -> Iterator[list[int]]:
         yield [1, 2]
         write_tokens(path, [[1, 2]], tokenizer="f", vocabulary=9)
         held.append(TokenFile.open(path))
 
-    held: list[TokenFile] = []
     write_tokens(path, slow(), tokenizer="f", vocabulary=9)
-    mapped = held[0]
-    assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
+    assert [file.read(0, len(file)).tolist() for file in (*held, TokenFile.open(path))] == [[1, 2]] * 2
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
 
@@ -187,28 +185,21 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
     tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
-    path = tmp_path / "t.bin"
-    write_tokens(path, [[0, vocabulary - 1], np.array([5])], vocabulary=vocabulary)
+    path, ids = tmp_path / "t.bin", [0, vocabulary - 1, 5]
+    write_tokens(path, [ids[:2], np.array(ids[2:])], vocabulary=vocabulary)
     tokens = TokenFile.open(path)
-    assert tokens.dtype == dtype
-    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
-    assert tokens.read(0, len(tokens)).tolist() == [0, vocabulary - 1, 5]
-    assert tokens.largest_id() == vocabulary - 1
+    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == ids
+    assert tokens.read(0, len(tokens)).tolist() == ids
+    assert (tokens.dtype, tokens.largest_id()) == (dtype, vocabulary - 1)
 
 
 def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     write_tokens(path, [[1, 2, 3]], vocabulary=9)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-2])
-    with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
-        TokenFile.open(path)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"5 bytes are not"):
-        TokenFile.open(path)
-    path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"0 bytes are not"):
-        TokenFile.open(path)
+    for size, told in ((4, r"says 3 uint16 ids.*holds 2"), (5, r"5 bytes are not"), (0, r"0 bytes are not")):
+        path.write_bytes(bytes(size))
+        with pytest.raises(UserError, match=told):
+            TokenFile.open(path)
     sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
     with pytest.raises(UserError, match="'uint16' or 'uint32'"):
         TokenFile.open(path)
@@ -279,33 +270,29 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
 
 
-# -- which width -----------------------------------------------------------------------------------------------------
+WIDTHS = {"uint16": ", as nanoGPT writes them", "uint32": ": the upper half of every id is at most 15"}
+SMALL = (4, 10, 20, 65, 2048, 50257, 65536)
 
 
-@pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
-def test_nanogpts_files_are_read_as_uint16(vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
-    """They need no sidecar, also with a vocabulary of a few ids, and with an even or odd number of ids."""
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary"),
+    [*(("uint16", each) for each in SMALL), *(("uint32", each) for each in (*SMALL[1:], 128_256, 151_936, 262_144))],
+)
+def test_ids_need_no_sidecar(dtype: str, vocabulary: int, tmp_path: Path, encoded: list[bool]) -> None:
+    """Also with a vocabulary of a few ids, and with an even or odd number of ids."""
     path, said = tmp_path / "t.bin", list[str]()
     ids = draw(4001, below=vocabulary)
-    ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
+    if dtype == "uint16":
+        ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
-        ids[:count].astype("<u2").tofile(path)
-        tokens = from_file(path, say=said.append)
+        ids[:count].astype(dtype).tofile(path)
+        tokens = from_file(path, say=said.append, vocabulary=1 << 20)
         assert tokens.read(0, count).tolist() == ids[:count].tolist()
-    assert said == [f"{path}: no sidecar: read as uint16, as nanoGPT writes them"] * 2
+    assert said == [f"{path}: no sidecar: read as {dtype}{WIDTHS[dtype]}"] * 2
     assert not encoded
+    assert tokens.largest_id() == ids.max()
     with pytest.raises(UserError, match=f"holds ids up to {ids.max()}, but the model only has ids below {ids.max()}"):
         from_file(path, vocabulary=int(ids.max()))
-
-
-@pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
-def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path) -> None:
-    ids = draw(4001, below=vocabulary)
-    ids.astype("<u4").tofile(tmp_path / "t.bin")
-    tokens = TokenFile.open(tmp_path / "t.bin")
-    assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
-    assert tokens.largest_id() == ids.max()
-    assert "read as uint32" in str(tokens.assumed)
 
 
 def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path) -> None:
@@ -342,9 +329,6 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()
 
 
-# -- that a file changes ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sidecar", [False, True])
 def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
@@ -364,27 +348,18 @@ def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> No
         first.read(1_000_000, 1)
 
 
-# -- several ---------------------------------------------------------------------------------------------------------
-
-
 def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
-    """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
+    """Shards of odd sizes, one with a single id, read as one file."""
     ids = draw(1000, below=2048)
     paths = []
     for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
         paths.append(tmp_path / f"{number}.bin")
         ids[start:end].astype("<u2").tofile(paths[-1])
-    ids.astype("<u2").tofile(tmp_path / "whole.bin")
-    shards, whole = from_file(*paths), from_file(tmp_path / "whole.bin")
+    shards = from_file(*paths)
     assert isinstance(shards, TokenShards)
-    assert len(shards) == len(whole) == 1000
+    assert len(shards) == 1000
     for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
         assert shards.read(start, count).tolist() == ids[start : start + count].tolist()
-    rows = [
-        RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048).rows_at([0, 47, 141])
-        for tokens in (shards, whole)
-    ]
-    assert (rows[0].targets == rows[1].targets).all()
     assert from_file(*reversed(paths)).sums != shards.sums
     with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
         RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])

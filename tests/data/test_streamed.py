@@ -49,15 +49,13 @@ def chat(number: int) -> dict[str, Any]:
     return {"id": number, "messages": talk}
 
 
-def weighted(number: int) -> dict[str, Any]:
-    first = [message("user", "a"), message("assistant", "b", weight=number % 2)]
-    return {"messages": [*first, *chat(number)["messages"]]}
-
-
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "text": [{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)],
     "chat": [chat(number) for number in range(240)],
-    "weights": [weighted(number) for number in range(240)],
+    "weights": [
+        {"messages": [message("user", "a"), message("assistant", "b", weight=n % 2), *chat(n)["messages"]]}
+        for n in range(240)
+    ],
     "pairs": [{"prompt": f"{n} + 1 = ", "completion": str(n + 1) * (1 + n % 9)} for n in range(240)],
 }
 
@@ -144,7 +142,7 @@ def test_any_place_is_reached_from_the_nearest_seek_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each pass has the prepared ids, and after a restart a row is read from the seek point before it."""
-    path = written(tmp_path / f"data{suffix if suffix.startswith('.') or not suffix else '.jsonl'}", kind)
+    path = written(tmp_path / f"data{'.jsonl' if suffix == 'of the hub' else suffix}", kind)
     if suffix == "of the hub":
         of_the_hub(path, monkeypatch)
     ids = ids_of(path, **section)
@@ -243,8 +241,7 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
         assert np.array_equal(found.read(0, len(expected)), expected)
         printed = now.apply_chat_template([message("user", "a")], tokenize=False)
         assert printed.startswith(f"{datetime.now() + timedelta(days):%d %b %Y}|")  # other callers get today's
-    same, other = (tokens(path, tokenizer=now, template_date=f"2026-01-{day}") for day in (31, 30))
-    assert (same.identity, same._key) == (found.identity, found._key)
+    other = tokens(path, tokenizer=now, template_date="2026-01-30")
     assert not {other.identity, other._key} & {found.identity, found._key}
     assert found.identity.endswith(" on 2026-01-31")
     assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
@@ -256,7 +253,7 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
     """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
     expected = ids_of(data)
     block, count = 30, len(expected) // LENGTH + 90
-    twice = np.tile(expected, 2)
+    twice = np.tile(expected, 2)[: len(expected) * 2 // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()
 
     def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
         found = tokens(data, shuffle=block)
@@ -271,9 +268,9 @@ def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: lis
     assert len(shuffled) > 300
     orders = []
     for start in range(0, len(shuffled) - block + 1, block):
-        own = [twice[LENGTH * row : LENGTH * row + LENGTH].tolist() for row in range(start, start + block)]
-        orders.append([own.index(row) for row in shuffled[start : start + block]])
-        assert sorted(shuffled[start : start + block]) == sorted(own)
+        own, drawn = twice[start : start + block], shuffled[start : start + block]
+        orders.append([own.index(row) for row in drawn])
+        assert sorted(drawn) == sorted(own)
     assert len(set(map(tuple, orders))) == len(orders)
     assert read(0, seed=1)[:block] != shuffled[:block]
     for begin in (5, 35, 155, len(shuffled) - 60):
@@ -290,10 +287,10 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
     rows(first, *range(2133))
     other = [{"id": number, "text": "something else"} for number in range(changed, changed + 25)]
     data.write_text(lines(RECORDS["text"][:changed] + other + RECORDS["text"][changed + 25 :]))
+    again = tokens(data)
+    again.read(0, 1)
 
     def resumed() -> None:
-        again = tokens(data)
-        again.read(0, 1)
         again.remember(tmp_path / "points.jsonl", writes=False)
         for number in range(2000, 2133, 5):
             again._begin = 10**9  # as in a new process, reading begins at the nearest point
@@ -335,22 +332,6 @@ def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, mo
     (tmp_path / "a.jsonl").write_text(lines([{"prompt": "a"}]))
     with pytest.raises(UserError, match="the first record: a line with 'prompt' without an answer is not trained on"):
         tokens("someone/corpus")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
-        (["--validation-data", "stream:a/b"], "name hub:OWNER/NAME:SPLIT or a path"),
-        (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
-        (["data.shuffle=9"], "data.shuffle=9 is for --data stream:NAME"),
-        (["--data", "a", "b", "data.mixture=[1]"], "has 1 weights, and data.path 2 texts: give one for each"),
-        (["--data", "a", "b", "data.mixture=[1,1]", "data.shuffle=false"], "leave data.shuffle=false out"),
-    ],
-)
-def test_settings_that_do_not_fit_the_data(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        load_config(words)
 
 
 def test_a_data_set_of_the_hub_may_use_the_network(data: Path) -> None:

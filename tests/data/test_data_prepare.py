@@ -103,10 +103,10 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(tmp_path: Pa
     assert len(leftovers(tmp_path / "cache")) == 2
 
 
-def test_a_text_is_tokenised_once_and_again_when_it_has_changed(
+def test_a_text_is_tokenised_once_and_again_when_it_or_its_file_has_changed(
     tmp_path: Path, source: Path, encoded: list[bool]
 ) -> None:
-    """One of the same name, size and time gives its own tokens; a touched one of the same bytes does not."""
+    """Another text of the same name, size and time is tokenised, and a touched one of the same bytes is not."""
 
     def again() -> int:
         """Return how often texts have been tokenized."""
@@ -122,18 +122,11 @@ def test_a_text_is_tokenised_once_and_again_when_it_has_changed(
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert again() == 2
-
-
-def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
-    tmp_path: Path, source: Path, encoded: list[bool]
-) -> None:
-    first = prepared(source, cache=tmp_path)
-    sidecar_path(first.path).unlink()
-    first.path.write_bytes(b"\1\0")
-    assert cached(first.path) is None
-    again = prepared(source, cache=tmp_path)
-    assert len(encoded) == 2
-    assert again.read(0, len(again)).tolist() == ids_of(TEXT)
+    path = prepared(source, cache=tmp_path / "cache").path
+    sidecar_path(path).unlink()  # as a kill leaves it
+    path.write_bytes(b"\1\0")
+    assert cached(path) is None
+    assert again() == 3
 
 
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -471,14 +471,12 @@ def test_calls_of_tools_without_marks(name: str, case: str) -> None:
     tokenizer = chat_tokenizer(ALTERNATING) if name == "alternating" else tokenizer_of(name)
     encoder = AnswerEncoder(tokenizer, everything=False)
     (found,) = encoder.encode([example_of(CONVERSATIONS[case], form="chat", where="here, line 1")])
-    arguments, stop, end = (
-        '<|tool_call>call:room_temperature{{room:<|"|>{}<|"|>}}<tool_call|>',
-        "<|tool_response>",
-        "<turn|>",
-    )
+    arguments, before = '<|tool_call>call:room_temperature{{room:<|"|>{}<|"|>}}<tool_call|>', ""
+    stop, end = "<|tool_response>", "<turn|>"
     if name == "alternating":
-        arguments, stop, end = '{{"name": "room_temperature", "arguments": {{"room": "{}"}}}}', "<end>", "<end>"
-    before, expected = "(calls)" * (name == "alternating"), []
+        arguments, before = '{{"name": "room_temperature", "arguments": {{"room": "{}"}}}}', "(calls)"
+        stop = end = "<end>"
+    expected = []
     for answer in (one for one in CONVERSATIONS[case]["messages"] if one["role"] == "assistant"):
         calls = [arguments.format(one["function"]["arguments"]["room"]) for one in answer.get("tool_calls", ())]
         expected.append(before + "".join(calls) + stop if calls else answer["content"] + end)

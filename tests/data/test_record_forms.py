@@ -5,13 +5,14 @@ TRL "Dataset formats and types"), as of 2026.
 """
 
 import json
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sample_chats
 from datasets import Dataset
-from sample_chats import TEMPLATE, chat_tokenizer, turns
+from sample_chats import TEMPLATE, chat_tokenizer, message, turns
 
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
@@ -35,7 +36,7 @@ TOOL = {"type": "function", "function": WEATHER}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 AS_JSON = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
-U, A, S = "user", "assistant", "system"
+A, S = "assistant", "system"
 
 
 def shares(*texts: str) -> list[dict[str, Any]]:
@@ -69,10 +70,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         row("a", "A", "b", "B", system="Shout."),
     ),
     "llamafactory sharegpt": ({"conversations": shares("a", "A", "b", "B")}, row("a", "A", "b", "B")),
-    "llamafactory sharegpt, system": (
-        {"conversations": shares("a", "A"), "system": "Shout."},
-        row("a", "A", system="Shout."),
-    ),
     "llamafactory sharegpt, tools as JSON": (
         {
             "conversations": [
@@ -99,28 +96,24 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         r"'images' .*ot\.load.*library\.md",
     ),
     "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, row("a", "A")),
-    "axolotl chat_template, content in parts": (
-        {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
-        row("a", "A"),
-    ),
-    "axolotl chat_template, roles of others": (
-        {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "A"}]},
+    "axolotl chat_template, content in parts, roles of others": (
+        {"messages": [message(who, [{"type": "text", "text": it}]) for who, it in (("human", "a"), ("gpt", "A"))]},
         row("a", "A"),
     ),
     "axolotl chat_template, tools and calls": (
         {
             "tools": [TOOL],
             "messages": [
-                {"role": U, "content": "Rain?"},
-                {"role": A, "content": "", "tool_calls": [AS_JSON | {"id": "c1"}]},
-                {"role": "tool", "tool_call_id": "c1", "content": "wet"},
-                {"role": A, "content": "Yes."},
+                *turns("Rain?"),
+                message(A, "", tool_calls=[AS_JSON | {"id": "c1"}]),
+                message("tool", "wet", tool_call_id="c1"),
+                *turns("", "Yes.")[1:],
             ],
         },
         CALLED,
     ),
     "axolotl chat_template, reasoning": (
-        {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "hm"}]},
+        {"messages": [*turns("a"), message(A, "A", reasoning_content="hm")]},
         row("a", "(hm)A"),
     ),
     "axolotl train": (
@@ -136,7 +129,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "message 2 has 'train_detail'",
     ),
     "axolotl parts to train": (
-        {"messages": [{"role": A, "content": [{"type": "text", "text": "A", "train": False}]}]},
+        {"messages": [message(A, [{"type": "text", "text": "A", "train": False}])]},
         "message 1 mixes parts to train on with others",
     ),
     "axolotl open_orca": (
@@ -176,23 +169,18 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
     "content that is null beside calls": (
-        {"messages": [*turns("Rain?"), {"role": A, "content": None, "tool_calls": [CALL]}]},
+        {"messages": [*turns("Rain?"), message(A, None, tool_calls=[CALL])]},
         row("Rain?", '[weather {"city": "Oslo"}]'),
     ),
     "content that is null": (
-        {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
+        {"messages": [*turns("a", "A"), message("user", None)]},
         "message 3 has no content; if it is empty",
     ),
     "no messages": ({"messages": []}, "'messages' holds an empty list"),
     "a string for messages": ({"messages": "hello"}, "'messages' holds a string"),
     "strings for messages": ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
     "an image in a message": (
-        {
-            "messages": [
-                {"role": U, "content": [{"type": "text", "text": "a"}]},
-                {"role": A, "content": [{"type": "b"}]},
-            ]
-        },
+        {"messages": [message("user", [{"type": "text", "text": "a"}]), message(A, [{"type": "b"}])]},
         "message 2 holds something other than text",
     ),
     "tools that are no JSON": ({"messages": turns("a", "A"), "tools": "x"}, "'tools' holds no JSON"),
@@ -218,16 +206,9 @@ def shown(tokenizer: Any, tokens: Any) -> str:
     """Return the first row's text without padding, with trained spans in « »; plain text is unmarked."""
     if tokens.row_length is None:
         return str(tokenizer.decode(tokens.read(0, len(tokens)).tolist()))
-    marked = tokens.read(0, 512).tolist()
-    parts: list[tuple[bool, list[int]]] = []
-    for id_ in marked:
-        if id_ & BEGINS:  # the padding
-            break
-        learned = not id_ & NOT_LEARNED
-        if not parts or parts[-1][0] != learned:
-            parts.append((learned, []))
-        parts[-1][1].append(id_ & IDS)
-    texts = [(learned, tokenizer.decode(ids)) for learned, ids in parts]
+    marked = takewhile(lambda id_: not id_ & BEGINS, tokens.read(0, 512).tolist())  # up to the padding
+    spans = groupby(marked, key=lambda id_: not id_ & NOT_LEARNED)
+    texts = [(learned, tokenizer.decode([id_ & IDS for id_ in span])) for learned, span in spans]
     return "".join(f"«{text}»" if learned else text for learned, text in texts)
 
 
@@ -251,26 +232,24 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
 
 # -- what a template does not print ------------------------------------------------------------------------------------
 
+LOOKS = message(A, "Let me see.", tool_calls=[CALL])
+
 
 @pytest.mark.parametrize(
     ("record", "template", "field"),
     [
+        ({"messages": [*turns("weather in Oslo?"), LOOKS]}, TEMPLATE, "tool_calls"),
         (
-            {"messages": [*turns("weather in Oslo?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
-            TEMPLATE,
-            "tool_calls",
-        ),
-        (
-            {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL, AS_JSON]}]},
+            {"messages": [*turns("Rain?"), message(A, "", tool_calls=[CALL, AS_JSON])]},
             TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
             "tool_calls",
         ),
         ({"messages": turns("weather Tells it.", "A"), "tools": [TOOL]}, TEMPLATE, "tools"),
-        ({"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]}, NO_SYSTEM, "messages.content"),
+        ({"messages": [message(S, "Shout."), *turns("a", "A")]}, NO_SYSTEM, "messages.content"),
         ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "system"),
         ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "system"),
         (  # gpt-oss's template leaves out text beside a call, where an answer follows
-            {"messages": [*turns("Rain?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
+            {"messages": [*turns("Rain?"), LOOKS]},
             TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
             "messages.content",
         ),
@@ -286,9 +265,9 @@ def test_calls_tools_and_messages_that_a_template_drops_are_named(
 
 def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> None:
     plain = {"messages": turns("a", "A"), "id": "x1", "source": "somewhere", "conversation_id": "7"}
-    thinks = {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "Hm, why?"}], "id": "x2"}
+    thinks = {"messages": [*turns("a"), message(A, "A", reasoning_content="Hm, why?")], "id": "x2"}
     more = {"messages": turns("a", "A"), "category": "letters", "extra": {"notes": ["", "Look\nhere."]}}
-    twice = {"messages": [{"role": S, "content": "Be brief."}, *turns("a", "A")], "system": "Shout."}
+    twice = {"messages": [message(S, "Be brief."), *turns("a", "A")], "system": "Shout."}
     _, tokens = prepared(tmp_path, plain, thinks, thinks, more, twice, template=TEMPLATE)
     assert "text that is missing from the rows: " in tokens.summary
     for told in (
@@ -304,8 +283,8 @@ def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> No
     assert "'hint' in 1 (first: " in tokens.summary
 
 
-def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
-    """A template may put reasoning before the answer, strip lines and quote text as JSON; no text counts as lost."""
+def test_moved_and_stripped_text_is_not_lost_and_empty_answers_are_counted(tmp_path: Path) -> None:
+    """A template may put reasoning before the answer, strip lines and quote text as JSON."""
     moves = (
         "{% for m in messages %}<{{ m.role }}>{% set parts = m.content.split('</think>') %}"
         "{% if parts[1:] %}(thought: {{ parts[0][7:].strip() }}){{ parts[1].strip() }}"
@@ -315,11 +294,8 @@ def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
     talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
     _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
     assert "missing from the rows" not in tokens.summary
-
-
-def test_empty_answers_are_counted(tmp_path: Path) -> None:
     records = [{"messages": turns("a", "A")}, {"messages": turns("a", " ", "b", "")}, {"messages": turns("a", "")}]
-    records[0]["messages"][1:1] = [{"role": A, "content": "", "weight": 0}, *turns("c")]
+    records[0]["messages"][1:1] = [message(A, "", weight=0), *turns("c")]
     _, tokens = prepared(tmp_path, *records, template=TEMPLATE)
     assert "; 3 of the answers to train on are empty" in tokens.summary
     _, tokens = prepared(tmp_path, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"})

@@ -36,18 +36,11 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -
         backend.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
         backend.normalizer = normalizer
-    special = ["<unk>", "</s>"]
+    words: dict[str, Any] = {"vocab_size": 600, "special_tokens": ["<unk>", "</s>"], "show_progress": False}
     if model == "bpe":
-        trainer: Any = trainers.BpeTrainer(
-            vocab_size=600,
-            special_tokens=special,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
+        trainer: Any = trainers.BpeTrainer(**words, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     else:
-        trainer = trainers.UnigramTrainer(
-            vocab_size=600, special_tokens=special, show_progress=False, unk_token="<unk>"
-        )
+        trainer = trainers.UnigramTrainer(**words, unk_token="<unk>")
     # Without a pre-tokenizer, BPE would learn merges across words; sentencepiece learns from words.
     backend.train_from_iterator(CORPUS[:20_000].splitlines(keepends=True) if pre_tokenizer else CORPUS.split(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
@@ -115,15 +108,14 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
     assert list(cutter.pieces([])) == list(cutter.pieces(["", ""])) == []
 
 
-def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_cut_between_lines_that_are_not_blank_and_other_cuts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "PIECE", 12)
     cutter = DocumentEncoder(ByT5Tokenizer(), text_field="text")  # its tokens are bytes
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
     assert cutter.note == ""
-
-
-def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
     messages: list[str] = []

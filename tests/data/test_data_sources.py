@@ -211,18 +211,10 @@ def test_documentation_is_read_whole(tmp_path: Path) -> None:
     [
         ("", ["test-0.jsonl", "valid-0.jsonl"], r"no train split, only files named test and validation \(test-0"),
         ("", ["train.jsonl"], "no validation or test split, only files named train"),
-        (
-            card(a={"train": "a/*"}, b={"train": "b/*"}),
-            ["a/0.jsonl", "b/0.jsonl"],
-            "lists the configurations a, b: name",
-        ),
+        (card(a={"train": "a/*"}, b={"train": "b/*"}), ["a/0.jsonl", "b/0.jsonl"], "the configurations a, b: name"),
         (card(default={"sft": "a-*", "gen": "b-*"}), ["a-0.jsonl", "b-0.jsonl"], "lists the splits sft, gen: name"),
         (card(default={"train": "../x/*"}), ["test.jsonl"], r"no text or table is there, \.\./x/\*: name the files"),
-        (
-            "---\nconfigs: [{data_dir: a}, {config_name: b}]\n---\n",
-            ["a/0.jsonl"],
-            "the configurations default, b: name",
-        ),
+        ("---\nconfigs: [{data_dir: a}, {config_name: b}]\n---\n", ["a/0.jsonl"], "configurations default, b: name"),
     ],
 )
 def test_a_directory_that_leaves_a_choice_is_refused(

@@ -349,9 +349,11 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--mi
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Return a jsonl file that a run of 6 steps reads more than once."""
+    """Return a jsonl file that a run of 6 steps reads more than once; beside it is one of short conversations."""
     path = tmp_path / "text.jsonl"
     path.write_text(lines({"text": f"It was the best of times, number {n}, and the worst."} for n in range(40)))
+    talks = ({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22))
+    path.with_name("talks.jsonl").write_text(lines(talks))
     return path
 
 
@@ -366,25 +368,15 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     assert "nothing of a stream is held out for validation" in streamed.text
 
 
-@pytest.fixture
-def talks(tmp_path: Path) -> Path:
-    """Return a file of 22 short conversations, which a run of 6 steps reads more than once."""
-    path = tmp_path / "talks.jsonl"
-    path.write_text(lines({"messages": turns(f"{n}?", f"{n}" * (n % 4 + 1))} for n in range(22)))
-    return path
-
-
 PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2", "data.shuffle=7"]
 PACKED = ["data.packing=on", "data.shuffle=3", "model.overrides.resid_pdrop=0.1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [PAGE_FILES, PACKED], ids=["page files", "packed"])
-def test_a_killed_run_resumes_bit_for_bit(
-    more: list[str], text: Path, talks: Path, tmp_path: Path, drive: Path
-) -> None:
+def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
-    path = talks if more is PACKED else text
+    path = text.with_name("talks.jsonl") if more is PACKED else text
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{path}", "--nvme", drive, *more]
     whole = call(*words, output=tmp_path / "whole")
     saved = "" if more is PAGE_FILES else f"pause~{tmp_path}/killed/checkpoints/step-00000002/MANIFEST.json+"

@@ -100,27 +100,16 @@ def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shu
 def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:
     def steps(count: int, *, world: int, accumulate: int) -> list[list[tuple[list[int], int]]]:
         """Return the rows and the seed of each micro-batch of each step."""
-        ranks = [
-            take(
-                reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world),
-                accumulate * count,
-            )
-            for rank in range(world)
-        ]
-        assert len({tuple(batch.data_position for batch in rank) for rank in ranks}) == 1
-        return [
-            [
-                (row_numbers(rank[micro]), rank[micro].seed)
-                for micro in range(step * accumulate, (step + 1) * accumulate)
-                for rank in ranks
-            ]
-            for step in range(count)
-        ]
+        ranks = [reader(tokens).train_batches(0, micro_batch=2, rank=rank, world=world) for rank in range(world)]
+        given = list(islice(zip(*ranks, strict=True), accumulate * count))
+        assert all(len({batch.data_position for batch in batches}) == 1 for batches in given)
+        every = [(row_numbers(batch), batch.seed) for batches in given for batch in batches]
+        return [every[start : start + accumulate * world] for start in range(0, len(every), accumulate * world)]
 
-    expected = [order(i % ROWS, ROWS, seed=1, epoch=i // ROWS) for i in range(40)]
     two_ranks = steps(10, world=2, accumulate=1)
-    assert [[row for rows, _ in step for row in rows] for step in two_ranks] == [
-        expected[i : i + 4] for i in range(0, 40, 4)
+    assert {len(step) for step in two_ranks} == {2}
+    assert [row for step in two_ranks for rows, _ in step for row in rows] == [
+        order(i % ROWS, ROWS, seed=1, epoch=i // ROWS) for i in range(40)
     ]
     assert two_ranks == steps(10, world=1, accumulate=2)
     assert steps(5, world=4, accumulate=1) == steps(5, world=2, accumulate=2)

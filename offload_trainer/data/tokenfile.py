@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +37,7 @@ BEGINS = 1 << 30  # a conversation or the padding begins here
 IDS = BEGINS - 1
 
 _SCAN_TOKENS = 1 << 24
-_SCRATCH, _WHAT = "offload-trainer-tokens-", "unfinished tokens"
+_SCRATCH = "offload-trainer-tokens-"
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
@@ -294,11 +293,10 @@ def write_tokens(
         try:
             yield
         except OSError as error:
-            file.close()
-            scratch.close()  # remove the file first, so that the free space includes it
-            made, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
+            stack.close()  # remove the file first, so that the free space includes it
+            size, free = format_bytes(tokens * dtype.itemsize), format_bytes(shutil.disk_usage(folder).free)
             raise TrainerError(
-                f"{folder}: tokens could not be written: {reason(error)}. They had {made}, at "
+                f"{folder}: tokens could not be written: {reason(error)}. They had {size}, at "
                 f"{dtype.itemsize} bytes a token, and there are {free} free now. Free more, or choose another "
                 "directory with data.cache=DIR"
             ) from error
@@ -308,11 +306,9 @@ def write_tokens(
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f".{_SCRATCH}*"):
                 with contextlib.suppress(OSError, TrainerError):  # it is gone, its writer lives, or another user's
-                    owned_dirs.remove_dead(left, what=_WHAT)
-            name = folder / f".{_SCRATCH}{secrets.token_hex(4)}"
-            scratch = stack.enter_context(owned_dirs.ScratchDirectory(name, what=_WHAT))
-            opener = partial(os.open, mode=MODE)
-            file = stack.enter_context(open(scratch.path / "ids", "xb", buffering=0, opener=opener))
+                    owned_dirs.remove_dead(left, what=owned_dirs.SCRATCH)
+            made = stack.enter_context(owned_dirs.scratch(f".{_SCRATCH}", directory=folder)) / "ids"
+            file = stack.enter_context(open(made, "xb", buffering=0, opener=partial(os.open, mode=MODE)))
         except OSError as error:
             raise UserError(
                 f"cannot write in {folder}: {error.strerror}; choose another directory with data.cache=DIR"
@@ -334,7 +330,7 @@ def write_tokens(
         fields = {name: value for name, value in asdict(facts).items() if value is not None and value is not False}
         with told():
             os.fsync(file.fileno())
-            _commit(path, scratch.path / "ids", (json.dumps(fields) + "\n").encode())
+            _commit(path, made, (json.dumps(fields) + "\n").encode())
 
 
 def _commit(path: Path, ids: Path, content: bytes) -> None:

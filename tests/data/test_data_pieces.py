@@ -27,6 +27,9 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORDS = pre_tokenizers.Split(Regex(_LLAMA3), "isolated")
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_MARKED_SPACES = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
 
 def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -> PreTrainedTokenizerFast:
@@ -49,19 +52,10 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -
 KINDS = {
     "byte level": lambda: load_tokenizer("builtin"),
     "byte level, a space before the first word": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "words as in Llama 3": lambda: trained(
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    ),
+    "words as in Llama 3": lambda: trained(pre_tokenizers.Sequence([_WORDS, _BYTES])),
     "Metaspace": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
     "Metaspace before the first word": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "as in Llama 2": lambda: trained(
-        None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    ),
+    "as in Llama 2": lambda: trained(None, _MARKED_SPACES),
     "Unigram": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always"), model="unigram"),
 }
 
@@ -171,13 +165,12 @@ class Marked(NamedTuple):
 
     def expected(self, text: str) -> list[int]:
         """Return transformers' ids and EOS, each mark once."""
-        inner = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        begun = bool(self.before) and inner[: len(self.before)] == self.before
-        end = self.behind or self.eos
-        ended = bool(end) and inner[-len(end) :] == end
-        if not begun and not ended:
-            assert self.tokenizer(text)["input_ids"] == self.before + inner + self.behind
-        return ([] if begun else self.before) + inner + ([] if ended else end)
+        inner, end = self.tokenizer(text, add_special_tokens=False)["input_ids"], self.behind or self.eos
+        begin = [] if inner[: len(self.before)] == self.before else self.before
+        end = [] if inner[len(inner) - len(end) :] == end else end
+        if begin == self.before and end:
+            assert self.tokenizer(text)["input_ids"] == begin + inner + self.behind
+        return begin + inner + end
 
 
 @pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])

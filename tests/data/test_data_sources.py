@@ -96,6 +96,8 @@ def card(**configurations: dict[str, object]) -> str:
     return f"---\nlicense: mit\n{yaml.safe_dump({'configs': configs})}---\n# A data set\n"
 
 
+CARD = card(all={"train": ["a.jsonl", "b/**"], "test": "held_out.jsonl"})
+SEVERAL = card(small={"train": "small/train-*"}, default={"train": "large/train-*"})
 PUSHED = card(default={"train": "data/train-*", "validation": "data/validation-*", "test": "data/test-*"})
 SHARDS = {"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 1}
 SHARDS |= {"data/validation-00000-of-00001.parquet": 0, "data/test-00000-of-00001.parquet": 0}
@@ -118,17 +120,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
     "folders of splits": ("", {"train/a.jsonl": 1, "train/b.jsonl": 1, "test/a.jsonl": 0}, True),
     "folders below data": ("", {"data/train/0.parquet": 1, "data/val/0.parquet": 0}, True),
     "folders of parts": ("", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1, "en/test-0.jsonl": 0}, True),
-    "named by the card": (
-        card(all={"train": ["a.jsonl", "b/**"], "test": "held_out.jsonl"}),
-        {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0},
-        True,
-    ),
+    "named by the card": (CARD, {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0}, True),
     "paths of the card from its folder": (card(default={"train": "./data/train-*"}), SHARDS, True),
-    "a default among several": (
-        card(small={"train": "small/train-*"}, default={"train": "large/train-*"}),
-        {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1},
-        True,
-    ),
+    "a default among several": (SEVERAL, {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1}, True),
     "several formats": ("# Data\n", {"a.jsonl": 1, "b.parquet": 1, "c.csv": 1, "d.json": 1, "e.ndjson": 1}, False),
     "several formats of splits": ("", {"train.jsonl": 1, "train-2.parquet": 1, "test.csv": 0}, False),
     "one split is named": ("", {"a.jsonl": 1, "test.jsonl": 0}, False),

@@ -44,9 +44,7 @@ _LONG = 10**9  # bytes whose reading takes seconds
 def prepare_tokens(spec: TokenSpec, *, validation: bool = False) -> Tokens:
     """Return the token file or files of `data.path`, with all ids below the model's number of ids.
 
-    Text is tokenised into NAME-KEY.bin in the cache, unless that exists, each document between its `document_marks`. Of
-    several runs that do so at once the last file replaces equal ones. `validation` is as for `find_sources`.
-
+    Text is tokenised into NAME-KEY.bin in the cache, unless that exists; equal files of runs replace each other.
     Raises UserError as `find_sources` and `records_in`, and for empty text, ids that the model does not have,
     and token files that do not fit each other. Raises TrainerError if the drive is full or the text changed meanwhile.
     """

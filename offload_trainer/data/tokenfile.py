@@ -94,11 +94,10 @@ class TokenFile:
     def open(cls, path: Path, *, owned: bool = False) -> TokenFile:
         """Open a token file. If no sidecar has its checksums, all of it is read once.
 
-        Without a sidecar, the values show whether the ids are uint16 or uint32. `owned` is for a file of the cache,
-        where others may write too: it is refused unless it is this user's (storage/owned_dirs.py).
+        An `owned` file, one of the cache, is refused unless it is this user's (storage/owned_dirs.py).
 
         Raises UserError for an unreadable sidecar, an empty file, and a size that differs from the sidecar or is not a
-        whole number of ids. Without a sidecar, also for ids whose dtype cannot be determined.
+        whole number of ids. Without a sidecar, also for ids whose values do not show whether they are uint16 or uint32.
         """
         sidecar = sidecar_path(path)
         stated = stated_facts(path, owned=owned)
@@ -273,14 +272,10 @@ def write_tokens(
     summary: Callable[[], str | None] = lambda: None,
     **stated: Any,
 ) -> None:
-    """Write a token file and its sidecar. If `arrays` raises, no file is left.
+    """Write a token file and its sidecar with the `stated` facts. If `arrays` raises, no file is left.
 
-    Args:
-        path: the file; its directory is created if needed.
-        arrays: ids, each below `vocabulary` except for the marks in its upper bits.
-        row_length: if set, the ids are marked and in rows of that length.
-        summary: called at the end for the statistics in the sidecar.
-        stated: other facts for the sidecar.
+    Ids are below `vocabulary`; with `row_length` they are in rows of that length, and marked in their upper bits.
+    `summary` is called at the end for the sidecar's statistics.
 
     Raises UserError if nothing can be written there, and TrainerError, with the free space, if the drive refuses.
     """

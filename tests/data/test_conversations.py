@@ -104,6 +104,7 @@ def _both(call: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 _PARAMETERS = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 _FUNCTION = {"name": "room_temperature", "description": "Reads a thermometer", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
 _SYSTEM, _READ = message("system", "Be brief."), _result("19")
 _ASKED, _TOLD = turns("How warm is room 7?", "Nineteen degrees.")
 _TWO_ROOMS, _BOTH_TOLD = turns("Rooms 7 and 8?", "19 and 21.")
@@ -149,13 +150,8 @@ _WITH_TOOLS = {
         *(_ASKED, _call(reasoning_content="I must look."), _READ, _TOLD | {"reasoning_content": "It says 19."}),
     ],
 }
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    **{name: {"messages": messages} for name, messages in _WITHOUT_TOOLS.items()},
-    **{
-        name: {"messages": messages, "tools": [{"type": "function", "function": _FUNCTION}]}
-        for name, messages in _WITH_TOOLS.items()
-    },
-}
+CONVERSATIONS: dict[str, dict[str, Any]] = {name: {"messages": messages} for name, messages in _WITHOUT_TOOLS.items()}
+CONVERSATIONS |= {name: {"messages": messages, "tools": [_TOOL]} for name, messages in _WITH_TOOLS.items()}
 
 
 def encoded(

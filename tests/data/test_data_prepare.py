@@ -67,21 +67,11 @@ def test_token_files_of_other_users_are_not_used(source: Path, encoded: list[boo
     encoded.clear()
     for name in (path, sidecar):
         name.chmod(0o664)
-        with pytest.raises(UserError, match=rf"{name.name} cannot be read: others may change it \(mode 664"):
+        told = rf"{name.name} cannot be read: others may change it \(mode 664.*data\.cache=DIR"
+        with pytest.raises(UserError, match=told):
             prepared(source, cache=cache)
         name.chmod(0o644)
-        moved = name.rename(tmp_path / "moved")
-        name.symlink_to(moved)
-        with pytest.raises(UserError, match=r"it is a link\. .*data\.cache=DIR"):
-            prepared(source, cache=cache)
-        moved.replace(name)
     assert len(prepared(source, cache=cache)) == len(made)
-    if os.geteuid() == 0:
-        for name in (path, sidecar):
-            os.chown(name, 65534, 65534)
-            with pytest.raises(UserError, match=r"it belongs to another user \(number 65534\), and is not trusted"):
-                prepared(source, cache=cache)
-            os.chown(name, 0, 0)
     assert not encoded
 
 
